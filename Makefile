@@ -1,0 +1,42 @@
+# Needs python3 (3.11 or newer), make and gcc; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.rollart-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow train bench docs clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Make .venv and install rollart with its development tools
+
+# Runs again only when pyproject.toml changed.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+test: setup  ## Lint, check types, run the fast tests with coverage
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest --cov --cov-report=term
+
+test-slow: setup  ## Run the slow tests and the guards
+	$(BIN)/pytest -m slow
+	$(BIN)/python tests/guards/run.py
+
+train: setup  ## Run a job (for now a simulated one)
+	@echo "This job is simulated: nothing is trained and no GPU is used. A real job for a laptop comes later."
+	$(BIN)/rollart sim jobs/rollart.yaml
+
+bench: setup  ## Measure the control plane
+	@$(BIN)/rollart bench control --json
+
+docs: setup  ## Write docs/job.md again from rollart/config.py
+	$(BIN)/python scripts/job_reference.py
+
+clean:  ## Remove .venv and what tools leave behind; runs/ stays
+	rm -rf .venv .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
