@@ -1,0 +1,91 @@
+"""One error class per boundary, and the context manager that names the boundary an error crossed.
+
+    RollartError
+    |- JobError        the user's job cannot run: says the key and the fix (exit code 2)
+    |- JobStopped      a running job gave up: says why and what to do (exit code 1)
+    |- Deadlock        nothing can ever move again: names who waits on what
+    `- BoundaryError   something beyond a port broke
+       |- EngineError  |- RequestError  |- EnvError  |- RewardError  |- TrainerError  |- WeightError  `- ClusterError
+
+A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
+"""
+
+from types import TracebackType
+
+
+class RollartError(Exception):
+    """Any error RollArt raises on purpose."""
+
+
+class JobError(RollartError, ValueError):
+    """The job file, an override or a command line is wrong. The text names the key and the fix."""
+
+
+class JobStopped(RollartError):
+    """The job stopped by itself for the reason given."""
+
+
+class Deadlock(RollartError):
+    """No task can ever run again; the text names who waits on what since when."""
+
+
+class BoundaryError(RollartError):
+    """Something on the other side of a port failed."""
+
+
+class EngineError(BoundaryError):
+    """An engine died, hung, or refused."""
+
+
+class RequestError(BoundaryError):
+    """The engine is well, but this request cannot be served by any: the prompt does not fit, say."""
+
+
+class EnvError(BoundaryError):
+    """An environment failed to open, answer or make sense."""
+
+
+class RewardError(BoundaryError):
+    """A reward function failed. `retryable` is False where another try gives the same error."""
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class TrainerError(BoundaryError):
+    """The trainer was lost."""
+
+
+class WeightError(BoundaryError):
+    """A weight bucket is missing or damaged."""
+
+
+class ClusterError(BoundaryError):
+    """A worker could not be started."""
+
+
+class boundary:  # noqa: N801 - reads as a statement: `with boundary(EnvError, "env.step"):`
+    """Turn whatever an adapter raises into the boundary's own error, named `<where>: ...`.
+
+    Adapters are asked to raise `rollart.errors` only; user code behind them does not know that.
+    Cancellation, exits and errors that already have a boundary pass unchanged.
+    """
+
+    __slots__ = ("_error", "_where")
+
+    def __init__(self, error: type[BoundaryError], where: str) -> None:
+        self._error = error
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, RollartError) or not isinstance(error, Exception):
+            return
+        text = str(error) or type(error).__name__
+        name = "" if isinstance(error, TimeoutError) else f"{type(error).__name__}: "
+        raise self._error(f"{self._where}: {name}{text}") from error

@@ -1,0 +1,144 @@
+"""The protocols through which control touches the world. Each has at most four methods.
+
+An adapter implements one of these, raises only `rollart.errors`, and passes the port's contract suite
+(`tests/contracts/`). Simulated adapters are adapters like any other.
+"""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from rollart.types import (
+    Batch,
+    Checkpoint,
+    Completion,
+    EngineSpec,
+    GenerateRequest,
+    Message,
+    Observation,
+    Score,
+    StepResult,
+    SwapReport,
+    Task,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    WeightManifest,
+    WeightVersion,
+)
+
+BACKGROUND: ContextVar[bool] = ContextVar("rollart_background", default=False)
+"""True in the context of periodic tasks (watchdog, metrics). Their timers are no sign of life: a loop on
+which only such timers remain is deadlocked, and the virtual clock says so."""
+
+
+class Engine(Protocol):
+    """Takes tokens, gives tokens. In-flight work survives a swap: it goes on under the new weights."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Raises EngineError when the engine cannot go on."""
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request and free its slot within one engine step. Unknown ids are ignored."""
+
+    async def stage(self, version: WeightVersion) -> None:
+        """Begin to fetch buckets of a coming version as they appear. Returns at once."""
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        """Serve these weights from now on. Raises WeightError if a bucket is missing or damaged; the
+        engine then still serves the version it had."""
+
+
+class Env(Protocol):
+    """One single-use environment."""
+
+    async def reset(self) -> Observation: ...
+
+    async def step(self, action: str) -> Observation: ...
+
+    async def close(self) -> None:
+        """Free everything, whatever state it is in."""
+
+
+class EnvHost(Protocol):
+    """Opens environments somewhere: in this process, in another, on a CPU machine."""
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
+        """Wait for a slot and start one environment. Raises EnvError."""
+
+
+class RewardBackend(Protocol):
+    """Scores one finished trajectory. Stateless: the same trajectory id gives the same score."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """Raises RewardError."""
+
+
+class Trainer(Protocol):
+    """Owns the policy's weights and its optimizer; mints version numbers."""
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step. Raises TrainerError when the trainer's process is lost."""
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        """Push the weights of the current or previous version to the store, manifest last."""
+
+    async def save(self) -> str:
+        """Write the trainer's state durably; returns a reference for `restore`."""
+
+    async def restore(self, reference: str) -> WeightVersion:
+        """Load a saved state ("" means the initial one); returns its version."""
+
+
+class WeightStore(Protocol):
+    """Buckets and manifests of weight versions. Control only ever drops old ones."""
+
+    async def drop_before(self, version: WeightVersion) -> None:
+        """Forget all versions older than this one."""
+
+
+class Cluster(Protocol):
+    """Starts the workers of a job where its pools say."""
+
+    async def engine(self, spec: EngineSpec) -> Engine:
+        """Start, or start again, one engine with the initial weights. Raises ClusterError."""
+
+    async def trainer(self) -> Trainer:
+        """Start, or start again, the trainer with the initial weights. Raises ClusterError."""
+
+    async def close(self) -> None:
+        """Stop all workers."""
+
+
+class Journal(Protocol):
+    """Durable memory of the coordinator: batches since the last checkpoint, and that checkpoint."""
+
+    def write_batch(self, batch: Batch) -> None:
+        """Durable before it returns. The step trains on it only afterwards."""
+
+    def batches(self, from_step: int) -> Sequence[Batch]:
+        """The batches written at or after this step, in order."""
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Replace the last checkpoint atomically, and forget the batches it covers."""
+
+    def latest(self) -> Checkpoint | None: ...
+
+
+class TaskSet(Protocol):
+    """An endless, seeded sequence of tasks of one domain."""
+
+    def task(self, index: int) -> Task: ...
+
+    def held_out(self, index: int) -> Task:
+        """The same for evaluation; disjoint from the training tasks."""
+
+
+class Tokenizer(Protocol):
+    """The model's tokenizer and chat template."""
+
+    def render(self, messages: Sequence[Message], *, fresh: bool) -> Tokens:
+        """Tokens to append for these messages, up to and with the start of the model's answer. Where not
+        `fresh`, they follow the model's last sampled token and first close its turn."""
+
+    def decode(self, tokens: Tokens) -> str: ...

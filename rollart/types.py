@@ -1,0 +1,361 @@
+"""Every value that crosses a boundary of RollArt.
+
+Frozen dataclasses, numpy arrays, no torch: control moves these, adapters fill them, nobody changes them.
+`WeightVersion` is an int: 0 is the initial model, and the trainer mints n + 1 when step n ends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+"""Token ids, one dimension."""
+Logprobs = npt.NDArray[np.float32]
+"""Natural-log probabilities, one per token."""
+WeightVersion = int
+
+NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS: Logprobs = np.zeros(0, dtype=np.float32)
+
+
+class Status(StrEnum):
+    """How one attempt at a trajectory ended. Only DONE and TRUNCATED enter a group's baseline."""
+
+    DONE = "done"
+    """The environment said it is over."""
+    TRUNCATED = "truncated"
+    """Turns, tokens or context ran out; the reward still counts."""
+    ABORTED = "aborted"
+    """We stopped it: enough siblings were scored, its group died, or the job ended."""
+    STALE = "stale"
+    """Its first token is too old for the staleness bound."""
+    FAILED = "failed"
+    """Something outside the model broke: environment, reward, no engine left."""
+
+
+SCORED = frozenset({Status.DONE, Status.TRUNCATED})
+
+
+class Finish(StrEnum):
+    """Why an engine stopped sampling."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem of a task set: what a group of trajectories is started from.
+
+    Example: `Task(id="maths/17", domain="maths", payload={"question": "2 + 3"}, seed=17)`.
+    """
+
+    id: str
+    """Unique within the run: `<domain>/<index>`."""
+    domain: str
+    """The task set's name, and the affinity key: all tasks of a domain share a pool."""
+    index: int
+    """Position in the task set; the mix keeps the cursor."""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment needs to build this problem. JSON values only."""
+    seed: int = 0
+
+
+class TrajectoryId(NamedTuple):
+    """Names one attempt. Also the routing session, the rng key and the reward's idempotency key."""
+
+    group: str
+    member: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.member}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message; `role` is what the model's chat template knows: system, user, assistant, tool."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment says after reset or step."""
+
+    messages: tuple[Message, ...] = ()
+    """What is new since the last turn. Empty when there is nothing more to say."""
+    reward: float = 0.0
+    done: bool = False
+    truncated: bool = False
+    """The environment's own limit was reached."""
+    fresh: bool = False
+    """History was rewritten: `messages` is the whole conversation and the prefix restarts."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an engine samples one completion."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    """Together with the request's id it decides what is sampled, whatever else is in the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One call of the model. The prompt is whole, so that any engine can serve it."""
+
+    id: str
+    """`<session>/<turn>`: unique, names the call in events and in `abort`."""
+    session: str
+    """`str(TrajectoryId)`: calls of one session share a growing prefix."""
+    domain: str
+    turn: int
+    prompt: tuple[Tokens, ...]
+    """The prompt in pieces; their concatenation is what the model sees."""
+    prompt_tokens: int
+    """Total length of `prompt`."""
+    sampling: Sampling
+    min_version: WeightVersion = 0
+    """Never serve this request on weights older than these."""
+    last: bool = False
+    """No further turn of this session will come: its cache may go."""
+
+    def tokens(self) -> Tokens:
+        """The prompt as one array."""
+        return self.prompt[0] if len(self.prompt) == 1 else np.concatenate(self.prompt)
+
+
+class Span(NamedTuple):
+    """`length` consecutive tokens sampled under `version`."""
+
+    version: WeightVersion
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled. `spans` lengths add up to `len(tokens)`; versions never fall."""
+
+    tokens: Tokens
+    logprobs: Logprobs
+    """One per token, of the temperature-scaled full distribution it was sampled from."""
+    spans: tuple[Span, ...]
+    finish: Finish
+    engine: str
+    prefill_tokens: int = 0
+    """Prompt tokens that were computed (a rebuilt cache counts again)."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the session's cache."""
+    busy_s: float = 0.0
+    """Engine seconds this call used, its share of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One round: what the model was shown, what it said, what that earned."""
+
+    context: Tokens
+    """The token delta since the last turn (the whole prompt where `fresh`)."""
+    fresh: bool
+    completion: Completion
+    reward: float = 0.0
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished attempt, good or bad."""
+
+    id: TrajectoryId
+    task: Task
+    turns: tuple[Turn, ...]
+    status: Status
+    born: WeightVersion | None
+    """Version of the first sampled token; None if none was sampled."""
+    oldest: WeightVersion | None
+    """Oldest version of any sampled token."""
+    reward: float | None = None
+    """None until scored."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why it ended so, where the status alone does not say."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a reward function gave one trajectory."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    cold_start_s: float = 0.0
+    """Part of the call spent starting a function instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Scored trajectories of one task, compared with each other."""
+
+    id: str
+    task: Task
+    members: tuple[Trajectory, ...]
+    born: WeightVersion
+    """Of the oldest member."""
+    advantages: tuple[float, ...]
+    """One per member."""
+    admitted_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prefix of one trajectory, flat: T tokens, no prompt/response split.
+
+    A trajectory whose history was never rewritten is one sample. Example, two turns:
+    tokens  [p p p a a o o b b b], mask [0 0 0 1 1 0 0 1 1 1].
+    """
+
+    trajectory: TrajectoryId
+    domain: str
+    tokens: Tokens
+    """(T,) exactly the sequence the engine saw."""
+    mask: npt.NDArray[np.bool_]
+    """(T,) true exactly on sampled tokens."""
+    logprobs: Logprobs
+    """(T,) the engine's, 0 where not sampled."""
+    versions: npt.NDArray[np.int32]
+    """(T,) weights that sampled the token, -1 where not sampled."""
+    advantages: npt.NDArray[np.float32]
+    """(T,) 0 where not sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step trains on."""
+
+    step: int
+    serving: WeightVersion
+    """The serving version when the batch was formed."""
+    groups: tuple[Group, ...]
+    samples: tuple[Sample, ...]
+    """The groups' trajectories, flat, with their advantages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a train step gave. `version` is minted by the trainer: step + 1."""
+
+    version: WeightVersion
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Bucket(NamedTuple):
+    """One piece of a version's weights in a store. `digest` is of its bytes."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+class TensorPlace(NamedTuple):
+    """Where one tensor lies: byte range of a bucket."""
+
+    bucket: int
+    offset: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """Says that a version is complete. It appears in a store only after all its buckets."""
+
+    version: WeightVersion
+    buckets: tuple[Bucket, ...]
+    tensors: Mapping[str, TensorPlace] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """What a swap did on one engine."""
+
+    version: WeightVersion
+    pull_s: float = 0.0
+    """Seconds of transfer, hidden or not."""
+    exposed_s: float = 0.0
+    """Seconds the engine stood still for it."""
+    rebuilt_tokens: int = 0
+    """KV tokens of in-flight work to be computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine worker as the job asks for it."""
+
+    id: str
+    pool: str
+    type: str
+    hardware: str
+    gpus: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineView:
+    """All that a routing policy may see of one engine. Kept by the proxy, the only mutable type here."""
+
+    id: str
+    pool: str
+    version: WeightVersion = 0
+    in_flight: int = 0
+    up: bool = True
+    """Alive as far as we know."""
+    serving: bool = True
+    """Takes new requests now: up, and not in the middle of a swap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """A group that was admitted and is not ready: what a checkpoint keeps of it."""
+
+    id: str
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """All that a resumed job needs; committed together or not at all."""
+
+    step: int
+    """The next step; also the trainer's version."""
+    trainer: str
+    """The trainer's own reference to its saved state."""
+    mix: Mapping[str, Any]
+    ready: tuple[Group, ...]
+    open: tuple[OpenGroup, ...]
+    next_group: int
+    incarnation: int
+    """How often the coordinator was started again; part of new ids, so that none is ever used twice."""
