@@ -1,0 +1,1 @@
+"""Drivers: asyncio coroutines that carry out what `policy` decides, through `ports` only."""

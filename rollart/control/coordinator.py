@@ -1,0 +1,211 @@
+"""Runs one job from its journal's last word to its last step. Wires the drivers together; `learn` is the loop.
+
+A fresh job and a resumed one start alike: load the last checkpoint (a fresh job has none), train again on the batches written
+since, bring the engines to those weights, go on.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollart.config import Job
+from rollart.control.crew import Crew
+from rollart.control.env_manager import Agent, EnvManager, Staleness
+from rollart.control.evaluation import Evaluation
+from rollart.control.fleet import Fleet
+from rollart.control.proxy import Proxy
+from rollart.control.rollout import Rollout
+from rollart.control.trainer import TrainerDriver
+from rollart.control.waits import Waits
+from rollart.control.watchdog import Watchdog
+from rollart.control.weights import WeightDriver
+from rollart.errors import ClusterError, boundary
+from rollart.events import LogHandle
+from rollart.policy.affinity import Affinity
+from rollart.policy.swap import SwapPlan, plan
+from rollart.ports import Cluster, Engine, EnvHost, Journal, RewardBackend, TaskSet, Tokenizer, WeightStore
+from rollart.types import Batch, EngineSpec, StepResult, WeightManifest, WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything outside the control plane that a job touches, behind ports."""
+
+    cluster: Cluster
+    engines: tuple[EngineSpec, ...]
+    host: EnvHost
+    rewards: RewardBackend
+    tokenizer: Tokenizer
+    task_sets: Mapping[str, TaskSet]
+    store: WeightStore
+    journal: Journal
+    affinity: Affinity
+    agent: Agent | None = None
+
+
+class Coordinator:
+    """One incarnation of a job. After a crash, make a new one over the same journal."""
+
+    def __init__(self, job: Job, world: World, log: LogHandle) -> None:
+        self._job = job
+        self._world = world
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._plan: SwapPlan = plan(job.rollout.swap, job.rollout.rolling)
+        self.waits = Waits()
+        self.crew = Crew()
+        self.watchdog = Watchdog(self.waits, log, job.limits.stall_s)
+
+    async def run(self) -> None:
+        """To the last step. Raises JobStopped, or the error of whatever broke."""
+        try:
+            main = self.crew.spawn(self._main())
+            self.crew.spawn(self.watchdog.run(), background=True)
+            await asyncio.wait([main, self.crew.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.crew.failed.done():
+                self.crew.failed.result()
+        finally:
+            await self.crew.close()
+            self.waits.close()
+
+    async def _main(self) -> None:
+        resumed = await self._assemble()
+        checkpoint = self._world.journal.latest()
+        if checkpoint is not None:
+            batches = list(self._world.journal.batches(checkpoint.step))
+            await self.trainer.resume(checkpoint.trainer, batches)
+            self.rollout.restore(checkpoint, batches)
+            self._log.emit(
+                "resumed",
+                {
+                    "step": self.trainer.version,
+                    "checkpoint": checkpoint.step,
+                    "ready": [group.id for group in checkpoint.ready],
+                    "open": [group.id for group in checkpoint.open],
+                    "cause": resumed,
+                },
+            )
+            self.rollout.end_superseded()
+        if self.trainer.version:
+            self.weights.publish(self.trainer.version)
+            await self.weights.to(self.trainer.version)
+        await self._checkpoint()
+        if self.trainer.version < self._job.train.steps:
+            self.rollout.go_on()
+        await self.learn()
+
+    async def learn(self) -> None:
+        """The steps of the job: batch, weights of the step before, train, publish."""
+        for step in range(self.trainer.version, self._job.train.steps):
+            await self.weights.ready_for(step)
+            batch = await self.rollout.batch(step)
+            self._world.journal.write_batch(batch)
+            self._log.emit("written", {"step": step})
+            if self._plan.before_step:
+                await self.weights.to(step)
+            result = await self._step(batch)
+            self.weights.publish(result.version)
+            if self._plan.after_step:
+                await self.weights.to(result.version)
+            last = result.version == self._job.train.steps
+            if last or result.version % self._job.checkpoint.every == 0:
+                await self._checkpoint()
+            self._evaluate(result.version)
+        self.rollout.end()
+        self._log.emit("finished", {"steps": self._job.train.steps})
+
+    async def _step(self, batch: Batch) -> StepResult:
+        began = self._log.emit("step.start", {"step": batch.step, "serving": self.fleet.serving})
+        began_s = self._loop.time()
+        result = await self.trainer.train(batch)
+        self._log.emit(
+            "step.end",
+            {
+                "step": batch.step,
+                "version": result.version,
+                "train_s": round(self._loop.time() - began_s, 6),
+                "metrics": dict(result.metrics),
+                "cause": began,
+            },
+        )
+        return result
+
+    async def _checkpoint(self) -> None:
+        """Trainer, task cursor, buffer and open groups, together. Called between two batches."""
+        reference = await self.trainer.save()
+        checkpoint = self.rollout.snapshot(self.trainer.version, reference)
+        self._world.journal.commit(checkpoint)
+        self._log.emit(
+            "checkpoint",
+            {
+                "step": checkpoint.step,
+                "ready": [group.id for group in checkpoint.ready],
+                "open": [group.id for group in checkpoint.open],
+            },
+        )
+        self._log.flush(durable=True)
+
+    def _evaluate(self, version: WeightVersion) -> None:
+        every = self._job.evaluation.every
+        if every and version % every == 0:
+            self.crew.spawn(self.evaluation.run(f"eval{version}"))
+
+    # --- wiring -----------------------------------------------------------------------------------------------
+
+    async def _assemble(self) -> int:
+        """Start the workers and connect the drivers."""
+        job, world, limits = self._job, self._world, self._job.limits
+        began = self._log.emit("starting", {"engines": len(world.engines)})
+        starts = self.waits.on("engine.start", limits.start_s)
+        with boundary(ClusterError, "start"):
+            engines: list[Engine] = await asyncio.gather(
+                *(starts.guard(spec.id, world.cluster.engine(spec)) for spec in world.engines)
+            )
+            trainer = await self.waits.on("trainer.start", limits.start_s).guard("trainer", world.cluster.trainer())
+        self._log.emit("started", {"engines": [spec.id for spec in world.engines], "cause": began})
+        self.trainer = TrainerDriver(
+            trainer,
+            world.cluster,
+            world.journal,
+            self.waits,
+            self._log,
+            restarts=limits.trainer_restarts,
+            backoff_s=limits.backoff_s,
+            step_limit_s=limits.train_s,
+            start_limit_s=limits.start_s,
+        )
+        self.fleet = Fleet(
+            dict(zip(world.engines, engines, strict=True)),
+            world.cluster,
+            self.crew,
+            self.waits,
+            self._log,
+            restarts=limits.engine_restarts,
+            backoff_s=limits.backoff_s,
+            swap_limit_s=limits.swap_s,
+            start_limit_s=limits.start_s,
+            repair=self._repair,
+        )
+        proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
+        self.rollout = Rollout(job, world.task_sets, world.affinity, self.fleet, self.crew, self.waits, self._log)
+        manager = EnvManager(
+            job,
+            world.host,
+            proxy,
+            world.rewards,
+            world.tokenizer,
+            Staleness(serving=lambda: self.fleet.serving, stale=self.rollout.stale),
+            self.crew,
+            self.waits,
+            self._log,
+            world.agent,
+        )
+        self.rollout.manager = manager
+        self.weights = WeightDriver(
+            self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
+        )
+        self.evaluation = Evaluation(job, world.task_sets, world.affinity, manager, self._log)
+        return began
+
+    async def _repair(self, version: WeightVersion) -> WeightManifest:
+        return await self.weights.repair(version)

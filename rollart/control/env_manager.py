@@ -1,0 +1,404 @@
+"""One coroutine per trajectory: environment, model and reward, each at its own pace.
+
+EnvManager opens a single-use environment and lets an Agent play in it through a Session. Any error that crosses a
+port ends this attempt with a status and a reason; siblings go on. A bad rollout is data, not a crash.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollart.config import Job, TaskSettings
+from rollart.control.crew import Crew
+from rollart.control.proxy import Proxy
+from rollart.control.render import Prefix, delta
+from rollart.control.waits import Waits
+from rollart.errors import BoundaryError, EnvError, RewardError, boundary
+from rollart.events import LogHandle
+from rollart.policy.redundancy import backoff_s
+from rollart.ports import Env, EnvHost, RewardBackend, Tokenizer
+from rollart.types import (
+    SCORED,
+    Completion,
+    EngineView,
+    GenerateRequest,
+    Observation,
+    Sampling,
+    Score,
+    Status,
+    Task,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    WeightVersion,
+)
+
+
+class Run:
+    """One attempt under way. Its owner may `stop` it; everyone else only reads."""
+
+    __slots__ = (
+        "_cancelled",
+        "_task",
+        "born",
+        "cause",
+        "evaluation",
+        "id",
+        "key",
+        "last_engine",
+        "min_version",
+        "order",
+        "prefix",
+        "said",
+        "settings",
+        "started_s",
+        "stopped",
+        "task",
+        "turns",
+    )
+
+    def __init__(
+        self,
+        id: TrajectoryId,
+        task: Task,
+        settings: TaskSettings,
+        order: tuple[str, ...],
+        *,
+        cause: int = -1,
+        evaluation: bool = False,
+    ) -> None:
+        self.id = id
+        self.key = str(id)
+        self.task = task
+        self.settings = settings
+        self.order = order
+        """The pool this trajectory stays on, then its stand-ins."""
+        self.cause = cause
+        self.evaluation = evaluation
+        self.born: WeightVersion | None = None
+        """Set at the first send to the version it will be at least, and made exact by the first token."""
+        self.min_version: WeightVersion = 0
+        self.last_engine: EngineView | None = None
+        self.prefix = Prefix()
+        self.turns: list[Turn] = []
+        self.said: tuple[Tokens, bool, Completion, float] | None = None
+        """An answer the environment has not replied to yet."""
+        self.started_s = 0.0
+        self.stopped: tuple[Status, str] | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelled = False
+
+    def settle(self, reward: float = 0.0, env_s: float = 0.0) -> None:
+        """Book the last answer as a turn, with what the environment made of it."""
+        if self.said is not None:
+            context, fresh, completion, generate_s = self.said
+            self.said = None
+            self.turns.append(
+                Turn(
+                    context=context,
+                    fresh=fresh,
+                    completion=completion,
+                    reward=reward,
+                    generate_s=generate_s,
+                    env_s=env_s,
+                )
+            )
+
+    def stop(self, status: Status, reason: str) -> None:
+        """End it now: its request is aborted, its environment closed, its reward dropped."""
+        if self.stopped is None:
+            self.stopped = (status, reason)
+            if self._task is not None:
+                self._cancelled = self._task.cancel()
+
+    def enter(self) -> None:
+        """From here on `stop` cancels the task that runs it. One that was stopped before it began ends at once."""
+        self._task = asyncio.current_task()
+        if self.stopped is not None:
+            raise asyncio.CancelledError
+
+    def was_stopped(self) -> bool:
+        """True when the cancellation that just arrived is our own `stop`, and no one else's as well."""
+        if self.stopped is None or self._task is None:
+            return False
+        return not self._cancelled or self._task.uncancel() == 0
+
+    def leave(self) -> None:
+        """Nothing is left to stop."""
+        self._task = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """What a run needs to know about its own age."""
+
+    serving: Callable[[], WeightVersion]
+    stale: Callable[[Run], bool]
+    """Checked before each turn."""
+
+
+class Session:
+    """An agent's hands: the environment, the model, and the record of what happened."""
+
+    __slots__ = ("_env", "_manager", "run")
+
+    def __init__(self, manager: "EnvManager", run: Run, env: Env) -> None:
+        self._manager = manager
+        self._env = env
+        self.run = run
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._manager.tokenizer
+
+    async def reset(self) -> Observation:
+        return await self._manager.reset(self.run, self._env)
+
+    async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
+        """One answer to the prompt grown by `context`; None when turns or context have run out."""
+        return await self._manager.generate(self.run, context, fresh=fresh)
+
+    async def step(self, action: str) -> Observation:
+        """Act, and book the reward on the last turn."""
+        return await self._manager.step(self.run, self._env, action)
+
+
+class Agent(Protocol):
+    """Plays one environment to its end. Returns DONE or TRUNCATED."""
+
+    async def play(self, session: Session) -> Status: ...
+
+
+class TurnAgent:
+    """The default: render, generate, step."""
+
+    async def play(self, session: Session) -> Status:
+        observation = await session.reset()
+        first = True
+        while not observation.done:
+            if observation.truncated:
+                return Status.TRUNCATED
+            context, fresh = delta(session.tokenizer, observation, first=first)
+            first = False
+            completion = await session.generate(context, fresh=fresh)
+            if completion is None:
+                return Status.TRUNCATED
+            observation = await session.step(session.tokenizer.decode(completion.tokens))
+        return Status.DONE
+
+
+class EnvManager:
+    """Runs attempts. Owns nothing of them after they end."""
+
+    def __init__(
+        self,
+        job: Job,
+        host: EnvHost,
+        proxy: Proxy,
+        rewards: RewardBackend,
+        tokenizer: Tokenizer,
+        staleness: Staleness,
+        crew: Crew,
+        waits: Waits,
+        log: LogHandle,
+        agent: Agent | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._agent: Agent = agent or TurnAgent()
+        self._context_tokens = job.model.context_tokens
+        self._seed = job.seed
+        self._samplings: dict[str, Sampling] = {}
+        self._retries = job.rewards.retries
+        self._backoff_s = job.rewards.backoff_s
+        self._host = host
+        self._proxy = proxy
+        self._rewards = rewards
+        self._staleness = staleness
+        self._crew = crew
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        limits = job.limits
+        alone = job.rollout.stepping == "asynchronous"
+        """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
+        self._opening = waits.on("env.open", limits.open_s)
+        self._resetting = waits.on("env.reset", limits.reset_s if alone else None)
+        self._stepping = waits.on("env.step", limits.step_s if alone else None)
+        self._closing = waits.on("env.close", limits.step_s)
+        self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
+
+    async def run(self, run: Run) -> Trajectory:
+        """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
+        run.started_s = self._loop.time()
+        run.cause = self._log.emit(
+            "start",
+            {"id": run.key, "task": run.task.id, "pool": run.order[0], "eval": run.evaluation, "cause": run.cause},
+        )
+        score: Score | None = None
+        try:
+            run.enter()
+            status = await self._play(run)
+            reason = ""
+            score = await self._score(run, status)
+        except BoundaryError as error:
+            status, reason = Status.FAILED, f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            if not run.was_stopped():
+                raise
+            assert run.stopped is not None
+            status, reason = run.stopped
+        finally:
+            run.leave()
+        return self._finished(run, status, reason, score)
+
+    async def _play(self, run: Run) -> Status:
+        with boundary(EnvError, "env.open"):
+            env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
+        try:
+            status = await self._agent.play(Session(self, run, env))
+        finally:
+            self._crew.spawn(self._close(run, env))
+        if not run.turns and run.said is None:
+            raise EnvError("the environment ended before the model said anything")
+        return status
+
+    async def reset(self, run: Run, env: Env) -> Observation:
+        with boundary(EnvError, "env.reset"):
+            return _checked(await self._resetting.guard(run.key, env.reset()))
+
+    async def step(self, run: Run, env: Env, action: str) -> Observation:
+        began_s = self._loop.time()
+        with boundary(EnvError, "env.step"):
+            observation = _checked(await self._stepping.guard(run.key, env.step(action)))
+        run.settle(observation.reward, self._loop.time() - began_s)
+        return observation
+
+    async def generate(self, run: Run, context: Tokens, *, fresh: bool) -> Completion | None:
+        settings = run.settings
+        run.settle()
+        turn = len(run.turns)
+        prefix = run.prefix.extended(context, fresh=fresh)
+        room = self._context_tokens - prefix.length
+        if turn >= settings.max_turns or room < 1:
+            return None
+        if self._staleness.stale(run):
+            run.stop(Status.STALE, "too old before its next turn")
+            await asyncio.sleep(0)  # the cancellation arrives here
+        request = GenerateRequest(
+            id=f"{run.key}/{turn}",
+            session=run.key,
+            domain=run.task.domain,
+            turn=turn,
+            prompt=prefix.pieces,
+            prompt_tokens=prefix.length,
+            sampling=self._sampling(settings, room),
+            min_version=run.min_version,
+            last=turn + 1 >= settings.max_turns,
+        )
+        if run.born is None:
+            run.born = self._staleness.serving()
+        began_s = self._loop.time()
+        completion, run.last_engine, run.cause = await self._proxy.generate(
+            request, run.order, run.last_engine, run.cause
+        )
+        if turn == 0:
+            run.born = completion.spans[0].version
+        run.min_version = completion.spans[-1].version
+        run.prefix = prefix.answered(completion)
+        run.said = (context, fresh, completion, self._loop.time() - began_s)
+        return completion
+
+    def _sampling(self, settings: TaskSettings, room: int) -> Sampling:
+        if room >= settings.max_tokens:
+            known = self._samplings.get(settings.name)
+            if known is not None:
+                return known
+        sampling = Sampling(
+            max_tokens=min(settings.max_tokens, room), temperature=settings.temperature, seed=self._seed
+        )
+        if room >= settings.max_tokens:
+            self._samplings[settings.name] = sampling
+        return sampling
+
+    async def _score(self, run: Run, status: Status) -> Score:
+        """The reward, asked for the moment the trajectory ends."""
+        trajectory = self._trajectory(run, status, "", None)
+        tries = 0
+        while True:
+            tries += 1
+            began_s = self._loop.time()
+            try:
+                with boundary(RewardError, "reward"):
+                    score = await self._scoring.guard(run.key, self._rewards.score(trajectory))
+            except RewardError as error:
+                run.cause = self._log.emit("reward.failed", {"id": run.key, "reason": str(error), "cause": run.cause})
+                if tries > self._retries or not error.retryable:
+                    raise
+                await asyncio.sleep(backoff_s(self._backoff_s, tries))
+                continue
+            run.cause = self._log.emit(
+                "reward",
+                {
+                    "id": run.key,
+                    "value": score.value,
+                    "s": round(self._loop.time() - began_s, 6),
+                    "cold_s": round(score.cold_start_s, 6),
+                    "tries": tries,
+                    "cause": run.cause,
+                },
+            )
+            return score
+
+    async def _close(self, run: Run, env: Env) -> None:
+        try:
+            with boundary(EnvError, "env.close"):
+                await self._closing.guard(run.key, env.close())
+        except EnvError as error:
+            self._log.emit("warning", {"text": f"{run.key}: {error}", "cause": run.cause})
+
+    def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
+        trajectory = self._trajectory(run, status, reason, score)
+        run.cause = self._log.emit(
+            "end",
+            {
+                "id": run.key,
+                "task": run.task.id,
+                "status": status.value,
+                "reason": reason,
+                "born": trajectory.born,
+                "turns": len(trajectory.turns),
+                "tokens": trajectory.sampled_tokens,
+                "reward": trajectory.reward,
+                "env_s": round(sum(turn.env_s for turn in trajectory.turns), 6),
+                "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
+                "cause": run.cause,
+            },
+        )
+        return trajectory
+
+    def _trajectory(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
+        run.settle()
+        versions = [turn.completion.spans for turn in run.turns]
+        return Trajectory(
+            id=run.id,
+            task=run.task,
+            turns=tuple(run.turns),
+            status=status,
+            born=versions[0][0].version if versions else None,
+            oldest=min(span.version for spans in versions for span in spans) if versions else None,
+            reward=None if score is None or status not in SCORED else score.value,
+            reward_parts={} if score is None else score.parts,
+            reason=reason,
+            started_s=run.started_s,
+            ended_s=self._loop.time(),
+        )
+
+
+def _checked(observation: object) -> Observation:
+    """User code may return anything."""
+    if not isinstance(observation, Observation):
+        raise EnvError(f"returned {type(observation).__name__}, not an Observation")
+    if observation.reward != observation.reward:
+        raise EnvError("returned a reward that is not a number")
+    return observation

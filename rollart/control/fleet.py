@@ -1,0 +1,212 @@
+"""The engines of a job: which are up, which weights they serve, and how one that was lost comes back.
+
+Invariant: an engine takes requests only when it is up and serves the current version or, while a swap rolls through
+the fleet, the one before. `serving` is the oldest version in rotation: that of the last completed swap.
+The proxy sends requests to the seats; the weight driver swaps them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rollart.control.crew import Crew
+from rollart.control.waits import Waits
+from rollart.errors import BoundaryError, ClusterError, EngineError, JobStopped, WeightError, boundary
+from rollart.events import LogHandle
+from rollart.policy.redundancy import backoff_s
+from rollart.policy.swap import waves
+from rollart.ports import Cluster, Engine
+from rollart.types import EngineSpec, EngineView, SwapReport, WeightManifest, WeightVersion
+
+REPAIRS = 3
+"""How often the trainer is asked to push a version again before an engine that cannot load it is given up."""
+
+Repair = Callable[[WeightVersion], Awaitable[WeightManifest]]
+
+
+class Call:
+    """One request in an engine. `lost` says why it must be sent again."""
+
+    __slots__ = ("lost", "task")
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self.task = task
+        self.lost = ""
+
+
+class Seat:
+    """One engine's place in the fleet; the engine in it may change."""
+
+    __slots__ = ("calls", "engine", "gone", "restarts", "spec", "view")
+
+    def __init__(self, spec: EngineSpec, engine: Engine) -> None:
+        self.spec = spec
+        self.engine = engine
+        self.view = EngineView(id=spec.id, pool=spec.pool)
+        self.calls: dict[str, Call] = {}
+        self.restarts = 0
+        self.gone = False
+
+
+class Fleet:
+    def __init__(
+        self,
+        engines: Mapping[EngineSpec, Engine],
+        cluster: Cluster,
+        crew: Crew,
+        waits: Waits,
+        log: LogHandle,
+        *,
+        restarts: int,
+        backoff_s: float,
+        swap_limit_s: float,
+        start_limit_s: float,
+        repair: Repair,
+    ) -> None:
+        self.seats = {spec.id: Seat(spec, engine) for spec, engine in engines.items()}
+        self.pools: dict[str, list[EngineView]] = {}
+        for seat in self.seats.values():
+            self.pools.setdefault(seat.spec.pool, []).append(seat.view)
+        self.serving: WeightVersion = 0
+        self._current: WeightManifest | None = None
+        self._staging: WeightVersion = 0
+        self._cluster = cluster
+        self._crew = crew
+        self._log = log
+        self._restarts = restarts
+        self._backoff_s = backoff_s
+        self._swaps = waits.on("engine.swap", swap_limit_s)
+        self._starts = waits.on("engine.start", start_limit_s)
+        self._repair = repair
+        self._idle: list[asyncio.Future[None]] = []
+
+    # --- who takes requests -------------------------------------------------------------------------------
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done when an engine may have become free to take requests."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._idle.append(future)
+        return future
+
+    def _wake(self) -> None:
+        idle, self._idle = self._idle, []
+        for future in idle:
+            if not future.done():
+                future.set_result(None)
+
+    def down(self, seat: Seat, reason: str) -> None:
+        """Take a lost engine out of rotation, hand its requests back to be sent again, and revive it."""
+        if not seat.view.up:
+            return
+        seat.view.up = seat.view.serving = False
+        cause = self._log.emit("engine.down", {"engine": seat.spec.id, "reason": reason, "calls": len(seat.calls)})
+        for call in list(seat.calls.values()):
+            call.lost = reason
+            call.task.cancel()
+        self._crew.spawn(self._revive(seat, cause))
+
+    async def _revive(self, seat: Seat, cause: int) -> None:
+        """Start the engine again, give it the current weights, and put it back; or give it up."""
+        while seat.restarts < self._restarts:
+            seat.restarts += 1
+            await asyncio.sleep(backoff_s(self._backoff_s, seat.restarts))
+            try:
+                with boundary(ClusterError, "engine start"):
+                    seat.engine = await self._starts.guard(seat.spec.id, self._cluster.engine(seat.spec))
+                seat.view.version = 0
+                if self._staging:
+                    await seat.engine.stage(self._staging)
+                while self._current is not None and seat.view.version != self._current.version:
+                    await self._load(seat, self._current)
+            except BoundaryError as error:
+                self._log.emit("engine.retry", {"engine": seat.spec.id, "reason": str(error), "cause": cause})
+                continue
+            seat.view.up = seat.view.serving = True
+            self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+            self._wake()
+            return
+        seat.gone = True
+        self._log.emit("engine.gone", {"engine": seat.spec.id, "restarts": seat.restarts, "cause": cause})
+        self._wake()
+        if all(other.gone for other in self.seats.values()):
+            self._crew.fail(
+                JobStopped(
+                    f"no engine is left: each was restarted {self._restarts} times; see engine.down in events.jsonl for the reasons"
+                )
+            )
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    async def stage(self, version: WeightVersion) -> None:
+        """Tell all engines that a version is coming."""
+        self._staging = version
+        seats = [seat for seat in self.seats.values() if seat.view.up]
+        await asyncio.gather(*(self._stage_one(seat, version) for seat in seats))
+
+    async def _stage_one(self, seat: Seat, version: WeightVersion) -> None:
+        try:
+            with boundary(EngineError, f"{seat.spec.id} stage"):
+                await self._swaps.guard(seat.spec.id, seat.engine.stage(version))
+        except BoundaryError as error:
+            self.down(seat, str(error))
+
+    async def swap(self, manifest: WeightManifest, rolling: int) -> None:
+        """Bring every engine to these weights; in-flight requests stay where they are and go on."""
+        self._current = manifest
+        for wave in waves(list(self.seats.values()), rolling):
+            await self._swap_wave([seat for seat in wave if seat.view.up], manifest)
+        self.serving = manifest.version
+
+    async def _swap_wave(self, seats: Sequence[Seat], manifest: WeightManifest) -> None:
+        """Suspend these, load, resume."""
+        for seat in seats:
+            seat.view.serving = False
+        self._log.emit("suspend", {"engines": [seat.spec.id for seat in seats]})
+        await asyncio.gather(*(self._swap_one(seat, manifest) for seat in seats))
+        for seat in seats:
+            seat.view.serving = seat.view.up
+        self._log.emit("resume", {"engines": [seat.spec.id for seat in seats if seat.view.up]})
+        self._wake()
+
+    async def _swap_one(self, seat: Seat, manifest: WeightManifest) -> None:
+        try:
+            await self._load(seat, manifest)
+        except BoundaryError as error:
+            self.down(seat, f"swap to {manifest.version}: {error}")
+
+    async def _load(self, seat: Seat, manifest: WeightManifest) -> None:
+        """Swap one engine, having damaged buckets pushed again where needed."""
+        engine = seat.engine
+        for tries_left in range(REPAIRS, -1, -1):
+            try:
+                with boundary(EngineError, f"{seat.spec.id} swap"):
+                    report = await self._swaps.guard(seat.spec.id, engine.swap(manifest))
+                break
+            except WeightError as error:
+                self._log.emit(
+                    "weights.damaged", {"engine": seat.spec.id, "version": manifest.version, "reason": str(error)}
+                )
+                if not tries_left:
+                    raise
+                await self._repair(manifest.version)
+        if seat.engine is engine:
+            seat.view.version = report.version
+        self._log_swap(seat, report)
+
+    def _log_swap(self, seat: Seat, report: SwapReport) -> None:
+        self._log.emit(
+            "engine.swap",
+            {
+                "engine": seat.spec.id,
+                "version": report.version,
+                "pull_s": round(report.pull_s, 6),
+                "exposed_s": round(report.exposed_s, 6),
+                "rebuilt": report.rebuilt_tokens,
+                "in_flight": len(seat.calls),
+            },
+        )
+
+    @property
+    def versions(self) -> list[WeightVersion]:
+        """Of the engines that are up."""
+        return [seat.view.version for seat in self.seats.values() if seat.view.up]

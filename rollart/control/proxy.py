@@ -1,0 +1,136 @@
+"""The one door to all engines: routes every generate call, counts it, and sends it again when its engine is lost.
+
+A request is whole, so nothing is lost with an engine but time. Cancelling the caller aborts the request explicitly:
+to cancel an awaiting task does not stop remote work.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollart.control.crew import Crew
+from rollart.control.fleet import Call, Fleet, Seat
+from rollart.control.waits import Waits
+from rollart.errors import BoundaryError, EngineError, RequestError, boundary
+from rollart.events import LogHandle
+from rollart.policy.routing import choose
+from rollart.types import Completion, EngineView, GenerateRequest
+
+MOST_SENDS = 6
+"""A request that was sent so often and lost each time may be what kills the engines: its attempt fails."""
+
+
+class Proxy:
+    def __init__(self, fleet: Fleet, crew: Crew, waits: Waits, log: LogHandle, *, generate_limit_s: float) -> None:
+        self._fleet = fleet
+        self._crew = crew
+        self._log = log
+        self._generating = waits.on("generate", generate_limit_s)
+        self._queueing = waits.on("an engine", None)
+        self._aborting = waits.on("abort", generate_limit_s)
+
+    async def generate(
+        self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
+    ) -> tuple[Completion, EngineView, int]:
+        """One completion, the engine it came from, and the event it is recorded in.
+
+        `order`: the wanted pool, then those that may stand in. `last`: the engine that has the session's cache.
+        """
+        reason = ""
+        for _ in range(MOST_SENDS):
+            seat = await self._place(request, order, last, cause)
+            completion, reason = await self._send(seat, request)
+            if completion is not None:
+                self._check(request, completion)
+                seat.restarts = 0
+                return completion, seat.view, self._log_said(request, seat, completion, cause)
+            last = None
+            cause = self._log.emit("lost", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
+        raise EngineError(f"{MOST_SENDS} engines in a row were lost with this request; the last: {reason}")
+
+    async def _place(self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int) -> Seat:
+        """Choose an engine, waiting for one where none takes requests now."""
+        fleet = self._fleet
+        while True:
+            route = choose(fleet.pools, order, last, request.min_version)
+            if route is not None:
+                break
+            if all(seat.gone for seat in fleet.seats.values()):
+                raise EngineError("no engine is left")
+            await self._queueing.guard(request.id, fleet.changed())
+        view = route.engine
+        event = {
+            "id": request.id,
+            "engine": view.id,
+            "pool": view.pool,
+            "want": order[0],
+            "version": view.version,
+            "why": route.why,
+            "prompt": request.prompt_tokens,
+            "cause": cause,
+        }
+        if route.fallback:
+            event["fallback"] = route.fallback
+        self._log.emit("send", event)
+        return fleet.seats[view.id]
+
+    async def _send(self, seat: Seat, request: GenerateRequest) -> tuple[Completion | None, str]:
+        """The completion; or None and why the engine was lost."""
+        task = asyncio.current_task()
+        assert task is not None
+        call = Call(task)
+        seat.calls[request.id] = call
+        seat.view.in_flight += 1
+        try:
+            with boundary(EngineError, seat.spec.id):
+                return await self._generating.guard(request.id, seat.engine.generate(request)), ""
+        except RequestError:
+            raise
+        except BoundaryError as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            if not call.lost or task.uncancel() > 0:
+                self._crew.spawn(self._abort(seat, request.id))
+                raise
+            reason = call.lost
+        finally:
+            del seat.calls[request.id]
+            seat.view.in_flight -= 1
+        if not call.lost:
+            self._fleet.down(seat, reason)
+        return None, reason
+
+    async def _abort(self, seat: Seat, request_id: str) -> None:
+        try:
+            with boundary(EngineError, seat.spec.id):
+                await self._aborting.guard(request_id, seat.engine.abort(request_id))
+        except BoundaryError as error:
+            self._fleet.down(seat, str(error))
+
+    def _check(self, request: GenerateRequest, completion: Completion) -> None:
+        """What an engine returns is believed only where it adds up."""
+        total = 0
+        for span in completion.spans:
+            total += span.length
+        if total != len(completion.tokens) or total != len(completion.logprobs):
+            raise RequestError(
+                f"{completion.engine} returned {len(completion.tokens)} tokens, {len(completion.logprobs)} "
+                f"log-probabilities and spans for {total}; they must be equal"
+            )
+        if total == 0:
+            raise RequestError(f"{completion.engine} returned no token")
+
+    def _log_said(self, request: GenerateRequest, seat: Seat, completion: Completion, cause: int) -> int:
+        return self._log.emit(
+            "said",
+            {
+                "id": request.id,
+                "engine": seat.spec.id,
+                "tokens": len(completion.tokens),
+                "spans": [tuple(span) for span in completion.spans],
+                "prefill": completion.prefill_tokens,
+                "cached": completion.cached_tokens,
+                "busy_s": round(completion.busy_s, 6),
+                "finish": completion.finish.value,
+                "cause": cause,
+            },
+        )

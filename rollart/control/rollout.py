@@ -1,0 +1,400 @@
+"""Feeds the rollout: admits groups while there is room, plays their members, settles them, and hands out batches.
+
+Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped wherever it
+waits, at every swap. `feed` is called whenever room may have appeared; it never waits.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from rollart.config import Job
+from rollart.control.buffer import Growing, Member, SampleBuffer
+from rollart.control.crew import Crew
+from rollart.control.env_manager import EnvManager, Run
+from rollart.control.fleet import Fleet
+from rollart.control.samples import flatten
+from rollart.control.waits import Waits
+from rollart.errors import JobStopped
+from rollart.events import LogHandle
+from rollart.policy.admission import Slots, is_stale
+from rollart.policy.affinity import Affinity
+from rollart.policy.mix import Mix, shares
+from rollart.policy.redundancy import Verdict, backoff_s
+from rollart.ports import TaskSet
+from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Trajectory, TrajectoryId, WeightVersion
+
+ATTEMPTS_PER_LIFE = 100
+"""Each life of the coordinator numbers its attempts from its own hundred on: no attempt's id is ever used twice."""
+
+
+class Rollout:
+    def __init__(
+        self,
+        job: Job,
+        task_sets: Mapping[str, TaskSet],
+        affinity: Affinity,
+        fleet: Fleet,
+        crew: Crew,
+        waits: Waits,
+        log: LogHandle,
+    ) -> None:
+        rollout = job.rollout
+        self._job = job
+        self._settings = {task.name: task for task in job.tasks}
+        self._task_sets = task_sets
+        self._affinity = affinity
+        self._fleet = fleet
+        self._crew = crew
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self.mix = Mix(
+            shares(
+                {task.name: task.weight for task in job.tasks},
+                {task.name: task.quota for task in job.tasks},
+                rollout.groups_per_step,
+            ),
+            rollout.groups_per_step,
+            rollout.share_tolerance,
+        )
+        self.buffer = SampleBuffer(
+            self.mix,
+            bound=rollout.staleness,
+            advantage=job.train.advantage,
+            attempts=job.limits.attempts,
+            filter_zero_variance=rollout.filter_zero_variance,
+        )
+        self.slots = Slots(job.slots)
+        self._live = rollout.recheck == "live"
+        self._bound = rollout.staleness
+        self._refill_limit = int(rollout.refill_factor * rollout.groups_per_step)
+        self._filling = waits.on("a batch")
+        self._draining = waits.on("drain")
+        self._holding = waits.on("admission")
+        self._next_group = 0
+        self._incarnation = 0
+        self._refills = 0
+        self._short = 0
+        self._running = 0
+        self._begun = False
+        self._closed = False
+        """Draining: nothing new starts, not even another attempt."""
+        self._sated = False
+        """Bound 0 and the batch is formed: what starts now would be too old for the next one."""
+        self._told: dict[str, None] = {}
+        self._version_s = 0.0
+        self._swapped_s = self._loop.time()
+        self._changed: asyncio.Future[None] | None = None
+        self._opened: list[asyncio.Future[None]] = []
+        self._reopened: list[OpenGroup] = []
+        self._superseded: list[tuple[str, Task]] = []
+        self.manager: EnvManager
+        """Set by the coordinator: the manager needs `stale` of this class."""
+
+    # --- admission ------------------------------------------------------------------------------------------
+
+    def feed(self) -> None:
+        """Admit groups while there is room."""
+        if not self._begun or self._closed or self._sated:
+            return
+        while self.slots.room > 0 and self._refills < self._refill_limit:
+            name, index = self.mix.next()
+            task = self._task_sets[name].task(index)
+            suffix = f"r{self._incarnation}" if self._incarnation else ""
+            self._admit(f"g{self._next_group}{suffix}", task)
+            self._next_group += 1
+
+    def _admit(self, group_id: str, task: Task) -> None:
+        settings = self._settings[task.domain]
+        first = self._incarnation * ATTEMPTS_PER_LIFE
+        places = [Member(first) for _ in range(settings.group_size + self._job.rollout.spare_members)]
+        group = Growing(group_id, task, settings, places, self._loop.time())
+        self.slots.admit(group_id)
+        self.buffer.admit(group)
+        group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
+        for number, member in enumerate(group.members):
+            self._crew.spawn(self._play(group, number, member))
+
+    async def _play(self, group: Growing, number: int, member: Member) -> None:
+        """One member of a group, attempt after attempt, until it is scored or the group needs it no more."""
+        while group.id in self.buffer.growing:
+            if self._closed:
+                await self._holding.guard(group.id, self._when_open())
+                continue
+            run = Run(
+                TrajectoryId(group.id, number, member.attempt),
+                group.task,
+                group.settings,
+                self._affinity.order(group.task.domain),
+                cause=group.cause,
+            )
+            member.attempt += 1
+            member.run = run
+            self._running += 1
+            try:
+                trajectory = await self.manager.run(run)
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self._notify()
+            self._measure(trajectory)
+            if group.id not in self.buffer.growing:
+                if trajectory.reward is not None:
+                    self._log.emit("late", {"id": run.key, "cause": run.cause})
+                return
+            verdict = self.buffer.ended(group, member, trajectory, self._fleet.serving)
+            if verdict is not Verdict.RETRY:
+                self._settle(group, verdict, run.cause)
+                return
+            await asyncio.sleep(backoff_s(self._job.limits.backoff_s, member.tries))
+
+    def _settle(self, group: Growing, verdict: Verdict, cause: int) -> None:
+        match verdict:
+            case Verdict.READY:
+                done = self.buffer.complete(group)
+                self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
+                if done is None:
+                    self._end(group.id, group.task, "filtered", cause)
+                else:
+                    self._log.emit(
+                        "ready",
+                        {
+                            "group": group.id,
+                            "born": done.born,
+                            "members": [str(member.id) for member in done.members],
+                            "cause": cause,
+                        },
+                    )
+                    self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
+                self._notify()
+            case Verdict.STALE:
+                self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
+            case Verdict.FAILED:
+                self._kill(group, "failed", Status.ABORTED, "too few members of the group are left", cause)
+            case _:
+                pass
+        self.feed()
+
+    def _kill(self, group: Growing, how: str, status: Status, reason: str, cause: int) -> None:
+        """End a group whose members are still under way."""
+        del self.buffer.growing[group.id]
+        self._stop_members(group, status, reason)
+        self._end(group.id, group.task, how, cause)
+
+    def _stop_members(self, group: Growing, status: Status, reason: str) -> None:
+        for run in group.runs():
+            run.stop(status, reason)
+
+    def _end(self, group_id: str, task: Task, how: str, cause: int) -> None:
+        """A group is over, untrained. Its slot is free at once."""
+        self.slots.died(group_id)
+        self.mix.died(task.domain, task.index, again=how in ("stale", "surplus"), stale=how == "stale")
+        self._log.emit("group", {"group": group_id, "task": task.id, "how": how, "cause": cause})
+        if how in ("filtered", "failed"):
+            self._refills += 1
+            if self._refills == self._refill_limit:
+                self._warn(
+                    f"{self._refills} groups were filtered or failed for one batch; it will be formed with what is there"
+                )
+        self._notify()
+
+    # --- age ------------------------------------------------------------------------------------------------
+
+    def stale(self, run: Run) -> bool:
+        """Before each turn. Evaluation has no bound."""
+        return self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._bound)
+
+    def swapped(self, cause: int) -> None:
+        """A swap completed: stop what is now too old, free the slots of what was trained, and go on."""
+        now_s = self._loop.time()
+        self._version_s = now_s - self._swapped_s
+        self._swapped_s = now_s
+        self._sated = False
+        if self._live:
+            self._sweep(cause)
+            self._evict(cause)
+        self.slots.swapped()
+        self._warn_of_starving()
+        self.feed()
+        self._notify()
+
+    def _sweep(self, cause: int) -> None:
+        """Stop the groups under way that are too old: in an engine, an environment or a reward."""
+        for group in self.buffer.stale_growing(self._fleet.serving):
+            self._kill(group, "stale", Status.STALE, "too old after a swap", cause)
+
+    def _evict(self, cause: int) -> None:
+        """Throw out the ready groups that are too old."""
+        for group in self.buffer.stale_ready(self._fleet.serving):
+            del self.buffer.ready[group.id]
+            self._end(group.id, group.task, "stale", cause)
+
+    def _warn_of_starving(self) -> None:
+        for name, bound in self.mix.starving(self._version_s):
+            if name not in self._told:
+                self._told[name] = None
+                self._warn(
+                    f"task {name!r}: nearly all of its groups go stale; it needs rollout.staleness of about "
+                    f"{max(bound, self._bound + 1)}, shorter trajectories, or more engines"
+                )
+
+    # --- batches --------------------------------------------------------------------------------------------
+
+    async def batch(self, step: int) -> Batch:
+        """The next batch, as soon as there is one. Raises JobStopped when there is nothing to learn from."""
+        while True:
+            if self._job.rollout.recheck != "start":
+                self._evict(-1)
+            groups = self.buffer.form()
+            if groups is None and not self.buffer.growing:
+                if self.slots.room == 0 and self.buffer.ready:
+                    groups = self.buffer.form(relaxed=True)
+                elif self._refills >= self._refill_limit:
+                    groups = self._short_batch()
+            if groups is not None:
+                return self._formed(step, groups)
+            await self._filling.guard(f"step {step}", self._when_changed())
+
+    def _short_batch(self) -> list[Group]:
+        groups = self.buffer.form(short=True)
+        self._short += 1
+        if groups is None or self._short > self._job.rollout.max_short_batches:
+            raise JobStopped(
+                f"{self._refills} groups in a row were filtered (all members earned the same) or failed, "
+                f"{self._short} batches running: the tasks are too hard or too easy for this model, or their environments are "
+                "broken; see `how` of the group events in events.jsonl"
+            )
+        self._warn(f"a batch of {len(groups)} groups instead of {self._job.rollout.groups_per_step}")
+        return groups
+
+    def _formed(self, step: int, groups: list[Group]) -> Batch:
+        serving = self._fleet.serving
+        if len(groups) >= self._job.rollout.groups_per_step:
+            self._short = 0
+        self._refills = 0
+        self.slots.taken([group.id for group in groups])
+        cause = self._log.emit(
+            "batch",
+            {
+                "step": step,
+                "serving": serving,
+                "groups": [group.id for group in groups],
+                "tasks": [group.task.id for group in groups],
+                "born": [group.born for group in groups],
+                "tokens": sum(member.sampled_tokens for group in groups for member in group.members),
+            },
+        )
+        if self._bound == 0:
+            self._sated = True
+            for growing in list(self.buffer.growing.values()):
+                self._kill(growing, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
+            for done in list(self.buffer.ready.values()):
+                del self.buffer.ready[done.id]
+                self._end(done.id, done.task, "surplus", cause)
+        samples = tuple(sample for group in groups for sample in flatten(group))
+        self.feed()
+        return Batch(step=step, serving=serving, groups=tuple(groups), samples=samples)
+
+    # --- drain ----------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Close admission and wait until no attempt runs."""
+        self._closed = True
+        while self._running:
+            await self._draining.guard(f"{self._running} trajectories", self._when_changed())
+
+    def reopen(self) -> None:
+        self._closed = False
+        opened, self._opened = self._opened, []
+        for future in opened:
+            if not future.done():
+                future.set_result(None)
+        self.feed()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def snapshot(self, step: int, trainer: str) -> Checkpoint:
+        """Everything of the rollout that a resumed job needs, at one instant."""
+        return Checkpoint(
+            step=step,
+            trainer=trainer,
+            mix=self.mix.state(),
+            ready=tuple(self.buffer.ready.values()),
+            open=(*self._reopened, *self.buffer.open_groups()),
+            next_group=self._next_group,
+            incarnation=self._incarnation,
+        )
+
+    def restore(self, checkpoint: Checkpoint, replayed: Sequence[Batch]) -> None:
+        """Go on from a checkpoint and the batches written since. Call `go_on` to start the open groups."""
+        self._incarnation = checkpoint.incarnation + 1
+        self._next_group = checkpoint.next_group
+        self.mix.restore(checkpoint.mix)
+        trained = [group for batch in replayed for group in batch.groups]
+        done_groups = {group.id for group in trained}
+        done_tasks = {group.task.id for group in trained}
+        for group in trained:
+            self.mix.trained_before(group.task.domain, group.task.index)
+        for group in checkpoint.ready:
+            if group.task.id not in done_tasks:
+                self.slots.admit(group.id)
+                self.mix.readmitted(group.task.domain)
+                self.buffer.ready[group.id] = group
+        self._reopened = [group for group in checkpoint.open if group.task.id not in done_tasks]
+        alive = [(group.id, group.task) for group in checkpoint.ready] + [
+            (group.id, group.task) for group in checkpoint.open
+        ]
+        self._superseded = [
+            (group_id, task) for group_id, task in alive if task.id in done_tasks and group_id not in done_groups
+        ]
+
+    def end_superseded(self) -> None:
+        """End the groups that went stale after the checkpoint and whose task was then trained on in another group."""
+        for group_id, task in self._superseded:
+            self._log.emit("group", {"group": group_id, "task": task.id, "how": "surplus"})
+
+    def go_on(self) -> None:
+        """Begin: first with the open groups of the checkpoint, then with new ones."""
+        reopened, self._reopened = self._reopened, []
+        for group in reopened:
+            self.mix.readmitted(group.task.domain)
+            self._admit(group.id, group.task)
+        self._begun = True
+        self.feed()
+
+    def end(self) -> None:
+        """The last step is done: nothing more is admitted."""
+        self._begun = False
+
+    # --- small things ---------------------------------------------------------------------------------------
+
+    def _measure(self, trajectory: Trajectory) -> None:
+        """Let affinity learn from what the trajectory needed."""
+        if not trajectory.turns or trajectory.status is Status.ABORTED:
+            return
+        prefill = sum(turn.completion.prefill_tokens for turn in trajectory.turns)
+        decode = trajectory.sampled_tokens
+        context = sum(len(turn.context) for turn in trajectory.turns) + decode
+        moves = self._affinity.seen(trajectory.task.domain, prefill, decode, context)
+        if moves:
+            self._log.emit("affinity", {"moves": moves, "predicted_s": self._affinity.explain()})
+
+    def _warn(self, text: str) -> None:
+        self._log.emit("warning", {"text": text})
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _when_changed(self) -> asyncio.Future[None]:
+        if self._changed is None or self._changed.done():
+            self._changed = self._loop.create_future()
+        return self._changed
+
+    def _when_open(self) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._opened.append(future)
+        return future
+
+    @property
+    def serving(self) -> WeightVersion:
+        return self._fleet.serving

@@ -1,0 +1,114 @@
+"""Drives the trainer, and brings it back when it is lost.
+
+Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and is
+given the batches since then in order, under the same version numbers; then it goes on where it was.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollart.control.waits import Waits
+from rollart.errors import BoundaryError, ClusterError, JobStopped, TrainerError, boundary
+from rollart.events import LogHandle
+from rollart.policy.redundancy import backoff_s
+from rollart.ports import Cluster, Journal, Trainer
+from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
+
+T = TypeVar("T")
+
+
+class TrainerDriver:
+    def __init__(
+        self,
+        trainer: Trainer,
+        cluster: Cluster,
+        journal: Journal,
+        waits: Waits,
+        log: LogHandle,
+        *,
+        restarts: int,
+        backoff_s: float,
+        step_limit_s: float,
+        start_limit_s: float,
+    ) -> None:
+        self._trainer = trainer
+        self._cluster = cluster
+        self._journal = journal
+        self._log = log
+        self._restarts = restarts
+        self._backoff_s = backoff_s
+        self._working = waits.on("trainer", step_limit_s)
+        self._starts = waits.on("trainer.start", start_limit_s)
+        self._lock = asyncio.Lock()
+        self._lives = 0
+        self._lost_in_a_row = 0
+        self.version: WeightVersion = 0
+        """Steps done."""
+
+    async def train(self, batch: Batch) -> StepResult:
+        result = await self._call(f"step {batch.step}", lambda trainer: trainer.train_step(batch))
+        self.version = result.version
+        self._lost_in_a_row = 0
+        return result
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        return await self._call(f"publish {version}", lambda trainer: trainer.publish(version))
+
+    async def save(self) -> str:
+        return await self._call("save", lambda trainer: trainer.save())
+
+    async def resume(self, reference: str, batches: list[Batch]) -> None:
+        """A resumed job: load, then train again on what was written since."""
+        self.version = await self._call("restore", lambda trainer: trainer.restore(reference))
+        for batch in batches:
+            self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
+            await self.train(batch)
+
+    async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]]) -> T:
+        """Do it; as often as it takes to have a trainer that lives long enough."""
+        while True:
+            life = self._lives
+            try:
+                with boundary(TrainerError, who):
+                    return await self._working.guard(who, work(self._trainer))
+            except BoundaryError as error:
+                await self._recover(life, str(error))
+
+    async def _recover(self, life: int, reason: str) -> None:
+        async with self._lock:
+            if life != self._lives:
+                return  # another call noticed first, and the new trainer is ready
+            cause = self._log.emit("trainer.down", {"reason": reason})
+            while True:
+                self._lost_in_a_row += 1
+                if self._lost_in_a_row > self._restarts:
+                    raise JobStopped(
+                        f"the trainer was lost {self._lost_in_a_row} times in a row, the last time: {reason}; "
+                        "the last checkpoint is whole"
+                    )
+                await asyncio.sleep(backoff_s(self._backoff_s, self._lost_in_a_row))
+                try:
+                    await self._rebuild(cause)
+                    break
+                except BoundaryError as error:
+                    reason = str(error)
+            self._lives += 1
+            self._log.emit("trainer.up", {"version": self.version, "cause": cause})
+
+    async def _rebuild(self, cause: int) -> None:
+        """A new trainer with the state the old one had after its last finished step."""
+        checkpoint = self._journal.latest()
+        with boundary(ClusterError, "trainer start"):
+            trainer = await self._starts.guard("trainer", self._cluster.trainer())
+        with boundary(TrainerError, "restore"):
+            reference = checkpoint.trainer if checkpoint else ""
+            version = await self._working.guard("restore", trainer.restore(reference))
+            for batch in self._journal.batches(version):
+                if batch.step >= self.version:
+                    break
+                self._log.emit(
+                    "replay", {"step": batch.step, "groups": [group.id for group in batch.groups], "cause": cause}
+                )
+                await self._working.guard(f"replay {batch.step}", trainer.train_step(batch))
+        self._trainer = trainer

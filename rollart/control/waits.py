@@ -1,0 +1,125 @@
+"""Every wait of the control plane has a name, a since and, where it can have one, a limit.
+
+A `WaitList` holds the waits of one kind, oldest first, with one timer for all of them: a guarded call costs no timer
+of its own. The watchdog reads the same lists to say who waits on what.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Waiting(NamedTuple):
+    """One wait, for a report."""
+
+    who: str
+    what: str
+    since_s: float
+
+
+class _Wait:
+    __slots__ = ("expired", "since_s", "task", "who")
+
+    def __init__(self, who: str, since_s: float, task: "asyncio.Task[object]") -> None:
+        self.who = who
+        self.since_s = since_s
+        self.task = task
+        self.expired = False
+
+
+class WaitList:
+    """Waits of one kind with one limit."""
+
+    def __init__(self, what: str, limit_s: float | None = None) -> None:
+        self.what = what
+        self.limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._waits: dict[_Wait, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    async def guard(self, who: str, awaitable: Awaitable[T]) -> T:
+        """Await it under this list's name; TimeoutError when the limit passes first."""
+        task = asyncio.current_task()
+        assert task is not None
+        wait = _Wait(who, self._loop.time(), task)
+        self._waits[wait] = None
+        if self._timer is None and self.limit_s is not None:
+            self._timer = self._loop.call_at(wait.since_s + self.limit_s, self._expire)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if wait.expired and task.uncancel() == 0:
+                raise TimeoutError(f"no answer in {self.limit_s:g} s") from None
+            raise
+        finally:
+            del self._waits[wait]
+
+    def _expire(self) -> None:
+        """End the waits that are over their limit; look again when the next one may be."""
+        assert self.limit_s is not None
+        now_s = self._loop.time()
+        self._timer = None
+        for wait in self._waits:
+            if wait.expired:
+                continue
+            due_s = wait.since_s + self.limit_s
+            if due_s > now_s:
+                self._timer = self._loop.call_at(due_s, self._expire)
+                return
+            wait.expired = True
+            wait.task.cancel()
+
+    def oldest(self) -> Waiting | None:
+        for wait in self._waits:
+            return Waiting(wait.who, self.what, wait.since_s)
+        return None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Waits:
+    """All the wait lists of one job."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, WaitList] = {}
+
+    def on(self, what: str, limit_s: float | None = None) -> WaitList:
+        """The list of this name; made at its first use."""
+        found = self._lists.get(what)
+        if found is None:
+            found = self._lists[what] = WaitList(what, limit_s)
+        return found
+
+    def oldest(self) -> list[Waiting]:
+        """The longest wait of each kind, the longest of all first."""
+        return sorted(self._iter(), key=lambda waiting: (waiting.since_s, waiting.what))
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(waits) for name, waits in self._lists.items() if len(waits)}
+
+    def report(self, now_s: float) -> str:
+        """Who waits on what, in one sentence each."""
+        counts = self.counts()
+        lines = [
+            f"{waiting.who} waits on {waiting.what} since {now_s - waiting.since_s:.1f} s"
+            + (f" ({counts[waiting.what] - 1} more behind it)" if counts[waiting.what] > 1 else "")
+            for waiting in self.oldest()
+        ]
+        return "; ".join(lines) or "nobody waits on anything that is known"
+
+    def close(self) -> None:
+        for waits in self._lists.values():
+            waits.close()
+
+    def _iter(self) -> Iterator[Waiting]:
+        for waits in self._lists.values():
+            oldest = waits.oldest()
+            if oldest is not None:
+                yield oldest
