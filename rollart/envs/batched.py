@@ -1,0 +1,108 @@
+"""Lockstep: environments and rewards that wait for each other, as synchronous systems have it.
+
+A wrapper around the ports, for the `sync` mode (`rollout.stepping: batched`). Results of reset and step are held
+until every open environment has one; rewards start when no environment is open. The circle shrinks when one
+closes, so a dead environment blocks nobody for ever; a slow one blocks everybody, which is what is being compared.
+"""
+
+import asyncio
+
+from rollart.ports import Env, EnvHost, RewardBackend
+from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
+
+
+class Lockstep:
+    """Who is open, and who has arrived."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._held: list[asyncio.Future[None]] = []
+        self._ended: list[asyncio.Future[None]] = []
+
+    def opened(self) -> None:
+        self._open += 1
+
+    def closed(self) -> None:
+        self._open -= 1
+        self._release()
+
+    async def together(self) -> None:
+        """Wait until every open environment has arrived here."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held.append(future)
+        self._release()
+        await future
+
+    async def over(self) -> None:
+        """Wait until no environment is open."""
+        if self._open:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._ended.append(future)
+            await future
+
+    def _release(self) -> None:
+        self._held = [future for future in self._held if not future.done()]
+        if len(self._held) >= self._open:
+            _set(self._held)
+        if not self._open:
+            _set(self._ended)
+
+
+def _set(futures: list[asyncio.Future[None]]) -> None:
+    waiting = list(futures)
+    futures.clear()
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
+
+
+class BatchedHost:
+    def __init__(self, host: EnvHost, lockstep: Lockstep, *, reset_s: float, step_s: float) -> None:
+        self._host = host
+        self._lockstep = lockstep
+        self._reset_s = reset_s
+        self._step_s = step_s
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
+        env = await self._host.open(task, trajectory)
+        self._lockstep.opened()
+        return _BatchedEnv(env, self._lockstep, self._reset_s, self._step_s)
+
+
+class _BatchedEnv:
+    def __init__(self, env: Env, lockstep: Lockstep, reset_s: float, step_s: float) -> None:
+        self._env = env
+        self._lockstep = lockstep
+        self._reset_s = reset_s
+        self._step_s = step_s
+        self._open = True
+
+    async def reset(self) -> Observation:
+        async with asyncio.timeout(self._reset_s):
+            observation = await self._env.reset()
+        await self._lockstep.together()
+        return observation
+
+    async def step(self, action: str) -> Observation:
+        async with asyncio.timeout(self._step_s):
+            observation = await self._env.step(action)
+        await self._lockstep.together()
+        return observation
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._lockstep.closed()
+        await self._env.close()
+
+
+class BatchedRewards:
+    def __init__(self, rewards: RewardBackend, lockstep: Lockstep, *, timeout_s: float) -> None:
+        self._rewards = rewards
+        self._lockstep = lockstep
+        self._timeout_s = timeout_s
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        await self._lockstep.over()
+        async with asyncio.timeout(self._timeout_s):
+            return await self._rewards.score(trajectory)

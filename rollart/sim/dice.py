@@ -1,0 +1,43 @@
+"""Random draws that depend on nothing but a seed and a name.
+
+Every draw belongs to one entity: `uniform("g7.3.0/answer/2")` is the same number whenever and wherever it is asked for, so
+one run's draws never shift another's. A hash takes the place of a generator object: nothing to seed, nothing to share.
+"""
+
+import math
+from hashlib import blake2b
+from statistics import NormalDist
+
+from rollart.config import Spread
+
+_NORMAL = NormalDist()
+
+
+class Dice:
+    def __init__(self, seed: int) -> None:
+        self._key = str(seed).encode()
+
+    def uniform(self, name: str) -> float:
+        """In (0, 1)."""
+        digest = blake2b(name.encode(), digest_size=8, key=self._key).digest()
+        return (int.from_bytes(digest) + 0.5) / 2.0**64
+
+    def number(self, name: str, below: int) -> int:
+        return int(self.uniform(name) * below)
+
+    def draw(self, spread: Spread, name: str) -> float:
+        if spread.kind == "constant":
+            return spread.mean
+        if spread.kind == "uniform":
+            value = spread.mean + (2 * self.uniform(name) - 1) * spread.sigma
+        else:
+            z = _NORMAL.inv_cdf(self.uniform(name))
+            if spread.kind == "normal":
+                value = spread.mean + z * spread.sigma
+            else:
+                value = spread.mean * math.exp(z * spread.sigma - spread.sigma**2 / 2)
+        return min(spread.high, max(spread.low, value))
+
+    def count(self, spread: Spread, name: str) -> int:
+        """At least 1."""
+        return max(1, round(self.draw(spread, name)))

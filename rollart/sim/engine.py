@@ -1,0 +1,400 @@
+"""A simulated engine: continuous batching as a fluid that is re-planned only at arrivals and finishes.
+
+All decoding sequences advance together, one token a step, so one counter of steps serves them all; prefill is done in
+order of arrival, a chunk beside each step. Events are O(requests), whatever the number of tokens. KV memory is
+reserved whole when a request enters the batch; idle sessions keep their cache until the room is needed or the
+weights change, and a swap makes every in-flight request prefill again.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollart.config import SimEngineSettings, SimTaskSettings
+from rollart.errors import EngineError, RequestError
+from rollart.events import EventLog
+from rollart.hardware import Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.sim.dice import Dice
+from rollart.sim.links import Link, SimStore
+from rollart.types import (
+    Completion,
+    EngineSpec,
+    Finish,
+    GenerateRequest,
+    Logprobs,
+    Span,
+    SwapReport,
+    Tokens,
+    WeightManifest,
+    WeightVersion,
+)
+
+_ZERO_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
+_ZERO_LOGPROBS: Logprobs = np.zeros(1 << 20, dtype=np.float32)
+ALMOST = 1e-6
+"""Tokens closer to done than this are done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorld:
+    """What all simulated engines share."""
+
+    model: ModelShape
+    hardware: Mapping[str, Hardware]
+    settings: SimEngineSettings
+    max_batch: Mapping[str, int]
+    """By pool."""
+    tasks: Mapping[str, SimTaskSettings]
+    dice: Dice
+    store: SimStore
+    pull: Link
+    log: EventLog
+
+
+class _Sequence:
+    """One request in the engine."""
+
+    __slots__ = (
+        "busy_s",
+        "cached",
+        "began_share",
+        "future",
+        "kv",
+        "need",
+        "prefill",
+        "prefilled",
+        "request",
+        "shift",
+        "spans",
+        "target",
+    )
+
+    def __init__(self, request: GenerateRequest, need: int, future: "asyncio.Future[Completion]") -> None:
+        self.request = request
+        self.need = need
+        self.future = future
+        self.kv = request.prompt_tokens + need
+        self.cached = 0
+        self.prefill = 0.0
+        self.prefilled = 0
+        self.busy_s = 0.0
+        self.target = -1.0
+        """Step count at which its last token comes; -1 while it does not decode."""
+        self.shift = 0.0
+        """Its context length minus the step count."""
+        self.began_share = 0.0
+        self.spans: list[Span] = []
+
+    @property
+    def said(self) -> int:
+        """Tokens whose version is settled: those before the last swap."""
+        return sum(span.length for span in self.spans)
+
+
+class SimEngine:
+    def __init__(self, spec: EngineSpec, world: EngineWorld, died: Callable[[str], object]) -> None:
+        self.spec = spec
+        self._world = world
+        self._died = died
+        hardware = world.hardware[spec.pool]
+        self._hardware = hardware
+        self._prefill_s = prefill_s_per_token(world.model, hardware, spec.gpus)
+        self._overhead_tokens = world.settings.overhead_s / self._prefill_s
+        self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
+        self._max_batch = world.max_batch[spec.pool]
+        self._loop = asyncio.get_running_loop()
+        self.version: WeightVersion = 0
+        self.dead = ""
+        self.hung = False
+        self._paused = False
+        self._staged_s: dict[WeightVersion, float] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._prefilling: deque[_Sequence] = deque()
+        self._decoding: list[tuple[float, int, _Sequence]] = []
+        self._num_decoding = 0
+        self._active: dict[str, _Sequence] = {}
+        self._idle: dict[str, int] = {}
+        """Cached tokens of sessions between turns, least recently used first."""
+        self._idle_kv = 0
+        self._active_kv = 0
+        self._at_s = self._loop.time()
+        self._steps = 0.0
+        self._share_s = 0.0
+        """Seconds of decode that each sequence in the batch has used since the engine began."""
+        self._shift = 0.0
+        """Sum of `shift` over decoding sequences: their context is this plus their number times the steps."""
+        self._step_rate = 0.0
+        self._prefill_rate = 0.0
+        self._decode_part = 0.0
+        self._numbers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+
+    # --- the port -------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self._alive()
+        world = self._world
+        task = world.tasks[request.domain]
+        need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
+        if request.prompt_tokens + need > self._capacity:
+            raise RequestError(
+                f"prompt of {request.prompt_tokens} tokens does not fit in {self._capacity} of KV memory"
+            )
+        sequence = _Sequence(request, need, self._loop.create_future())
+        self._active[request.id] = sequence
+        self._waiting.append(sequence)
+        self._advance()
+        self._plan()
+        return await sequence.future
+
+    async def abort(self, request_id: str) -> None:
+        await self._alive()
+        sequence = self._active.pop(request_id, None)
+        if sequence is None:
+            return
+        self._advance()
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._active_kv -= sequence.kv
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+            elif sequence.target >= 0:
+                self._leave_decode(sequence)
+        self._plan()
+
+    async def stage(self, version: WeightVersion) -> None:
+        await self._alive()
+        self._staged_s.setdefault(version, self._loop.time())
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        await self._alive()
+        world, began_s = self._world, self._loop.time()
+        self._advance()
+        self._paused = True
+        self._plan()
+        try:
+            start_s = self._staged_s.get(manifest.version, began_s)
+            while True:
+                done_s, pull_s = world.store.pull_done_s(manifest, world.pull, start_s)
+                if done_s <= self._loop.time():
+                    break
+                await asyncio.sleep(done_s - self._loop.time())
+                await self._alive()
+            versions = world.store.read(manifest)
+            await asyncio.sleep(manifest.num_bytes / (world.settings.load_gb_s * 1e9 * self.spec.gpus))
+            await self._alive()
+            rebuilt = self._restart_all(manifest.version)
+        finally:
+            self._advance()
+            self._paused = False
+            self._plan()
+        self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
+        world.log.emit("loaded", {"engine": self.spec.id, "version": manifest.version, "of": sorted(set(versions))})
+        return SwapReport(
+            version=manifest.version, pull_s=pull_s, exposed_s=self._loop.time() - began_s, rebuilt_tokens=rebuilt
+        )
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def die(self, reason: str) -> None:
+        """The process is gone: everyone who waits on it learns so at once."""
+        if self.dead:
+            return
+        self.dead = reason
+        self._cancel_timer()
+        for sequence in self._active.values():
+            if not sequence.future.done():
+                sequence.future.set_exception(EngineError(f"{self.spec.id} died: {reason}"))
+        self._active.clear()
+        self._died(self.spec.id)
+
+    def hang(self) -> None:
+        """It stops answering, for ever; nobody is told."""
+        self.hung = True
+        self._cancel_timer()
+
+    async def _alive(self) -> None:
+        if self.dead:
+            raise EngineError(f"{self.spec.id} died: {self.dead}")
+        if self.hung:
+            await self._loop.create_future()
+
+    # --- the fluid ------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Bring the counters to now, at the rates planned last."""
+        now_s = self._loop.time()
+        passed_s = now_s - self._at_s
+        self._at_s = now_s
+        if passed_s <= 0:
+            return
+        if self._step_rate:
+            self._steps += self._step_rate * passed_s
+            self._share_s += passed_s * self._decode_part / self._num_decoding
+        if self._prefill_rate:
+            self._prefilling[0].prefill -= self._prefill_rate * passed_s
+
+    def _plan(self) -> None:
+        """Move what is done, fill the batch, set the rates, and look again when the next thing is done."""
+        if self.hung or self.dead:
+            return
+        self._step_rate = self._prefill_rate = 0.0
+        if self._paused:
+            self._cancel_timer()
+            return
+        while True:
+            while self._prefilling and self._prefilling[0].prefill <= ALMOST:
+                self._begin_decode(self._prefilling.popleft())
+            while self._decoding and self._decoding[0][0] <= self._steps + ALMOST:
+                self._finish(heapq.heappop(self._decoding)[2])
+            if not self._admit() or self._prefilling[0].prefill > ALMOST:
+                break
+        batch = self._num_decoding
+        decode_s = chunk_s = 0.0
+        if batch:
+            context = self._shift + batch * self._steps
+            decode_s = decode_step_s(self._world.model, self._hardware, self.spec.gpus, batch, context)
+        if self._prefilling:
+            chunk = min(float(self._world.settings.chunk_tokens), max(1.0, self._prefilling[0].prefill))
+            chunk_s = chunk * self._prefill_s
+        cycle_s = decode_s + chunk_s
+        if not cycle_s:
+            self._cancel_timer()
+            return
+        wait_s = float("inf")
+        if self._prefilling:
+            self._prefill_rate = chunk / cycle_s
+            wait_s = self._prefilling[0].prefill / self._prefill_rate
+        if batch:
+            self._step_rate = 1.0 / cycle_s
+            self._decode_part = decode_s / cycle_s
+            while self._decoding[0][2].target < 0:
+                heapq.heappop(self._decoding)
+            wait_s = min(wait_s, (self._decoding[0][0] - self._steps) * cycle_s)
+        self._look_at(self._at_s + wait_s)
+
+    def _look_at(self, when_s: float) -> None:
+        """Keep a timer that fires early enough; one that fires too early just plans again."""
+        if self._timer is not None:
+            if self._timer_s <= when_s:
+                return
+            self._timer.cancel()
+        self._timer_s = when_s
+        self._timer = self._loop.call_at(when_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._advance()
+        self._plan()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _admit(self) -> bool:
+        """Let waiting requests into the batch while sequences and KV memory allow. True if one entered."""
+        entered = False
+        while self._waiting and len(self._prefilling) + self._num_decoding < self._max_batch:
+            sequence = self._waiting[0]
+            session = sequence.request.session
+            if self._active_kv + sequence.kv > self._capacity:
+                break
+            self._waiting.popleft()
+            cached = self._idle.pop(session, 0)
+            self._idle_kv -= cached
+            sequence.cached = min(cached, sequence.request.prompt_tokens)
+            self._active_kv += sequence.kv
+            self._evict()
+            self._queue_prefill(sequence, sequence.request.prompt_tokens - sequence.cached)
+            entered = True
+        return entered
+
+    def _evict(self) -> None:
+        while self._idle and self._active_kv + self._idle_kv > self._capacity:
+            session = next(iter(self._idle))
+            self._idle_kv -= self._idle.pop(session)
+
+    def _queue_prefill(self, sequence: _Sequence, tokens: int) -> None:
+        sequence.prefilled += tokens
+        sequence.prefill = tokens + self._overhead_tokens
+        sequence.busy_s += sequence.prefill * self._prefill_s
+        self._prefilling.append(sequence)
+
+    def _begin_decode(self, sequence: _Sequence) -> None:
+        said = sequence.said
+        sequence.target = self._steps + sequence.need - said
+        sequence.shift = sequence.request.prompt_tokens + said - self._steps
+        sequence.began_share = self._share_s
+        self._shift += sequence.shift
+        self._num_decoding += 1
+        self._numbers += 1
+        heapq.heappush(self._decoding, (sequence.target, self._numbers, sequence))
+
+    def _leave_decode(self, sequence: _Sequence) -> int:
+        """Take it out of the batch; returns the tokens it said since it came in."""
+        said = min(
+            sequence.need - sequence.said, int(sequence.need - (sequence.target - self._steps) + ALMOST) - sequence.said
+        )
+        self._shift -= sequence.shift
+        self._num_decoding -= 1
+        if not self._num_decoding:
+            self._shift = 0.0
+        sequence.busy_s += self._share_s - sequence.began_share
+        sequence.target = -1.0
+        return said
+
+    def _finish(self, sequence: _Sequence) -> None:
+        if sequence.target < 0:
+            return  # aborted or restarted; its place in the heap is all that was left
+        self._leave_decode(sequence)
+        rest = sequence.need - sequence.said
+        if rest:
+            sequence.spans.append(Span(self.version, rest))
+        request = sequence.request
+        self._active.pop(request.id, None)
+        self._active_kv -= sequence.kv
+        if not request.last:
+            self._idle[request.session] = sequence.kv
+            self._idle_kv += sequence.kv
+            self._evict()
+        if not sequence.future.done():
+            sequence.future.set_result(
+                Completion(
+                    tokens=_ZERO_TOKENS[: sequence.need],
+                    logprobs=_ZERO_LOGPROBS[: sequence.need],
+                    spans=tuple(sequence.spans),
+                    finish=Finish.LENGTH if sequence.need == request.sampling.max_tokens else Finish.STOP,
+                    engine=self.spec.id,
+                    prefill_tokens=sequence.prefilled,
+                    cached_tokens=sequence.cached,
+                    busy_s=sequence.busy_s,
+                )
+            )
+
+    def _restart_all(self, version: WeightVersion) -> int:
+        """New weights: close the spans of the old ones, drop idle caches, prefill in-flight work again."""
+        self._advance()
+        rebuilt = 0
+        decoding = [entry[2] for entry in sorted(self._decoding, key=lambda entry: entry[1]) if entry[2].target >= 0]
+        for sequence in decoding:
+            said = self._leave_decode(sequence)
+            if said:
+                sequence.spans.append(Span(self.version, said))
+        self._decoding.clear()
+        prefilling = list(self._prefilling)
+        self._prefilling.clear()
+        for sequence in decoding + prefilling:
+            context = sequence.request.prompt_tokens + sequence.said
+            rebuilt += context
+            self._queue_prefill(sequence, context)
+        self._idle.clear()
+        self._idle_kv = 0
+        self.version = version
+        return rebuilt

@@ -1,0 +1,138 @@
+"""Simulated environments: latencies, reset tails, failures and hangs, drawn per attempt."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollart.config import FaultSettings, SimTaskSettings
+from rollart.errors import EnvError
+from rollart.sim.dice import Dice
+from rollart.sim.faults import Faults, Work
+from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
+
+_ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
+
+
+class SimTokenizer:
+    """A message says how many tokens it is."""
+
+    def render(self, messages: Sequence[Message], *, fresh: bool) -> Tokens:
+        return _ZEROS[: int(messages[0].content)]
+
+    def decode(self, tokens: Tokens) -> str:
+        return ""
+
+
+class SimTaskSet:
+    def __init__(self, domain: str, seed: int) -> None:
+        self._domain = domain
+        self._seed = seed
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"{self._domain}/{index}", domain=self._domain, index=index, seed=self._seed)
+
+    def held_out(self, index: int) -> Task:
+        return Task(id=f"{self._domain}/held-out/{index}", domain=self._domain, index=index, seed=self._seed)
+
+
+class SimHost:
+    """All environment slots of the job. A fault hits environments in the middle of a call, or else the next ones."""
+
+    def __init__(self, slots: int, tasks: Mapping[str, SimTaskSettings], dice: Dice, faults: Faults) -> None:
+        self._room = asyncio.Semaphore(slots)
+        self._tasks = tasks
+        self._dice = dice
+        self._faults = faults
+        self.busy: dict[Work, None] = {}
+        for kind in ("env_crash", "env_hang", "env_slow"):
+            faults.on(kind, self._hit)
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
+        await self._room.acquire()
+        return SimEnv(self._tasks[task.domain], str(trajectory), self._dice, self._faults, self)
+
+    def release(self) -> None:
+        self._room.release()
+
+    def _hit(self, fault: FaultSettings) -> bool:
+        busy = list(self.busy)
+        if not busy:
+            return False
+        for number in range(min(fault.count, len(busy))):
+            work = busy[(fault.target + number) % len(busy)]
+            self._faults.fired(fault, work.key)
+            strike(work, fault)
+        return True
+
+
+def strike(work: Work, fault: FaultSettings) -> None:
+    """Let an environment fault happen to work under way."""
+    match fault.kind:
+        case "env_crash":
+            work.fail(EnvError("the environment crashed (simulated)"))
+        case "env_hang":
+            work.hang()
+        case _:
+            work.delay(fault.duration_s)
+
+
+class SimEnv:
+    def __init__(self, settings: SimTaskSettings, key: str, dice: Dice, faults: Faults, host: SimHost) -> None:
+        self._settings = settings
+        self._key = key
+        self._dice = dice
+        self._faults = faults
+        self._host = host
+        self._open = True
+        self._step = 0
+        self._turns = dice.count(settings.turns, f"{key}/turns")
+        self._fails_at = self._unlucky(settings.failure, "failure")
+        self._hangs_at = self._unlucky(settings.hang, "hang")
+
+    def _unlucky(self, share: float, what: str) -> int:
+        """The step at which this happens; -1 for never."""
+        if not share or self._dice.uniform(f"{self._key}/{what}") >= share:
+            return -1
+        return self._dice.number(f"{self._key}/{what}/step", self._turns + 1)
+
+    async def reset(self) -> Observation:
+        settings, key = self._settings, self._key
+        spread = settings.reset_s
+        if settings.reset_tail and self._dice.uniform(f"{key}/tail") < settings.reset_tail:
+            spread = settings.reset_tail_s
+        await self._work(self._dice.draw(spread, f"{key}/reset"))
+        return self._observe(self._dice.count(settings.prompt_tokens, f"{key}/prompt"))
+
+    async def step(self, action: str) -> Observation:
+        self._step += 1
+        name = f"{self._key}/{self._step}"
+        await self._work(self._dice.draw(self._settings.step_s, f"{name}/step"))
+        if self._step >= self._turns:
+            return Observation(done=True)
+        return self._observe(self._dice.count(self._settings.observation_tokens, f"{name}/obs"))
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._host.release()
+
+    def _observe(self, tokens: int) -> Observation:
+        return Observation(messages=(Message(role="user", content=str(tokens)),))
+
+    async def _work(self, seconds: float) -> None:
+        """One call of the environment, with whatever goes wrong in it."""
+        if self._fails_at == self._step:
+            raise EnvError("the environment crashed (simulated)")
+        work = Work(self._key, seconds)
+        if self._hangs_at == self._step:
+            work.hang()
+        for kind in ("env_crash", "env_hang", "env_slow"):
+            fault = self._faults.take(kind, self._key)
+            if fault is not None:
+                strike(work, fault)
+        self._host.busy[work] = None
+        try:
+            await work.wait()
+        finally:
+            del self._host.busy[work]

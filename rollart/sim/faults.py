@@ -1,0 +1,125 @@
+"""Faults as data: a plan, written in the job or drawn from a seed, and what makes it happen.
+
+A fault is armed at its time, or in the middle of a swap, and fires when the thing it hits does what the fault is about;
+the `fault` event is written then. Adapters ask `take`; workers that can be killed at any moment subscribe with `on`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rollart.config import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
+from rollart.events import Event, EventLog
+from rollart.sim.dice import Dice
+
+AT_A_SWAP = 0.6
+"""Share of drawn faults that are placed in the middle of a swap."""
+
+
+class Work:
+    """Work under way in a simulated environment or function, that a fault can hit in the middle."""
+
+    __slots__ = ("_future", "_loop", "_timer", "key")
+
+    def __init__(self, key: str, seconds: float) -> None:
+        self.key = key
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._done)
+
+    async def wait(self) -> None:
+        try:
+            await self._future
+        finally:
+            self._stop()
+
+    def fail(self, error: Exception) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
+
+    def hang(self) -> None:
+        self._stop()
+
+    def delay(self, seconds: float) -> None:
+        if self._timer is not None:
+            when_s = self._timer.when() + seconds
+            self._stop()
+            self._timer = self._loop.call_at(when_s, self._done)
+
+    def _done(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Faults:
+    def __init__(self, plan: Sequence[FaultSettings], log: EventLog) -> None:
+        self._plan = plan
+        self._log = log
+        self._armed: dict[str, list[FaultSettings]] = {}
+        self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
+        self._swaps = 0
+        log.read_by(self._watch)
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for fault in self._plan:
+            if fault.at_s is not None:
+                loop.call_later(fault.at_s, self._fire, fault)
+
+    def on(self, kind: str, hook: Callable[[FaultSettings], bool]) -> None:
+        """Call the hook when such a fault is due. It returns False to leave the fault armed for `take`."""
+        self._hooks[kind] = hook
+
+    def take(self, kind: str, target: str) -> FaultSettings | None:
+        """The armed fault of this kind, if there is one; it now happens to `target`."""
+        armed = self._armed.get(kind)
+        if not armed:
+            return None
+        fault = armed.pop(0)
+        self.fired(fault, target)
+        return fault
+
+    def fired(self, fault: FaultSettings, target: str) -> None:
+        self._log.emit("fault", {"fault": fault.kind, "target": target})
+
+    def _watch(self, event: Event) -> None:
+        if event["e"] == "swap.start":
+            self._swaps += 1
+            loop = asyncio.get_running_loop()
+            for fault in self._plan:
+                if fault.swap == self._swaps:
+                    loop.call_later(fault.delay_s, self._fire, fault)
+
+    def _fire(self, fault: FaultSettings) -> None:
+        hook = self._hooks.get(fault.kind)
+        if hook is None or not hook(fault):
+            self._armed.setdefault(fault.kind, []).extend([fault] * fault.count)
+
+
+def draw_plan(chaos: ChaosSettings, seed: int) -> tuple[FaultSettings, ...]:
+    """A fault plan from a seed: what, when, whom."""
+    dice = Dice(seed)
+    fewest, most = chaos.faults
+    count = fewest + dice.number("count", most - fewest + 1)
+    return tuple(_draw_fault(chaos, dice, number) for number in range(count))
+
+
+def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
+    def uniform(what: str) -> float:
+        return dice.uniform(f"{number}/{what}")
+
+    kind: FaultKind = FAULT_KINDS[dice.number(f"{number}/kind", len(FAULT_KINDS))]
+    at_swap = uniform("at_swap") < AT_A_SWAP
+    return FaultSettings(
+        kind=kind,
+        swap=1 + dice.number(f"{number}/swap", chaos.swaps) if at_swap else None,
+        at_s=None if at_swap else uniform("at") * chaos.horizon_s,
+        delay_s=uniform("delay") * 2.0 if at_swap and uniform("late") < 0.5 else 0.0,
+        target=dice.number(f"{number}/target", 1024),
+        count=1 + dice.number(f"{number}/times", 4) if kind.startswith(("env", "reward")) else 1,
+        duration_s=5.0 + 55.0 * uniform("duration"),
+    )

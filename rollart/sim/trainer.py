@@ -1,0 +1,235 @@
+"""The simulated trainer, the cluster that starts workers, and the journal: what survives a crash and what does not."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollart.config import FaultSettings, SimTrainSettings
+from rollart.errors import TrainerError
+from rollart.hardware import Hardware, ModelShape, train_s_per_token
+from rollart.sim.engine import EngineWorld, SimEngine
+from rollart.sim.faults import Faults
+from rollart.sim.links import SLOW, Link, SimStore, digest_of
+from rollart.types import Batch, Bucket, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
+
+
+class SimTrainer:
+    def __init__(
+        self,
+        settings: SimTrainSettings,
+        model: ModelShape,
+        token_s: float,
+        bucket_bytes: float,
+        store: SimStore,
+        push: Link,
+        faults: Faults,
+    ) -> None:
+        self._settings = settings
+        self._token_s = token_s
+        self._store = store
+        self._push = push
+        self._faults = faults
+        self._loop = asyncio.get_running_loop()
+        sizes = [bucket_bytes] * int(model.weight_bytes // bucket_bytes)
+        rest = model.weight_bytes - sum(sizes)
+        self._bucket_bytes = [int(size) for size in (*sizes, rest) if size]
+        self.version: WeightVersion = 0
+        self.dead = ""
+        self.stepping = False
+        self._lost: asyncio.Future[None] = self._loop.create_future()
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        self._check()
+        if batch.step != self.version:
+            raise AssertionError(f"step {batch.step} on a trainer at version {self.version}")
+        tokens = sum(len(sample.tokens) for sample in batch.samples)
+        seconds = self._settings.step_s
+        if seconds is None:
+            seconds = self._settings.fixed_s + tokens * self._token_s
+        if self._faults.take("trainer_before", f"step {batch.step}"):
+            self.die("before its step")
+        self._check()
+        self.stepping = True
+        try:
+            if self._faults.take("trainer_during", f"step {batch.step}"):
+                await self._sleep(seconds / 2)
+                self.die("in the middle of a step")
+            await self._sleep(seconds)
+        finally:
+            self.stepping = False
+        self.version += 1
+        if self._faults.take("trainer_after", f"step {batch.step}"):
+            self.die("after the optimizer step")
+        self._check()
+        return StepResult(version=self.version, metrics={"perf/tokens": float(tokens)})
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        self._check()
+        buckets: list[Bucket] = []
+        for position, num_bytes in enumerate(self._bucket_bytes):
+            await self._push.transfer(num_bytes)
+            self._check()
+            bucket = Bucket(name=f"{version}/{position}", num_bytes=num_bytes, digest=digest_of(version, position))
+            self._store.put(version, position, bucket)
+            buckets.append(bucket)
+            for kind in ("bucket_lost", "bucket_corrupt"):
+                if self._faults.take(kind, f"{version}/{position}"):
+                    self._store.damage(version, position, lose=kind == "bucket_lost")
+        manifest = WeightManifest(version=version, buckets=tuple(buckets))
+        self._store.commit(manifest)
+        return manifest
+
+    async def save(self) -> str:
+        self._check()
+        await self._sleep(self._settings.save_s)
+        return str(self.version)
+
+    async def restore(self, reference: str) -> WeightVersion:
+        self._check()
+        await self._sleep(self._settings.restore_s)
+        self.version = int(reference or 0)
+        return self.version
+
+    def die(self, reason: str) -> None:
+        self.dead = self.dead or reason
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def _check(self) -> None:
+        if self.dead:
+            raise TrainerError(f"the trainer died {self.dead} (simulated)")
+
+    async def _sleep(self, seconds: float) -> None:
+        """Work for so long, or until the process dies."""
+        timer = self._loop.create_future()
+        handle = self._loop.call_later(seconds, _set, timer)
+        self._lost.add_done_callback(lambda _: _set(timer))
+        try:
+            await timer
+        finally:
+            handle.cancel()
+        self._check()
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class SimCluster:
+    """Starts simulated workers, and lets faults at them."""
+
+    def __init__(
+        self,
+        engines: EngineWorld,
+        train: SimTrainSettings,
+        train_hardware: Hardware,
+        train_gpus: int,
+        bucket_bytes: float,
+        push: Link,
+        faults: Faults,
+    ) -> None:
+        self._world = engines
+        self._train = train
+        self._token_s = train_s_per_token(engines.model, train_hardware, train_gpus)
+        self._bucket_bytes = bucket_bytes
+        self._push = push
+        self._faults = faults
+        self._loop = asyncio.get_running_loop()
+        self.engines: dict[str, SimEngine] = {}
+        self.current: SimTrainer | None = None
+        for kind in ("engine_death", "engine_hang", "engine_restart"):
+            faults.on(kind, self._hit_engine)
+        faults.on("trainer_before", self._kill_idle)
+        faults.on("trainer_during", self._kill_busy)
+        for kind in ("bucket_lost", "bucket_corrupt"):
+            faults.on(kind, self._hit_bucket)
+        for kind in ("link_slow", "link_cut"):
+            faults.on(kind, self._hit_link)
+
+    async def engine(self, spec: EngineSpec) -> SimEngine:
+        await asyncio.sleep(self._world.settings.start_s)
+        engine = SimEngine(spec, self._world, lambda name: self.engines.pop(name, None))
+        self.engines[spec.id] = engine
+        return engine
+
+    async def trainer(self) -> SimTrainer:
+        await asyncio.sleep(self._train.fixed_s)
+        self.current = SimTrainer(
+            self._train,
+            self._world.model,
+            self._token_s,
+            self._bucket_bytes,
+            self._world.store,
+            self._push,
+            self._faults,
+        )
+        return self.current
+
+    async def close(self) -> None:
+        """All workers end; so they do when their coordinator is killed."""
+        for engine in list(self.engines.values()):
+            engine.die("the job ended")
+        if self.current is not None:
+            self.current.die("with the job")
+        self._world.store.clear()
+
+    def _hit_engine(self, fault: FaultSettings) -> bool:
+        well = [name for name in sorted(self.engines) if not self.engines[name].hung]
+        if not well:
+            return True
+        name = well[fault.target % len(well)]
+        self._faults.fired(fault, name)
+        if fault.kind == "engine_hang":
+            self.engines[name].hang()
+        else:
+            self.engines[name].die("killed" if fault.kind == "engine_death" else "restarted by its machine")
+        return True
+
+    def _kill_idle(self, fault: FaultSettings) -> bool:
+        if self.current is None or self.current.dead or self.current.stepping:
+            return False
+        self._faults.fired(fault, "trainer")
+        self.current.die("before its step")
+        return True
+
+    def _kill_busy(self, fault: FaultSettings) -> bool:
+        if self.current is None or self.current.dead or not self.current.stepping:
+            return False
+        self._faults.fired(fault, "trainer")
+        self.current.die("in the middle of a step")
+        return True
+
+    def _hit_bucket(self, fault: FaultSettings) -> bool:
+        newest = self._world.store.newest()
+        if newest is None:
+            return False
+        self._faults.fired(fault, f"version {newest}")
+        self._world.store.damage(newest, fault.target, lose=fault.kind == "bucket_lost")
+        return True
+
+    def _hit_link(self, fault: FaultSettings) -> bool:
+        link, name = ((self._push, "push"), (self._world.pull, "pull"))[fault.target % 2]
+        self._faults.fired(fault, name)
+        link.disturb(self._loop.time(), fault.duration_s, SLOW if fault.kind == "link_slow" else 0.0)
+        return True
+
+
+class SimJournal:
+    """Survives the coordinator: everything in it is frozen, so keeping it is as good as writing it down."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+        self._checkpoint: Checkpoint | None = None
+
+    def write_batch(self, batch: Batch) -> None:
+        self._batches[batch.step] = batch
+
+    def batches(self, from_step: int) -> Sequence[Batch]:
+        return [self._batches[step] for step in sorted(self._batches) if step >= from_step]
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._batches = {step: batch for step, batch in self._batches.items() if step >= checkpoint.step}
+
+    def latest(self) -> Checkpoint | None:
+        return self._checkpoint
