@@ -1,0 +1,331 @@
+"""Checks a run's promises by its events alone: works on simulated, real, live and finished runs.
+
+Numbers are those of the promises (docs/promises.md). The audit keeps its own books: it never trusts a figure that the
+control plane computed (an age, a count of slots, a serving version) where it can work it out from what happened.
+"""
+
+from typing import Any
+
+from rollart.events import Event
+
+
+class Audit:
+    """Feed it every event of a run, in order, then ask for `violations`."""
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self.faults: dict[str, list[int]] = {}
+        """Kind -> [how often it fired, how often of these during a swap]"""
+        self._job: Event = {}
+        self._now: Event = {}
+        self._serving = 0
+        self._target = 0
+        self._versions: dict[str, int] = {}
+        self._pool: dict[str, str] = {}
+        self._swapping = False
+        self._alive: dict[str, str] = {}
+        """Group -> `open`, `ready`, `taken`, or `reopening` after a restart."""
+        self._task_of: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
+        self._runs: dict[str, dict[str, Any]] = {}
+        self._scored: dict[str, tuple[str, int]] = {}
+        self._calls: dict[str, str] = {}
+        self._hit: dict[str, None] = {}
+        self._buckets: dict[int, dict[int, None]] = {}
+        self._manifests: dict[int, int] = {}
+        self._written: dict[int, list[str]] = {}
+        self._trained: dict[str, int] = {}
+        self._steps_done = 0
+        self._stepping = -1
+        self._checkpoint: tuple[int, dict[str, None]] = (0, {})
+        self._over = ""
+        self._handlers = {
+            name.removeprefix("_on_").replace("_", "."): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("_on_")
+        }
+
+    def read(self, event: Event) -> None:
+        self._now = event
+        handler = self._handlers.get(event["e"])
+        if handler is not None:
+            handler(event)
+
+    def finish(self) -> list[str]:
+        """At the end of the run. Returns all violations."""
+        if not self._over:
+            self._broken(10, "the run ended without saying how")
+        if self._over == "finished":
+            kept = self._checkpoint[1]
+            for group, state in self._alive.items():
+                if state != "taken" and group not in kept:
+                    self._broken(8, f"group {group} is lost: {state} at the end and not in the last checkpoint")
+            for call in self._calls:
+                if call.rpartition("/")[0] not in self._runs:
+                    self._broken(6, f"call {call} was never answered, sent again or given up")
+        return self.violations
+
+    def _broken(self, promise: int, text: str) -> None:
+        self.violations.append(f"promise {promise}: {text} (event {self._now.get('n')}, t = {self._now.get('t')})")
+
+    # --- the job --------------------------------------------------------------------------------------------
+
+    def _on_run(self, event: Event) -> None:
+        self._job = event
+
+    def _on_started(self, event: Event) -> None:
+        for engine in event["engines"]:
+            self._versions[engine] = 0
+
+    def _on_finished(self, event: Event) -> None:
+        self._over = "finished"
+
+    def _on_stopped(self, event: Event) -> None:
+        self._over = "stopped"
+        if event.get("deadlock"):
+            self._broken(10, f"deadlock: {event['reason']}")
+
+    def _on_fault(self, event: Event) -> None:
+        count = self.faults.setdefault(event["fault"], [0, 0])
+        count[0] += 1
+        count[1] += self._swapping
+        if event["fault"].startswith(("env", "reward")):
+            self._hit[event["target"]] = None
+
+    # --- trajectories ---------------------------------------------------------------------------------------
+
+    def _on_admit(self, event: Event) -> None:
+        group = event["group"]
+        if self._alive.get(group, "reopening") != "reopening" or group in self._ended:
+            self._broken(8, f"group {group} was admitted twice")
+        self._alive[group] = "open"
+        self._task_of[group] = event["task"]
+        if len(self._alive) > self._job["slots"]:
+            self._broken(2, f"{len(self._alive)} groups alive in {self._job['slots']} slots")
+
+    def _on_start(self, event: Event) -> None:
+        if event["id"] in self._runs or event["id"] in self._scored:
+            self._broken(8, f"attempt {event['id']} was started twice")
+        self._runs[event["id"]] = {"version": 0, "born": None, "eval": event["eval"], "pool": event["pool"]}
+
+    def _on_send(self, event: Event) -> None:
+        call = event["id"]
+        run = self._runs.get(call.rpartition("/")[0])
+        engine = event["engine"]
+        self._pool.setdefault(engine, event["pool"])
+        if run is None:
+            self._broken(6, f"call {call} belongs to no attempt")
+            return
+        if call in self._calls:
+            self._broken(6, f"call {call} was sent while it was under way")
+        self._calls[call] = engine
+        if event["pool"] != run["pool"] and not event.get("fallback"):
+            self._broken(
+                4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
+            )
+        if engine not in self._versions:
+            self._broken(6, f"call {call} went to {engine}, which is not up")
+        elif self._versions[engine] < run["version"]:
+            self._broken(4, f"call {call} went to version {self._versions[engine]} after {run['version']}")
+        elif not self._swapping and self._versions[engine] < self._serving:
+            self._broken(4, f"{engine} serves version {self._versions[engine]} while {self._serving} is served")
+        if self._job["recheck"] == "live" and not run["eval"] and self._too_old(run["born"]):
+            self._broken(1, f"call {call} of a trajectory born {run['born']} was sent under {self._serving}")
+
+    def _on_said(self, event: Event) -> None:
+        call = event["id"]
+        run = self._runs.get(call.rpartition("/")[0])
+        if self._calls.pop(call, None) != event["engine"] or run is None:
+            self._broken(6, f"an answer to {call} came from {event['engine']}, where it was not sent")
+            return
+        counted = 0
+        for version, count in event["spans"]:
+            counted += count
+            if version < run["version"]:
+                self._broken(4, f"call {call}: version {version} after {run['version']}")
+            if version > max(self._serving, self._target):
+                self._broken(5, f"call {call}: version {version} was never served")
+            run["version"] = version
+            if run["born"] is None:
+                run["born"] = version
+        if counted != event["tokens"]:
+            self._broken(6, f"call {call}: {event['tokens']} tokens, but spans for {counted}")
+
+    def _on_lost(self, event: Event) -> None:
+        if self._calls.pop(event["id"], None) != event["engine"]:
+            self._broken(6, f"call {event['id']} was lost with {event['engine']}, where it was not")
+
+    def _on_end(self, event: Event) -> None:
+        run = self._runs.pop(event["id"], None)
+        if run is None:
+            self._broken(6, f"attempt {event['id']} ended without having started")
+            return
+        for call in [call for call in self._calls if call.startswith(event["id"] + "/")]:
+            del self._calls[call]
+            if event["status"] in ("done", "truncated"):
+                self._broken(6, f"attempt {event['id']} ended well while {call} was under way")
+        if run["eval"]:
+            return
+        if event["status"] in ("done", "truncated"):
+            self._scored[event["id"]] = (event["status"], run["born"] if run["born"] is not None else -1)
+        reason = event["reason"]
+        if (
+            self._job["clock"] == "virtual"
+            and event["status"] == "failed"
+            and reason.startswith(("EnvError", "RewardError"))
+        ):
+            if event["id"] not in self._hit and not self._job["breaks"]:
+                self._broken(3, f"attempt {event['id']} failed ({reason}) though nothing happened to it")
+
+    # --- groups and batches -----------------------------------------------------------------------------------
+
+    def _on_ready(self, event: Event) -> None:
+        group = event["group"]
+        if self._alive.get(group) != "open":
+            self._broken(8, f"group {group} became ready while {self._alive.get(group) or 'not alive'}")
+        self._alive[group] = "ready"
+        for member in event["members"]:
+            if member not in self._scored:
+                self._broken(3, f"group {group} holds {member}, which did not end well")
+        sizes = self._job["tasks"][self._task_of[group].split("/", 1)[0]]
+        if not sizes["min_group_size"] <= len(event["members"]) <= sizes["group_size"]:
+            self._broken(3, f"group {group} has {len(event['members'])} members")
+        born = [self._scored[member][1] for member in event["members"] if member in self._scored]
+        if born and min(born) != event["born"]:
+            self._broken(1, f"group {group} says it was born {event['born']}; its members say {min(born)}")
+        self._ended[f"born {group}"] = str(min(born, default=-1))
+
+    def _on_group(self, event: Event) -> None:
+        group = event["group"]
+        if self._alive.pop(group, "taken") == "taken":
+            self._broken(8, f"group {group} ended {event['how']}, but was not alive")
+        self._ended[group] = event["how"]
+
+    def _on_batch(self, event: Event) -> None:
+        for group in event["groups"]:
+            if self._alive.get(group) != "ready":
+                self._broken(8, f"group {group} is trained on, but is {self._alive.get(group) or 'not alive'}")
+            if group in self._trained:
+                self._broken(8, f"group {group} is trained on twice")
+            self._alive[group] = "taken"
+            self._trained[group] = event["step"]
+            born = int(self._ended.get(f"born {group}", -1))
+            if self._job["recheck"] != "start" and self._too_old(born):
+                self._broken(1, f"step {event['step']} trains on {group}, born {born} under {self._serving}")
+            if self._job["recheck"] != "start" and event["step"] - born > self._job["bound"] + 1:
+                self._broken(1, f"step {event['step']} trains on {group}, born {born}: too many steps ago")
+        tasks = [self._task_of.get(group, "") for group in self._trained]
+        if len(set(tasks)) != len(tasks):
+            self._broken(8, f"a task of step {event['step']} was trained on before")
+        self._stepping = -1
+
+    def _too_old(self, born: int | None) -> bool:
+        return born is not None and born < self._serving - self._job["bound"]
+
+    def _on_written(self, event: Event) -> None:
+        self._written[event["step"]] = [group for group, step in self._trained.items() if step == event["step"]]
+
+    def _on_step_start(self, event: Event) -> None:
+        step = event["step"]
+        if step not in self._written:
+            self._broken(8, f"step {step} began before its batch was written")
+        if step != self._steps_done:
+            self._broken(8, f"step {step} began after {self._steps_done} steps")
+        if self._serving < step - 1:
+            self._broken(1, f"step {step} began under version {self._serving}")
+
+    def _on_step_end(self, event: Event) -> None:
+        self._steps_done = event["version"]
+        if event["version"] != event["step"] + 1:
+            self._broken(8, f"step {event['step']} made version {event['version']}")
+
+    def _on_replay(self, event: Event) -> None:
+        step = event["step"]
+        if self._written.get(step) != event["groups"]:
+            self._broken(8, f"step {step} is replayed with other groups than were written")
+
+    # --- weights and engines ----------------------------------------------------------------------------------
+
+    def _on_bucket(self, event: Event) -> None:
+        self._buckets.setdefault(event["version"], {})[event["bucket"]] = None
+
+    def _on_manifest(self, event: Event) -> None:
+        if len(self._buckets.get(event["version"], {})) < event["buckets"]:
+            self._broken(5, f"the manifest of version {event['version']} appeared before its buckets")
+        self._manifests[event["version"]] = event["buckets"]
+
+    def _on_loaded(self, event: Event) -> None:
+        if event["of"] != [event["version"]]:
+            self._broken(5, f"{event['engine']} loaded version {event['version']} from buckets of {event['of']}")
+        if event["version"] not in self._manifests:
+            self._broken(5, f"{event['engine']} loaded version {event['version']}, which has no manifest")
+
+    def _on_engine_swap(self, event: Event) -> None:
+        if event["engine"] in self._versions:
+            self._versions[event["engine"]] = event["version"]
+
+    def _on_engine_down(self, event: Event) -> None:
+        self._versions.pop(event["engine"], None)
+
+    def _on_engine_up(self, event: Event) -> None:
+        self._versions[event["engine"]] = event["version"]
+        if event["version"] < self._serving:
+            self._broken(5, f"{event['engine']} came up with version {event['version']} under {self._serving}")
+
+    def _on_swap_start(self, event: Event) -> None:
+        self._swapping = True
+        self._target = event["version"]
+
+    def _on_swap_end(self, event: Event) -> None:
+        self._swapping = False
+        for engine, version in self._versions.items():
+            if version < event["version"]:
+                self._broken(5, f"{engine} still serves version {version} after the swap to {event['version']}")
+        self._serving = event["version"]
+        for group in [group for group, state in self._alive.items() if state == "taken"]:
+            del self._alive[group]
+            self._ended[group] = "trained"
+
+    # --- crashes ----------------------------------------------------------------------------------------------
+
+    def _on_checkpoint(self, event: Event) -> None:
+        step = event["step"]
+        groups = dict.fromkeys([*event["ready"], *event["open"]])
+        for group, state in self._alive.items():
+            if state != "taken" and group not in groups:
+                self._broken(8, f"group {group} is {state}, but not in the checkpoint of step {step}")
+        self._checkpoint = (step, groups)
+
+    def _on_killed(self, event: Event) -> None:
+        """All workers died with the coordinator; attempts under way never were."""
+        self._runs.clear()
+        self._calls.clear()
+        self._versions.clear()
+        self._swapping = False
+        self._serving = self._target = 0
+        self._buckets.clear()
+        self._manifests.clear()
+
+    def _on_resumed(self, event: Event) -> None:
+        """History goes back to the checkpoint; what was trained on since stays trained."""
+        step, kept = self._checkpoint
+        if event["checkpoint"] != step:
+            self._broken(8, f"resumed from step {event['checkpoint']}, but the last checkpoint is of {step}")
+        if [*event["ready"], *event["open"]] != list(kept):
+            self._broken(8, "resumed with other groups than the checkpoint holds")
+        written = {group for at, groups in self._written.items() if at >= step for group in groups}
+        for group, trained_at in list(self._trained.items()):
+            if group not in written and trained_at >= step:
+                del self._trained[group]
+        for group in list(self._alive):
+            if group not in event["ready"]:
+                del self._alive[group]
+        for group in kept:
+            if group in written:
+                self._alive.pop(group, None)
+            else:
+                self._ended.pop(group, None)
+                self._alive[group] = "ready" if group in event["ready"] else "reopening"
+        self._steps_done = event["step"]
+        if event["step"] != step + len([at for at in self._written if at >= step]):
+            self._broken(8, f"resumed at step {event['step']}: not every written batch was replayed")

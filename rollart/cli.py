@@ -1,0 +1,227 @@
+"""The command line. Imports what a command needs when it runs: `rollart --help` answers at once.
+
+Exit codes: 0 well, 1 the run stopped or a check failed, 2 the job or the command line is wrong (nothing was started).
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollart.config import Job
+
+
+def main(argv: "Sequence[str] | None" = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        return run(arguments)
+    except JobError as error:
+        print(f"rollart: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rollart: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollart",
+        description="Train LLM agents by reinforcement learning, on whatever mix of hardware you have.",
+        epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    sim = commands.add_parser(
+        "sim",
+        help="run a job on the virtual clock",
+        description="Run a job with every adapter simulated and the control plane real, on a clock that jumps.",
+        epilog="Example: rollart sim jobs/rollart.yaml rollout.staleness=2 --json",
+    )
+    _job_arguments(sim)
+    sim.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
+    sim.add_argument("--json", action="store_true", help="print summary.json instead of a table")
+    sim.add_argument("--chaos", type=_count, metavar="N", help="draw N fault plans, run each, and check the promises")
+    sim.add_argument("--first", type=int, default=0, metavar="SEED", help="with --chaos: the first plan's seed")
+    sim.add_argument("--workers", type=_count, default=os.cpu_count() or 1, help="with --chaos: processes")
+    sim.set_defaults(run=_sim)
+
+    check = commands.add_parser(
+        "check",
+        help="validate a job and print it resolved",
+        description="Validate a job, print it with all defaults filled in and its roles placed, and warn of what can't work.",
+        epilog="Example: rollart check jobs/rollart.yaml train.steps=5",
+    )
+    _job_arguments(check)
+    check.add_argument("--json", action="store_true", help="print the resolved job, its bindings and warnings as JSON")
+    check.set_defaults(run=_check)
+
+    audit = commands.add_parser(
+        "audit",
+        help="check the promises of a run by its events",
+        description="Read a run directory's events and say which promise was broken, if any.",
+        epilog="Example: rollart audit runs/rollart-20261115-120000",
+    )
+    audit.add_argument("run_dir", type=Path, metavar="RUN")
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(run=_audit)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure",
+        description="Measure a part of the system here.",
+        epilog="Example: rollart bench control --json",
+    )
+    bench.add_argument("what", choices=["control"], help="control: cost of the control plane per generate call")
+    bench.add_argument("--json", action="store_true")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB", help="job file (YAML)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as rollout.staleness=2 or tasks.0.group_size=4"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    from rollart.config import load_job
+
+    job = load_job(arguments.job, arguments.overrides)
+    if arguments.chaos is not None:
+        return _chaos(arguments)
+    from rollart.run import say, simulate
+
+    out = _run_dir(arguments.out, job)
+    result = simulate(job, out, progress=say)
+    if arguments.json:
+        _print_json(result.summary)
+    else:
+        from rollart.show import show_summary
+
+        show_summary(result.summary, out)
+    for violation in result.violations:
+        print(f"rollart: broken {violation}", file=sys.stderr)
+    if result.summary["state"] != "finished":
+        print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
+    return 0 if result.summary["state"] == "finished" and not result.violations else 1
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from rollart.chaos import run_plans
+    from rollart.run import say
+
+    report = run_plans(
+        arguments.job,
+        tuple(arguments.overrides),
+        arguments.chaos,
+        first=arguments.first,
+        workers=arguments.workers,
+        progress=say,
+    )
+    if arguments.json:
+        _print_json(report)
+    else:
+        from rollart.show import show_chaos
+
+        show_chaos(report)
+    return 0 if not report["violations"] and not report["deadlocks"] else 1
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from rollart.config import load_job, warnings
+    from rollart.policy.placement import bindings
+    from rollart.run import offers
+
+    job = load_job(arguments.job, arguments.overrides)
+    bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
+    found = warnings(job)
+    if arguments.json:
+        rows = [
+            {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}
+            for b in bound
+        ]
+        _print_json({"job": job.model_dump(mode="json"), "bindings": rows, "warnings": found})
+        return 0
+    print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="")
+    print("# roles")
+    for b in bound:
+        devices = f", {b.devices} devices" if b.devices else ""
+        print(f"#   {b.role} on {b.pool} ({b.hardware}): {b.workers} workers{devices}")
+    for text in found:
+        print(f"rollart: warning: {text}", file=sys.stderr)
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from rollart.audit import Audit
+    from rollart.events import read_events
+
+    path = arguments.run_dir / "events.jsonl"
+    if not path.exists():
+        raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")
+    audit = Audit()
+    for event in read_events(path):
+        audit.read(event)
+    violations = audit.finish()
+    if arguments.json:
+        _print_json({"violations": violations, "faults": audit.faults})
+    else:
+        print("\n".join(violations) or "every promise that events can show was kept")
+    return 1 if violations else 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from rollart.bench import control
+
+    figures = control()
+    if arguments.json:
+        _print_json(figures)
+    else:
+        for name, value in figures.items():
+            print(f"{name:>24}  {value}")
+    return 0
+
+
+def _run_dir(wanted: Path | None, job: "Job") -> Path:
+    import time
+
+    out: Path = wanted or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if wanted is None:
+        number = 1
+        while out.exists():
+            number += 1
+            out = out.with_name(f"{out.name.split('~')[0]}~{number}")
+    if out.exists():
+        raise JobError(f"--out: {out} exists; give a directory that does not, or remove it")
+    return out
+
+
+def _print_json(value: object) -> None:
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

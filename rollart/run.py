@@ -1,0 +1,334 @@
+"""The composition root: job -> adapters -> control. The only place that knows everything.
+
+`simulate` runs a job on the virtual clock; every adapter is simulated, the control plane is the real one.
+"""
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from rollart.audit import Audit
+from rollart.config import FaultSettings, Job, SimTaskSettings, min_group_size
+from rollart.control.coordinator import Coordinator, World
+from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.errors import Deadlock, RollartError
+from rollart.events import Event, EventLog, LogHandle
+from rollart.hardware import HARDWARE, MODELS
+from rollart.policy.affinity import Affinity, PoolSpeed
+from rollart.policy.mix import shares
+from rollart.policy.placement import PoolOffer, engine_specs, stand_ins
+from rollart.ports import EnvHost, Journal, RewardBackend
+from rollart.sim.clock import VirtualLoop
+from rollart.sim.dice import Dice
+from rollart.sim.engine import EngineWorld
+from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
+from rollart.sim.faults import Faults
+from rollart.sim.links import Link, SimStore
+from rollart.sim.rewards import SimRewards
+from rollart.sim.trainer import SimCluster, SimJournal
+from rollart.summary import Summary
+
+RESTART_S = 5.0
+"""Simulated seconds until a killed coordinator is started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    summary: dict[str, Any]
+    violations: list[str]
+    deadlock: bool
+    faults: dict[str, list[int]]
+    """Kind -> [fired, of these during a swap]"""
+
+
+def simulate(
+    job: Job, out: Path | None = None, *, audit: bool = True, progress: Callable[[str], None] | None = None
+) -> RunResult:
+    """Run a job on the virtual clock; write its run directory where `out` is given."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=False)
+        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+    with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        result = runner.run(_Simulation(job, out, audit=audit, progress=progress).run())
+    if out is not None:
+        (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
+    return result
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for garbage cycles seldom: a run makes few of them, and keeps many objects that are looked through each time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+class _Simulation:
+    def __init__(self, job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None) -> None:
+        self._job = job
+        self._out = out
+        self._progress = progress
+        self._audit = Audit() if audit else None
+        self._summary = Summary()
+
+    async def run(self) -> RunResult:
+        job = self._job
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        log = EventLog(loop.time, self._out / "events.jsonl" if self._out else None)
+        log.read_by(self._summary.read)
+        if self._audit is not None:
+            log.read_by(self._audit.read)
+        metrics = open(self._out / "metrics.jsonl", "wb") if self._out else None  # noqa: SIM115, ASYNC230
+        if metrics is not None:
+            log.read_by(_write_rows(self._summary, metrics.write))
+        if self._progress is not None:
+            log.read_by(_tell(self._progress, job.train.steps))
+        log.emit("run", facts(job, clock="virtual"))
+        deadlock = False
+        try:
+            await self._incarnations(loop, log)
+        except Deadlock as error:
+            deadlock = True
+            log.emit("stopped", {"reason": str(error), "deadlock": True})
+        except RollartError as error:
+            log.emit("stopped", {"reason": str(error)})
+        finally:
+            log.close()
+            if metrics is not None:
+                metrics.close()
+        return RunResult(
+            summary=self._summary.result(),
+            violations=self._audit.finish() if self._audit is not None else [],
+            deadlock=deadlock,
+            faults=self._audit.faults if self._audit is not None else {},
+        )
+
+    async def _incarnations(self, loop: VirtualLoop, log: EventLog) -> None:
+        """Run the coordinator; when a fault kills it, start another over the same journal."""
+        journal = SimJournal()
+        faults = Faults(self._job.sim.faults, log)
+        faults.start()
+        push = Link(self._job.sim.links.push_gb_s * 1e9)
+        pull = Link(self._job.sim.links.pull_gb_s * 1e9)
+        while True:
+            killed: asyncio.Future[None] = loop.create_future()
+            faults.on("coordinator_restart", _killer(faults, killed))
+            handle = LogHandle(log)
+            world = simulated_world(self._job, log, faults, journal, push, pull)
+            coordinator = Coordinator(self._job, world, handle)
+            loop.on_deadlock = _deadlock_reporter(coordinator)
+            task = loop.create_task(coordinator.run())
+            await asyncio.wait([task, killed], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await world.cluster.close()
+                task.result()
+                return
+            log.emit("killed", {})
+            handle.cut()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await world.cluster.close()
+            await asyncio.sleep(RESTART_S)
+
+
+def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSettings], bool]:
+    def kill(fault: FaultSettings) -> bool:
+        if killed.done():
+            return True
+        faults.fired(fault, "coordinator")
+        killed.set_result(None)
+        return True
+
+    return kill
+
+
+def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
+    def report() -> None:
+        words = coordinator.watchdog.report("deadlock", "nothing can ever move again")
+        coordinator.crew.fail(Deadlock(words))
+
+    return report
+
+
+def _write_rows(summary: Summary, write: Callable[[bytes], object]) -> Callable[[Event], None]:
+    def read(event: Event) -> None:
+        if summary.row is not None:
+            write(orjson.dumps(summary.row, option=orjson.OPT_APPEND_NEWLINE))
+            summary.row = None
+
+    return read
+
+
+def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:
+    """Say where the run is, at most once in two seconds of real time."""
+    told_s = time.monotonic()
+
+    def read(event: Event) -> None:
+        nonlocal told_s
+        if event["e"] == "step.end" and time.monotonic() - told_s > 2.0:
+            told_s = time.monotonic()
+            progress(
+                f"step {event['version']}/{steps}, {event['t'] / 3600:.2f} h of virtual time, {event['n']:,} events"
+            )
+
+    return read
+
+
+# --- the job, seen by the parts ---------------------------------------------------------------------------------
+
+
+def facts(job: Job, clock: str) -> Event:
+    """What a reader of the events needs to know of the job."""
+    target = task_shares(job)
+    train_pool = job.train_pool
+    return {
+        "name": job.name,
+        "mode": job.mode,
+        "seed": job.seed,
+        "clock": clock,
+        "bound": job.rollout.staleness,
+        "recheck": job.rollout.recheck,
+        "swap": job.rollout.swap,
+        "rolling": job.rollout.rolling,
+        "slots": job.slots,
+        "groups_per_step": job.rollout.groups_per_step,
+        "steps": job.train.steps,
+        "tasks": {
+            task.name: {
+                "share": target[task.name],
+                "group_size": task.group_size,
+                "min_group_size": min_group_size(task),
+                "affinity": task.affinity,
+            }
+            for task in job.tasks
+        },
+        "pools": {
+            pool.name: {
+                "hardware": pool.hardware,
+                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                "engines": pool.engines.count if pool.engines else 0,
+                "gpus": pool.engines.gpus if pool.engines else 0,
+                "slots": pool.slots or 0,
+            }
+            for pool in job.pools
+        },
+        "train": {
+            "pool": train_pool.name,
+            "gpus": job.train.gpus,
+            "cost": HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+        },
+        "rewards": job.rewards.type,
+        "reward_workers": job.rewards.workers if job.rewards.type == "local" else None,
+        "breaks": any(task.failure or task.hang for task in job.sim.tasks.values()),
+    }
+
+
+def offers(job: Job) -> list[PoolOffer]:
+    return [
+        PoolOffer(
+            name=pool.name,
+            hardware=HARDWARE[pool.hardware],
+            engines=pool.engines.count if pool.engines else 0,
+            engine_type=pool.engines.type if pool.engines else "",
+            gpus_per_engine=pool.engines.gpus if pool.engines else 1,
+            env_slots=pool.slots or 0,
+        )
+        for pool in job.pools
+    ]
+
+
+def task_shares(job: Job) -> dict[str, float]:
+    return shares(
+        {task.name: task.weight for task in job.tasks},
+        {task.name: task.quota for task in job.tasks},
+        job.rollout.groups_per_step,
+    )
+
+
+def build_affinity(job: Job, model_name: str) -> Affinity:
+    target = task_shares(job)
+    speeds = [
+        PoolSpeed(
+            name=pool.name,
+            hardware=HARDWARE[pool.hardware],
+            model=MODELS[model_name],
+            engines=pool.engines.count,
+            gpus=pool.engines.gpus,
+            max_batch=pool.engines.max_batch,
+        )
+        for pool in job.pools
+        if pool.engines
+    ]
+    return Affinity(
+        {task.name: task.affinity for task in job.tasks},
+        {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
+        speeds,
+        stand_ins(offers(job)),
+    )
+
+
+def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link) -> World:
+    """Every port of the job, simulated."""
+    sim = job.sim
+    dice = Dice(job.seed)
+    tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
+    store = SimStore(log)
+    engines = EngineWorld(
+        model=MODELS[sim.model],
+        hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
+        settings=sim.engine,
+        max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
+        tasks=tasks,
+        dice=dice,
+        store=store,
+        pull=pull,
+        log=log,
+    )
+    cluster = SimCluster(
+        engines,
+        sim.train,
+        HARDWARE[job.train_pool.hardware],
+        job.train.gpus,
+        job.weights.bucket_mb * 1e6,
+        push,
+        faults,
+    )
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    host: EnvHost = SimHost(slots, tasks, dice, faults)
+    rewards: RewardBackend = SimRewards(job.rewards, sim.reward, tasks, dice, faults, log)
+    if job.rollout.stepping == "batched":
+        lockstep = Lockstep()
+        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
+        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+    return World(
+        cluster=cluster,
+        engines=tuple(engine_specs(offers(job))),
+        host=host,
+        rewards=rewards,
+        tokenizer=SimTokenizer(),
+        task_sets={task.name: SimTaskSet(task.name, job.seed) for task in job.tasks},
+        store=store,
+        journal=journal,
+        affinity=build_affinity(job, sim.model),
+    )
+
+
+def say(text: str) -> None:
+    """Progress, where results do not go."""
+    print(text, file=sys.stderr, flush=True)
+
+
+__all__: Sequence[str] = ("RunResult", "build_affinity", "facts", "offers", "say", "simulate", "simulated_world")

@@ -1,0 +1,437 @@
+"""What a run came to: a fold over its events, live or afterwards. `docs/summary.md` says what each field means."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollart.events import Event, Last, Max, Mean, Metrics, Sum
+
+WASTE = ("stale", "failed", "surplus", "filtered", "restart")
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one attempt has used."""
+
+    task: str
+    evaluation: bool
+    tokens: int = 0
+    cost: float = 0.0
+    prefill: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    task: str
+    scored: list[_Work] = field(default_factory=list)
+    """Ended well; trained on or wasted with the group."""
+
+
+@dataclass(slots=True)
+class _Pool:
+    engines: int
+    gpus: int
+    cost: float
+    slots: int
+    busy_s: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    fallbacks: int = 0
+
+
+@dataclass(slots=True)
+class _Task:
+    share: float
+    admitted: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+    trained: int = 0
+    trajectories: int = 0
+    turns: int = 0
+    tokens: int = 0
+    prefill: int = 0
+    rewards: float = 0.0
+    rewarded: int = 0
+    pool: str = ""
+    cost: float = 0.0
+    wasted_cost: float = 0.0
+
+
+class Summary:
+    """Feed it every event of a run, in order; `result` may be asked for at any time."""
+
+    def __init__(self) -> None:
+        self._job: Event = {}
+        self._last_s = 0.0
+        self._steps: list[float] = []
+        self._step_s = 0.0
+        self._statuses: dict[str, int] = {}
+        self._live: dict[str, _Work] = {}
+        self._groups: dict[str, _Group] = {}
+        self._finished: dict[str, str] = {}
+        self._trained_tasks: dict[str, int] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._engine_pool: dict[str, str] = {}
+        self._tasks: dict[str, _Task] = {}
+        self._ages: dict[int, int] = {}
+        self._max_age = self._max_steps = 0
+        self._straddled = 0
+        self._waste = {name: [0, 0] for name in WASTE}
+        self._trained_tokens = 0
+        self._sampled_tokens = 0
+        self._push_began: dict[int, float] = {}
+        self._pushes: list[float] = []
+        self._pulls: list[float] = []
+        self._exposed: list[float] = []
+        self._swap_began = 0.0
+        self._reward = {"calls": 0, "failed": 0, "seconds": 0.0, "cold_starts": 0, "cold_start_s": 0.0}
+        self._faults: dict[str, int] = {}
+        self._warnings: list[str] = []
+        self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
+        self._open: dict[str, None] = {}
+        self._at_checkpoint: dict[str, None] = {}
+        self._late = 0
+        self._evals: dict[str, dict[str, Event]] = {}
+        self._state = "running"
+        self._reason = ""
+        self._metrics = Metrics()
+        self.row: Mapping[str, float] | None = None
+        """Metrics of the step that just ended; whoever writes `metrics.jsonl` takes it."""
+        self._handlers = {
+            name.removeprefix("_on_").replace("_", "."): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("_on_")
+        }
+
+    def read(self, event: Event) -> None:
+        self._last_s = event["t"]
+        handler = self._handlers.get(event["e"])
+        if handler is not None:
+            handler(event)
+
+    # --- one method per kind of event -----------------------------------------------------------------------
+
+    def _on_run(self, event: Event) -> None:
+        self._job = event
+        for name, pool in event["pools"].items():
+            self._pools[name] = _Pool(pool["engines"], pool["gpus"], pool["cost"], pool["slots"])
+        for name, task in event["tasks"].items():
+            self._tasks[name] = _Task(task["share"])
+
+    def _on_admit(self, event: Event) -> None:
+        task = _domain(event["task"])
+        if event["group"] not in self._open:
+            self._tasks[task].admitted += 1
+        self._groups[event["group"]] = _Group(task)
+        self._open[event["group"]] = None
+
+    def _on_start(self, event: Event) -> None:
+        task = _domain(event["task"])
+        self._live[event["id"]] = _Work(task, event["eval"])
+        self._tasks[task].pool = event["pool"]
+
+    def _on_send(self, event: Event) -> None:
+        self._engine_pool[event["engine"]] = event["pool"]
+        pool = self._pools[event["pool"]]
+        pool.requests += 1
+        if "fallback" in event:
+            pool.fallbacks += 1
+
+    def _on_said(self, event: Event) -> None:
+        pool = self._pools[self._engine_pool[event["engine"]]]
+        pool.busy_s += event["busy_s"]
+        pool.tokens += event["tokens"]
+        self._sampled_tokens += event["tokens"]
+        work = self._live.get(event["id"].rpartition("/")[0])
+        if work is not None:
+            work.tokens += event["tokens"]
+            work.prefill += event["prefill"]
+            work.cost += event["busy_s"] * pool.gpus * pool.cost / 3600
+
+    def _on_end(self, event: Event) -> None:
+        work = self._live.pop(event["id"])
+        if work.evaluation:
+            return
+        status = event["status"]
+        self._statuses[status] = self._statuses.get(status, 0) + 1
+        task = self._tasks[work.task]
+        task.cost += work.cost
+        task.trajectories += 1
+        if event["reward"] is not None:
+            task.rewards += event["reward"]
+            task.rewarded += 1
+            task.turns += event["turns"]
+            task.tokens += work.tokens
+            task.prefill += work.prefill
+            for prefix in ("", f"{work.task}/"):
+                self._metrics.add(f"{prefix}reward/mean", Mean(event["reward"]))
+                self._metrics.add(f"{prefix}response_length/mean", Mean(work.tokens))
+                self._metrics.add(f"{prefix}num_turns/mean", Mean(event["turns"]))
+        else:
+            self._metrics.add(f"stop/{status}", Sum(1))
+        group = self._groups.get(event["id"].rsplit(".", 2)[0])
+        if status in ("done", "truncated") and group is not None and event["reward"] is not None:
+            group.scored.append(work)
+        else:
+            self._wasted({"stale": "stale", "aborted": "surplus"}.get(status, "failed"), [work])
+
+    def _on_late(self, event: Event) -> None:
+        self._late += 1
+
+    def _on_group(self, event: Event) -> None:
+        self._close(event["group"], event["how"])
+
+    def _on_batch(self, event: Event) -> None:
+        for group_id, task_id, born in zip(event["groups"], event["tasks"], event["born"], strict=True):
+            age = max(0, event["serving"] - born)
+            self._ages[age] = self._ages.get(age, 0) + 1
+            self._max_age = max(self._max_age, age)
+            self._max_steps = max(self._max_steps, event["step"] - born)
+            self._metrics.add("staleness/max", Max(age))
+            self._metrics.add("staleness/mean", Mean(age))
+            self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
+            self._close(group_id, "trained")
+        self._trained_tokens += event["tokens"]
+
+    def _on_step_end(self, event: Event) -> None:
+        self._steps.append(event["t"] - self._step_s)
+        self._step_s = event["t"]
+        self._metrics.add("timing_s/step", Last(self._steps[-1]))
+        self._metrics.add("timing_s/train", Last(event["train_s"]))
+        for name, value in event["metrics"].items():
+            self._metrics.add(name, Last(value))
+        self.row = {"step": event["step"], "time_s": event["t"], **self._metrics.row()}
+
+    def _on_bucket(self, event: Event) -> None:
+        self._push_began.setdefault(event["version"], self._step_s)
+
+    def _on_manifest(self, event: Event) -> None:
+        began_s = self._push_began.pop(event["version"], None)
+        if began_s is not None:
+            self._pushes.append(event["t"] - began_s)
+
+    def _on_swap_start(self, event: Event) -> None:
+        self._swap_began = event["t"]
+
+    def _on_swap_end(self, event: Event) -> None:
+        self._metrics.add("timing_s/swap", Last(event["t"] - self._swap_began))
+
+    def _on_engine_swap(self, event: Event) -> None:
+        self._pulls.append(event["pull_s"])
+        self._exposed.append(event["exposed_s"])
+        self._straddled += event["in_flight"]
+
+    def _on_reward(self, event: Event) -> None:
+        self._reward["calls"] += 1
+        self._reward["seconds"] += event["s"] - event["cold_s"]
+        self._reward["cold_starts"] += event["cold_s"] > 0
+        self._reward["cold_start_s"] += event["cold_s"]
+
+    def _on_reward_failed(self, event: Event) -> None:
+        self._reward["failed"] += 1
+
+    def _on_fault(self, event: Event) -> None:
+        self._faults[event["fault"]] = self._faults.get(event["fault"], 0) + 1
+
+    def _on_warning(self, event: Event) -> None:
+        self._warnings.append(event["text"])
+
+    def _on_stall(self, event: Event) -> None:
+        self._warnings.append(event["text"])
+
+    def _on_engine_down(self, event: Event) -> None:
+        self._restarts["engines"] += 1
+        self._metrics.add("error/engine", Sum(1))
+
+    def _on_trainer_down(self, event: Event) -> None:
+        self._restarts["trainer"] += 1
+        self._metrics.add("error/trainer", Sum(1))
+
+    def _on_killed(self, event: Event) -> None:
+        """The coordinator is gone, and with it every attempt under way."""
+        self._restarts["coordinator"] += 1
+        for work in self._live.values():
+            self._wasted("restart", [work])
+        self._live.clear()
+
+    def _on_resumed(self, event: Event) -> None:
+        """Of the groups alive when the coordinator died, those of the checkpoint go on; the rest never were."""
+        kept = {*event["ready"], *event["open"]}
+        for group_id in list(self._open):
+            if group_id not in kept:
+                self._tasks[self._groups[group_id].task].admitted -= 1
+                self._close(group_id, "restart")
+        for group_id in kept:
+            if self._finished.get(group_id) not in (None, "trained"):
+                del self._finished[group_id]
+                self._open[group_id] = None
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
+
+    def _on_eval(self, event: Event) -> None:
+        kept = ("episodes", "scored", "reward", "versions")
+        self._evals.setdefault(event["name"], {})[event["task"]] = {key: event[key] for key in kept}
+
+    def _on_finished(self, event: Event) -> None:
+        self._state = "finished"
+
+    def _on_stopped(self, event: Event) -> None:
+        self._state, self._reason = "stopped", event["reason"]
+
+    # --- the result -----------------------------------------------------------------------------------------
+
+    def _close(self, group_id: str, how: str) -> None:
+        group = self._groups.pop(group_id, None)
+        self._open.pop(group_id, None)
+        self._finished[group_id] = how
+        if group is None:
+            return
+        task = self._tasks[group.task]
+        task.ends[how] = task.ends.get(how, 0) + 1
+        if how == "trained":
+            task.trained += 1
+        else:
+            self._wasted(how, group.scored)
+
+    def _wasted(self, how: str, works: list[_Work]) -> None:
+        for work in works:
+            self._waste[how][0] += 1
+            self._waste[how][1] += work.tokens
+            self._tasks[work.task].wasted_cost += work.cost
+
+    def result(self) -> dict[str, Any]:
+        seconds = max(self._last_s, 1e-9)
+        ends = {how: sum(task.ends.get(how, 0) for task in self._tasks.values()) for how in ("trained", *WASTE)}
+        lost = [group for group in self._open if group not in self._at_checkpoint] if self._state == "finished" else []
+        return {
+            "name": self._job.get("name"),
+            "mode": self._job.get("mode"),
+            "seed": self._job.get("seed"),
+            "clock": self._job.get("clock"),
+            "state": self._state,
+            "reason": self._reason,
+            "steps": len(self._steps),
+            "time_s": round(self._last_s, 3),
+            "step_time_s": _spread(self._steps),
+            "throughput_tokens_per_s": round(self._trained_tokens / seconds, 3),
+            "sampled_tokens_per_s": round(self._sampled_tokens / seconds, 3),
+            "trajectories": dict(sorted(self._statuses.items())),
+            "staleness": {
+                "bound": self._job.get("bound"),
+                "max": self._max_age,
+                "max_steps": self._max_steps,
+                "histogram": {str(age): self._ages[age] for age in sorted(self._ages)},
+                "in_flight_over_swaps": self._straddled,
+            },
+            "waste": {how: {"trajectories": count, "tokens": tokens} for how, (count, tokens) in self._waste.items()},
+            "groups": {
+                "admitted": sum(task.admitted for task in self._tasks.values()),
+                **ends,
+                "open": len(self._open),
+                "lost": len(lost),
+                "trained_twice": sum(1 for count in self._trained_tasks.values() if count > 1),
+                "late_results": self._late,
+            },
+            "pools": self._pool_rows(seconds),
+            "weights": {
+                "push_s": _mean(self._pushes),
+                "pull_s": _mean(self._pulls),
+                "exposed_s": _mean(self._exposed),
+                "swaps": len(self._exposed),
+            },
+            "reward": self._reward_row(seconds),
+            "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
+            "cost": self._cost(seconds),
+            "evaluations": self._evals,
+            "restarts": dict(self._restarts),
+            "faults": dict(sorted(self._faults.items())),
+            "warnings": self._warnings,
+        }
+
+    def _pool_rows(self, seconds: float) -> dict[str, Any]:
+        return {
+            name: {
+                "engines": pool.engines,
+                "gpus": pool.engines * pool.gpus,
+                "utilisation": round(pool.busy_s / (seconds * pool.engines), 4),
+                "requests": pool.requests,
+                "tokens": pool.tokens,
+                "fallbacks": pool.fallbacks,
+            }
+            for name, pool in self._pools.items()
+            if pool.engines
+        }
+
+    def _reward_row(self, seconds: float) -> dict[str, Any]:
+        calls = self._reward["calls"]
+        workers = self._job.get("reward_workers")
+        return {
+            "type": self._job.get("rewards"),
+            "calls": calls,
+            "failed": self._reward["failed"],
+            "mean_s": round(self._reward["seconds"] / calls, 6) if calls else 0.0,
+            "cold_starts": self._reward["cold_starts"],
+            "cold_start_s": round(self._reward["cold_start_s"], 3),
+            "utilisation": round(self._reward["seconds"] / (seconds * workers), 4) if workers else None,
+        }
+
+    def _task_row(self, name: str, trained: int) -> dict[str, Any]:
+        task = self._tasks[name]
+        count = max(1, task.rewarded)
+        return {
+            "pool": task.pool,
+            "share": round(task.share, 4),
+            "trained_share": round(task.trained / trained, 4) if trained else 0.0,
+            "admitted": task.admitted,
+            "trained": task.trained,
+            "stale_share": round(task.ends.get("stale", 0) / task.admitted, 4) if task.admitted else 0.0,
+            **{how: task.ends.get(how, 0) for how in WASTE},
+            "trajectories": task.trajectories,
+            "reward": round(task.rewards / count, 4),
+            "turns": round(task.turns / count, 2),
+            "sampled_tokens": round(task.tokens / count, 1),
+            "prefill_tokens": round(task.prefill / count, 1),
+        }
+
+    def _cost(self, seconds: float) -> dict[str, Any]:
+        """Device-hours times price: what was reserved, and which part of it which task used."""
+        hours = seconds / 3600
+        pools = {
+            name: round((pool.engines * pool.gpus + (0 if pool.engines else pool.slots)) * pool.cost * hours, 4)
+            for name, pool in self._pools.items()
+        }
+        train = self._job.get("train", {})
+        trainer = round(train.get("gpus", 0) * train.get("cost", 0.0) * hours, 4)
+        used = sum(task.cost for task in self._tasks.values())
+        reserved = sum(cost for name, cost in pools.items() if self._pools[name].engines)
+        return {
+            "total": round(sum(pools.values()) + trainer, 4),
+            "pools": pools,
+            "train": trainer,
+            "tasks": {
+                name: {"used": round(task.cost, 4), "wasted": round(task.wasted_cost, 4)}
+                for name, task in self._tasks.items()
+            },
+            "wasted": round(sum(task.wasted_cost for task in self._tasks.values()), 4),
+            "idle": round(max(0.0, reserved - used), 4),
+        }
+
+
+def _domain(task_id: str) -> str:
+    return task_id.split("/", 1)[0]
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4) if values else 0.0
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {"mean": 0.0, "p50": 0.0, "p95": 0.0}
+    ordered = sorted(values)
+    return {
+        "mean": round(statistics.fmean(values), 4),
+        "p50": round(statistics.median(values), 4),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
+    }
