@@ -1,0 +1,57 @@
+"""The command line on wrong jobs: exit code 2, one line on stderr, no run directory; and a quick start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollart.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+JOB = """
+name: wrong
+tasks: [{name: maths, group_size: 4}]
+pools:
+  - {name: compute, hardware: h800, engines: {count: 2}}
+  - {name: environments, slots: 256}
+"""
+
+WRONG = [
+    pytest.param(JOB + "rollot: {staleness: 2}\n", "rollot: unknown key", id="unknown-key"),
+    pytest.param(JOB + "rollout: {staleness: 0}\n", "rollout.staleness: 0 means on-policy", id="bound-0-after-batch"),
+    pytest.param("name: [\n", "not valid YAML", id="bad-yaml"),
+]
+
+
+@pytest.mark.parametrize("command", ["check", "sim"])
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_a_wrong_job_exits_with_2_and_leaves_nothing(
+    command: str,
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text(text)
+
+    assert main([command, str(job)]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("rollart: ")
+    assert message in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
+
+
+def test_the_command_line_starts_light() -> None:
+    code = "import rollart.cli, sys; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "rollart.cli" in loaded
+    assert loaded & {"pydantic", "numpy", "rich", "torch"} == set()

@@ -1,0 +1,299 @@
+"""The job file: every wrong job gets one line that names the key and the fix; right ones mean what they say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rollart.config import MODES, Job, build_job, load_job, min_group_size, warnings
+from rollart.errors import JobError
+
+JOB = """
+name: base
+tasks:
+  - {name: maths, group_size: 8}
+  - {name: lake, group_size: 4}
+pools:
+  - {name: compute, hardware: h800, engines: {count: 2}}
+  - {name: environments, slots: 512}
+"""
+
+
+def load(tmp_path: Path, *overrides: str, text: str = JOB) -> Job:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return load_job(path, overrides)
+
+
+def refusal(tmp_path: Path, *overrides: str, text: str = JOB) -> str:
+    with pytest.raises(JobError) as caught:
+        load(tmp_path, *overrides, text=text)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
+    # id, overrides, the key that the message must begin with, a part of the fix
+    ("unknown key", ["rolout={}"], "rolout:", "did you mean 'rollout'?"),
+    ("unknown nested key", ["rollout.stalenes=2"], "rollout.stalenes:", "did you mean 'staleness'?"),
+    ("unknown key in a list", ["tasks.0.group_sze=3"], "tasks.0.group_sze:", "did you mean 'group_size'?"),
+    ("unknown key, none near", ["limits.zzz=3"], "limits.zzz:", "valid here: generate_s,"),
+    ("unknown key of a sim task", ["sim.tasks.maths.turn=3"], "sim.tasks.maths.turn:", "did you mean 'turns'?"),
+    ("text for a number", ["rollout.staleness=two"], "rollout.staleness:", "should be a valid integer"),
+    ("fraction for a count", ["train.steps=1.5"], "train.steps:", "should be a valid integer"),
+    ("text for a switch", ["rollout.filter_zero_variance=maybe"], "rollout.filter_zero_variance:", "a valid boolean"),
+    ("number for a mapping", ["rollout=5"], "rollout:", "write it as {key: value}"),
+    ("text for engines", ["pools.0.engines=vllm"], "pools.0.engines:", "write it as {key: value}"),
+    ("number for a list", ["tasks=5"], "tasks:", "change it"),
+    ("no tasks", ["tasks=[]"], "tasks:", "at least 1 item"),
+    ("empty name", ["name="], "name:", "should be a valid string"),
+    ("name with a space", ["name=a b"], "name:", "should match pattern"),
+    ("unknown mode", ["mode=rolart"], "mode:", "did you mean 'rollart'"),
+    ("unknown swap", ["rollout.swap=never"], "rollout.swap:", "between_batches, drain, when_published or after_batch"),
+    ("negative bound", ["rollout.staleness=-1"], "rollout.staleness:", "greater than or equal to 0"),
+    ("share above 1", ["rollout.share_tolerance=2"], "rollout.share_tolerance:", "less than or equal to 1"),
+    ("affinity to no pool", ["tasks.0.affinity=comput"], "tasks.0.affinity:", "did you mean 'compute'?"),
+    ("affinity to slots", ["tasks.0.affinity=environments"], "tasks.0.affinity:", "one of auto, compute"),
+    ("bound 0, after_batch", ["rollout.staleness=0"], "rollout.staleness:", "set rollout.swap to between_batches"),
+    ("zero engines", ["pools.0.engines.count=0"], "pools.0.engines.count:", "greater than or equal to 1"),
+    ("no engines", ["pools.0.engines=null", "pools.0.slots=1"], "pools:", "add engines: {count: 1}"),
+    ("no slots", ["pools.1={name: e, engines: {}}"], "pools:", "add a pool such as {name: environments, slots: 64}"),
+    ("idle pool", ["pools.1.slots=null", "pools.0.slots=8"], "pools.1:", "give it one of them, or remove it"),
+    ("group of one", ["tasks.0.group_size=1"], "tasks.0.group_size:", "set it to 2 or more"),
+    ("min above size", ["tasks.0.min_group_size=9"], "tasks.0.min_group_size:", "lower it"),
+    ("min of one", ["tasks.0.min_group_size=1"], "tasks.0.min_group_size:", "greater than or equal to 2"),
+    ("task name twice", ["tasks.1.name=maths"], "tasks.1.name:", "give each its own name"),
+    ("pool name twice", ["pools.1.name=compute"], "pools.1.name:", "give each its own name"),
+    ("unknown hardware", ["pools.0.hardware=h80"], "pools.0.hardware:", "did you mean 'h800'?"),
+    ("unknown train pool", ["train.pool=comput"], "train.pool:", "did you mean 'compute'?"),
+    ("http without url", ["rewards.type=http"], "rewards.url:", "as url: http://127.0.0.1:8080"),
+    ("local with url", ["rewards.url=http://a"], "rewards.url:", "set rewards.type to http, or remove it"),
+    ("quotas too large", ["tasks.0.quota=17"], "tasks:", "lower them or raise groups_per_step"),
+    ("quotas leave nothing", ["tasks.0.quota=16"], "tasks:", "lower one, or raise rollout.groups_per_step"),
+    ("quotas too small", ["tasks.0.quota=3", "tasks.1.quota=3"], "tasks:", "make them equal"),
+    ("rolling all", ["rollout.rolling=2"], "rollout.rolling:", "set it to 0 (all at once) or below their number"),
+    ("rolling with drain", ["rollout.swap=drain", "rollout.rolling=1"], "rollout.rolling:", "set rolling to 0"),
+    ("answer fills context", ["tasks.0.max_tokens=32768"], "tasks.0.max_tokens:", "lower max_tokens or raise context"),
+    ("no learning rate", ["train.lr=.nan"], "train.lr:", "should be a finite number"),
+    ("negative learning rate", ["train.lr=-1"], "train.lr:", "should be greater than 0"),
+    ("unknown sim task", ["sim.tasks.math={}"], "sim.tasks.math:", "did you mean 'maths'?"),
+    ("unknown sim model", ["sim.model=qwen3-9b"], "sim.model:", "did you mean 'qwen3-8b'?"),
+    ("no sim profile", ["sim.profile=none.yaml"], "sim.profile:", "give a path relative to the job file"),
+    ("text for a spread", ["sim.tasks.maths.turns=many"], "sim.tasks.maths.turns:", "write it as {key: value}"),
+    (
+        "unknown fault",
+        ["sim.faults=[{kind: engine_deth, at_s: 1}]"],
+        "sim.faults.0.kind:",
+        "did you mean 'engine_death'",
+    ),
+    ("fault, both times", ["sim.faults=[{kind: env_hang, at_s: 1, swap: 1}]"], "sim.faults:", "and only one"),
+    ("fault, no time", ["sim.faults=[{kind: env_hang}]"], "sim.faults:", "needs at_s (seconds) or swap"),
+    ("chaos turned round", ["sim.chaos.faults=[8, 3]"], "sim.chaos.faults:", "swap them"),
+    ("override without value", ["rollout.staleness"], "override 'rollout.staleness'", "write it as key=value"),
+    ("override without key", ["=2"], "override '=2'", "write it as key=value"),
+    ("override, not YAML", ["name=["], "override name:", "quote it"),
+    ("override below a value", ["name.x=1"], "override name.x:", "has no keys below it"),
+    ("override, no such index", ["tasks.7.group_size=3"], "override 'tasks.7.group_size=3'", "a position (0 to 1)"),
+    ("override, no such name", ["tasks.chess.group_size=3"], "override 'tasks.chess.group_size=3'", "nor a name"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), [pytest.param(*case[1:], id=case[0]) for case in WRONG_VALUES])
+def test_a_wrong_value_is_refused_with_its_key_and_fix(
+    overrides: list[str], key: str, fix: str, tmp_path: Path
+) -> None:
+    message = refusal(tmp_path, *overrides)
+    assert message.startswith(key)
+    assert fix in message
+
+
+WRONG_TEXTS = [
+    ("missing name", JOB.replace("name: base", ""), "name: missing", "add it (see docs/job.md"),
+    ("missing pools", "name: a\ntasks: [{name: maths}]\n", "pools: missing", "add it (see docs/job.md"),
+    ("missing task name", JOB.replace("name: maths, ", ""), "tasks.0.name: missing", "add it (see docs/job.md"),
+    ("not YAML", "name: [\n", "job.yaml line 2: not valid YAML", "check the indentation and the quotes there"),
+    ("tab", "name: a\n\tseed: 1\n", "job.yaml line 2: not valid YAML", "check the indentation"),
+    ("key given twice", JOB + "seed: 1\nseed: 2\n", "key 'seed' is given twice", "check the indentation"),
+    ("nested key given twice", JOB + "train: {lr: 1, lr: 2}\n", "key 'lr' is given twice", "check the indentation"),
+    ("a list", "- name: a\n", "job.yaml: a job file is a mapping of keys", "such as `name: my-job`"),
+    ("empty", "", "job.yaml: a job file is a mapping of keys", "such as `name: my-job`"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "fix"), [pytest.param(*case[1:], id=case[0]) for case in WRONG_TEXTS])
+def test_a_wrong_file_is_refused_with_its_place_and_fix(text: str, key: str, fix: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path, text=text)
+    assert key in message
+    assert fix in message
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "model.bin"
+    binary.write_bytes(b"\xff\xfe\x80")
+    for path, problem in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory"), (binary, "not text")):
+        with pytest.raises(JobError, match=problem) as caught:
+            load_job(path)
+        assert str(caught.value).startswith(str(path))
+        assert "such as jobs/rollart.yaml" in str(caught.value)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    job = load(tmp_path)
+    assert job.mode == "rollart"
+    assert [task.name for task in job.tasks] == ["maths", "lake"]
+    assert [pool.name for pool in job.engine_pools] == ["compute"]
+    assert job.train_pool.name == "compute"
+    assert job.slots == 32
+    assert [min_group_size(task) for task in job.tasks] == [4, 2]
+
+
+def test_figures_that_follow_from_settings(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        "rollout={groups_per_step: 10, staleness: 2, spare_groups: 3}",
+        "train.pool=environments",
+        "tasks.maths.min_group_size=7",
+    )
+    assert job.slots == 33
+    assert job.train_pool.name == "environments"
+    assert min_group_size(job.tasks[0]) == 7
+
+
+def test_a_pool_may_only_train(tmp_path: Path) -> None:
+    job = load(tmp_path, "pools.0.slots=8", "pools.1={name: trainers, hardware: h100}", "train.pool=trainers")
+    assert job.train_pool.hardware == "h100"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_fills_its_bundle(mode: str, tmp_path: Path) -> None:
+    rollout = load(tmp_path, f"mode={mode}", "rollout.groups_per_step=8").rollout
+    assert {key: getattr(rollout, key) for key in MODES[mode]} == MODES[mode]
+    assert rollout.groups_per_step == 8
+
+
+def test_the_default_mode_is_what_the_defaults_say(tmp_path: Path) -> None:
+    assert load(tmp_path).rollout == load(tmp_path, "mode=rollart").rollout == Job.model_fields["rollout"].default
+
+
+def test_a_key_the_job_gives_wins_over_its_mode(tmp_path: Path) -> None:
+    text = JOB + "mode: sync\nrollout: {stepping: asynchronous}\n"
+    assert load(tmp_path, text=text).rollout == load(tmp_path, "mode=sync+").rollout
+    assert load(tmp_path, "rollout.staleness=3", "mode=areal").rollout.staleness == 3
+
+
+def test_an_empty_section_is_filled_by_the_mode(tmp_path: Path) -> None:
+    assert load(tmp_path, text=JOB + "mode: areal\nrollout:\n").rollout.swap == "when_published"
+
+
+def test_overrides_reach_list_items_by_position_and_by_name(tmp_path: Path) -> None:
+    job = load(tmp_path, "tasks.0.group_size=6", "tasks.lake.group_size=2", "pools.compute.engines.count=5")
+    assert [task.group_size for task in job.tasks] == [6, 2]
+    assert job.pools[0].engines is not None
+    assert job.pools[0].engines.count == 5
+
+
+def test_overrides_replace_items_make_sections_and_read_yaml(tmp_path: Path) -> None:
+    job = load(tmp_path, "tasks.1={name: chess}", "train.lr=1e-6", "checkpoint.every=3", "sim.tasks.maths.turns=12")
+    assert [task.name for task in job.tasks] == ["maths", "chess"]
+    assert job.train.lr == 1e-6
+    assert job.checkpoint.every == 3
+    assert job.sim.tasks["maths"].turns.mean == 12
+
+
+def test_the_last_override_wins(tmp_path: Path) -> None:
+    assert load(tmp_path, "seed=1", "seed=2").seed == 2
+
+
+def test_a_value_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    job = load(tmp_path, "rewards={type: http, url: 'http://a'}", "rewards.url=http://a/?b=c")
+    assert job.rewards.url == "http://a/?b=c"
+
+
+PROFILE = """
+model: qwen3-32b
+tasks:
+  maths: {turns: 3, success: 0.1}
+  lake: {turns: {kind: lognormal, mean: 9, sigma: 0.5}}
+links: {push_gb_s: 4}
+"""
+
+
+def test_a_profile_is_merged_below_the_job(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    text = JOB + "sim: {profile: profile.yaml, tasks: {maths: {success: 0.9}}, links: {pull_gb_s: 8}}\n"
+    sim = load(tmp_path, text=text).sim
+    assert sim.model == "qwen3-32b"
+    assert (sim.tasks["maths"].turns.mean, sim.tasks["maths"].success) == (3, 0.9)
+    assert (sim.tasks["lake"].turns.kind, sim.tasks["lake"].turns.mean) == ("lognormal", 9)
+    assert (sim.links.push_gb_s, sim.links.pull_gb_s) == (4, 8)
+
+
+def test_an_override_wins_over_the_profile(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    sim = load(tmp_path, "sim.profile=profile.yaml", "sim.model=qwen3-8b").sim
+    assert sim.model == "qwen3-8b"
+    assert sim.tasks["maths"].turns.mean == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"modle: qwen3-8b", "sim.modle: unknown key, did you mean 'model'"),
+        (b"\xff", "not text"),
+        (b"a: [", "not valid"),
+    ],
+)
+def test_a_wrong_profile_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_bytes(content)
+    assert message in refusal(tmp_path, "sim.profile=profile.yaml")
+
+
+def test_a_job_cannot_be_changed(tmp_path: Path) -> None:
+    job = load(tmp_path)
+    for settings, key, value in ((job, "seed", 1), (job.rollout, "staleness", 5), (job.tasks[0], "group_size", 2)):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(settings, key, value)
+
+
+def test_build_job_leaves_its_input_alone() -> None:
+    raw: dict[str, Any] = yaml.safe_load(JOB + "mode: sync\nrollout: {groups_per_step: 4}\n")
+    build_job(raw)
+    assert raw["rollout"] == {"groups_per_step": 4}
+
+
+def test_a_resolved_job_reads_back_the_same(tmp_path: Path) -> None:
+    job = load(tmp_path, "mode=areal", "sim.faults=[{kind: env_hang, at_s: 3}]")
+    assert build_job(yaml.safe_load(yaml.safe_dump(job.model_dump(mode="json")))) == job
+
+
+def test_an_ordinary_job_gives_no_warning(tmp_path: Path) -> None:
+    assert warnings(load(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pools.environments.slots=191"], "pools: 191 environment slots for about 192 trajectories"),
+        (["pools.environments.slots=64", "tasks.0.quota=8", "tasks.1.quota=8"], "about 192 trajectories"),
+        (["pools.environments.slots=64", "tasks.0.quota=4"], "about 160 trajectories"),
+        (
+            ["pools.environments.slots=64", "rollout.spare_members=1", "rollout.spare_groups=8"],
+            "about 280 trajectories",
+        ),
+        (["mode=areal"], "rollout.recheck: 'start' lets trajectories grow older"),
+        (["tasks.1.temperature=0"], "tasks.1.temperature: 0 makes all members of a group alike"),
+        (["sim.tasks.maths.turns=2"], "sim.tasks: 'lake' is not described"),
+        (["train.steps=5"], "checkpoint.every: 10 is more than train.steps 5"),
+    ],
+)
+def test_unlikely_settings_are_warned_about(overrides: list[str], message: str, tmp_path: Path) -> None:
+    found = warnings(load(tmp_path, *overrides))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_the_edge_of_enough_slots_is_quiet(tmp_path: Path) -> None:
+    assert warnings(load(tmp_path, "pools.environments.slots=192")) == []
