@@ -8,6 +8,9 @@ from typing import Any
 
 from rollart.events import Event
 
+SENDS = 6
+"""A call may be given up after this many sends were lost with their engines; not before."""
+
 
 class Audit:
     """Feed it every event of a run, in order, then ask for `violations`."""
@@ -80,6 +83,9 @@ class Audit:
     def _on_finished(self, event: Event) -> None:
         self._over = "finished"
 
+    def _on_interrupted(self, event: Event) -> None:
+        self._over = "finished"
+
     def _on_stopped(self, event: Event) -> None:
         self._over = "stopped"
         if event.get("deadlock"):
@@ -106,7 +112,13 @@ class Audit:
     def _on_start(self, event: Event) -> None:
         if event["id"] in self._runs or event["id"] in self._scored:
             self._broken(8, f"attempt {event['id']} was started twice")
-        self._runs[event["id"]] = {"version": 0, "born": None, "eval": event["eval"], "pool": event["pool"]}
+        self._runs[event["id"]] = {
+            "version": 0,
+            "born": None,
+            "eval": event["eval"],
+            "pool": event["pool"],
+            "lost": 0,
+        }
 
     def _on_send(self, event: Event) -> None:
         call = event["id"]
@@ -129,8 +141,7 @@ class Audit:
             self._broken(4, f"call {call} went to version {self._versions[engine]} after {run['version']}")
         elif not self._swapping and self._versions[engine] < self._serving:
             self._broken(4, f"{engine} serves version {self._versions[engine]} while {self._serving} is served")
-        if self._job["recheck"] == "live" and not run["eval"] and self._too_old(run["born"]):
-            self._broken(1, f"call {call} of a trajectory born {run['born']} was sent under {self._serving}")
+        self._must_be_fresh(run, f"call {call}")
 
     def _on_said(self, event: Event) -> None:
         call = event["id"]
@@ -150,8 +161,24 @@ class Audit:
                 run["born"] = version
         if counted != event["tokens"]:
             self._broken(6, f"call {call}: {event['tokens']} tokens, but spans for {counted}")
+        self._must_be_fresh(run, call)
+
+    def _must_be_fresh(self, run: dict[str, Any], what: str) -> None:
+        """Under the live re-check, a swap stops what is too old wherever it waits: nothing of it is heard again."""
+        if self._job["recheck"] == "live" and not run["eval"] and self._too_old(run["born"]):
+            self._broken(1, f"{what}, born {run['born']}, went on under {self._serving}")
+
+    def _on_reward(self, event: Event) -> None:
+        run = self._runs.get(event["id"])
+        if run is None:
+            self._broken(6, f"a reward came for {event['id']}, which is not under way")
+        else:
+            self._must_be_fresh(run, f"the scoring of {event['id']}")
 
     def _on_lost(self, event: Event) -> None:
+        key = event["id"].rpartition("/")[0]
+        if key in self._runs:
+            self._runs[key]["lost"] += 1
         if self._calls.pop(event["id"], None) != event["engine"]:
             self._broken(6, f"call {event['id']} was lost with {event['engine']}, where it was not")
 

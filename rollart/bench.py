@@ -21,7 +21,7 @@ from rollart.config import Job, build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.events import EventLog, LogHandle
 from rollart.ports import Cluster, Trainer
-from rollart.run import facts, rare_collections, simulated_world
+from rollart.run import facts, rare_collections
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
 from rollart.sim.links import Link
@@ -42,6 +42,7 @@ from rollart.types import (
     WeightManifest,
     WeightVersion,
 )
+from rollart.worlds import simulated_world
 
 ENGINES = 256
 TURNS = 10
@@ -168,7 +169,7 @@ class _Tokenizer:
     def __init__(self, host: "_Host") -> None:
         self._host = host
 
-    def render(self, messages: object, *, fresh: bool) -> Tokens:
+    def render(self, messages: object, *, fresh: bool, after: Tokens | None = None) -> Tokens:
         return np.ones(self._host.context_tokens, dtype=np.int32)
 
     def decode(self, tokens: Tokens) -> str:

@@ -77,17 +77,17 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int]) -> dict[str, Any]:
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         return {"seed": seed, **dict.fromkeys(TOTALS, 0), "violations": 1, "faults": {}, "text": text}
     groups = result.summary["groups"]
-    text = "; ".join(result.violations[:3])
-    if result.summary["state"] == "stopped":
-        text = "; ".join(filter(None, (text, f"stopped: {result.summary['reason']}")))
+    violations = list(result.violations)
+    if result.summary["state"] == "stopped":  # every fault that is drawn can be survived
+        violations.insert(0, f"promise 8: the job stopped: {result.summary['reason']}")
     return {
         "seed": seed,
-        "violations": len(result.violations),
+        "violations": len(violations),
         "deadlocks": int(result.deadlock),
         "lost": groups["lost"],
         "trained_twice": groups["trained_twice"],
         "finished": int(result.summary["state"] == "finished"),
         "stopped": int(result.summary["state"] == "stopped"),
         "faults": result.faults,
-        "text": text,
+        "text": "; ".join(violations[:3]),
     }

@@ -150,7 +150,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from rollart.config import load_job, warnings
     from rollart.policy.placement import bindings
-    from rollart.run import offers
+    from rollart.worlds import offers
 
     job = load_job(arguments.job, arguments.overrides)
     bound = bindings(offers(job), job.train_pool.name, job.train.gpus)

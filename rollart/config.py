@@ -27,6 +27,7 @@ Swap = Literal["between_batches", "drain", "when_published", "after_batch"]
 Recheck = Literal["live", "batch", "start"]
 Stepping = Literal["asynchronous", "batched"]
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
+Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"]
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
@@ -111,6 +112,14 @@ class EngineSettings(Settings):
     """GPUs of one engine: tensor parallel."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
+    kv_tokens: Count = 65_536
+    """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    keep_kv: bool = False
+    """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
+    device: str = "cpu"
+    """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
+    threads: Count = 1
+    """`embedded`: CPU threads of one engine's process."""
 
 
 class PoolSettings(Settings):
@@ -159,9 +168,31 @@ class TrainSettings(Settings):
     gpus: Count = 1
     steps: Count = 100
     lr: Positive = 1e-5
-    algorithm: Literal["grpo"] = "grpo"
-    advantage: Advantage = "grpo"
-    """How rewards of a group become advantages."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises to `lr`."""
+    weight_decay: NonNegative = 0.0
+    grad_clip: NonNegative = 1.0
+    """Largest gradient norm; 0 means no clipping."""
+    algorithm: Algorithm = "grpo"
+    advantage: Advantage | None = None
+    """How rewards of a group become advantages. Default: what the algorithm is defined with."""
+    eps_low: Positive | None = None
+    """Lower clip range. Default: the algorithm's own."""
+    eps_high: Positive | None = None
+    """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
+    correction: Literal["decoupled", "bypass", "none"] = "decoupled"
+    """How samples of older weights are corrected: proximal log-probabilities recomputed, or the engine's own taken."""
+    weight_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight: truncated importance sampling."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the initial model."""
+    entropy_coef: NonNegative = 0.0
+    microbatch_tokens: Count = 4096
+    bf16: bool = False
+    device: str = "cpu"
+    """`cpu`, or a torch device such as `cuda:0`."""
+    threads: Count = 1
+    """CPU threads of the trainer's process."""
 
 
 class WeightSettings(Settings):
@@ -415,6 +446,14 @@ class Job(Settings):
         for problem in _problems(self):
             raise ValueError(problem)
         return self
+
+
+def advantage_of(train: TrainSettings) -> Advantage:
+    """The baseline that goes with the algorithm, unless the job names one."""
+    if train.advantage is not None:
+        return train.advantage
+    own: dict[str, Advantage] = {"dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce++": "dr_grpo"}
+    return own.get(train.algorithm, "grpo")
 
 
 def min_group_size(task: TaskSettings) -> int:

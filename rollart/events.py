@@ -28,14 +28,15 @@ class EventLog:
     coordinator's dying words do not enter the history.
     """
 
-    def __init__(self, clock: Callable[[], float], path: Path | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], path: Path | None = None, *, after: Event | None = None) -> None:
+        """`after`: the last event of the log that a resumed run goes on with."""
         self._clock = clock
-        self._zero_s = clock()
+        self._zero_s = clock() - (after["t"] if after else 0.0)
         self._file: IO[bytes] | None = open(path, "ab") if path else None  # noqa: SIM115 - closed in close()
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._readers: list[Reader] = []
-        self._next = 0
+        self._next = after["n"] + 1 if after else 0
         self.last_s = self._zero_s
         """When the last event was written, on the log's clock."""
 

@@ -137,8 +137,8 @@ class TaskSet(Protocol):
 class Tokenizer(Protocol):
     """The model's tokenizer and chat template."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool) -> Tokens:
+    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
         """Tokens to append for these messages, up to and with the start of the model's answer. Where not
-        `fresh`, they follow the model's last sampled token and first close its turn."""
+        `fresh`, they follow `after`, the model's last answer, and first close its turn where it did not itself."""
 
     def decode(self, tokens: Tokens) -> str: ...

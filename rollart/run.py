@@ -7,7 +7,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +17,17 @@ import orjson
 import yaml
 
 from rollart.audit import Audit
-from rollart.config import FaultSettings, Job, SimTaskSettings, min_group_size
-from rollart.control.coordinator import Coordinator, World
-from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.config import FaultSettings, Job, min_group_size
+from rollart.control.coordinator import Coordinator
 from rollart.errors import Deadlock, RollartError
 from rollart.events import Event, EventLog, LogHandle
-from rollart.hardware import HARDWARE, MODELS
-from rollart.policy.affinity import Affinity, PoolSpeed
-from rollart.policy.mix import shares
-from rollart.policy.placement import PoolOffer, engine_specs, stand_ins
-from rollart.ports import EnvHost, Journal, RewardBackend
+from rollart.hardware import HARDWARE
 from rollart.sim.clock import VirtualLoop
-from rollart.sim.dice import Dice
-from rollart.sim.engine import EngineWorld
-from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link, SimStore
-from rollart.sim.rewards import SimRewards
-from rollart.sim.trainer import SimCluster, SimJournal
+from rollart.sim.links import Link
+from rollart.sim.trainer import SimJournal
 from rollart.summary import Summary
+from rollart.worlds import simulated_world, task_shares
 
 RESTART_S = 5.0
 """Simulated seconds until a killed coordinator is started again."""
@@ -236,99 +228,6 @@ def facts(job: Job, clock: str) -> Event:
     }
 
 
-def offers(job: Job) -> list[PoolOffer]:
-    return [
-        PoolOffer(
-            name=pool.name,
-            hardware=HARDWARE[pool.hardware],
-            engines=pool.engines.count if pool.engines else 0,
-            engine_type=pool.engines.type if pool.engines else "",
-            gpus_per_engine=pool.engines.gpus if pool.engines else 1,
-            env_slots=pool.slots or 0,
-        )
-        for pool in job.pools
-    ]
-
-
-def task_shares(job: Job) -> dict[str, float]:
-    return shares(
-        {task.name: task.weight for task in job.tasks},
-        {task.name: task.quota for task in job.tasks},
-        job.rollout.groups_per_step,
-    )
-
-
-def build_affinity(job: Job, model_name: str) -> Affinity:
-    target = task_shares(job)
-    speeds = [
-        PoolSpeed(
-            name=pool.name,
-            hardware=HARDWARE[pool.hardware],
-            model=MODELS[model_name],
-            engines=pool.engines.count,
-            gpus=pool.engines.gpus,
-            max_batch=pool.engines.max_batch,
-        )
-        for pool in job.pools
-        if pool.engines
-    ]
-    return Affinity(
-        {task.name: task.affinity for task in job.tasks},
-        {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
-        speeds,
-        stand_ins(offers(job)),
-    )
-
-
-def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link) -> World:
-    """Every port of the job, simulated."""
-    sim = job.sim
-    dice = Dice(job.seed)
-    tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
-    store = SimStore(log)
-    engines = EngineWorld(
-        model=MODELS[sim.model],
-        hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
-        settings=sim.engine,
-        max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
-        tasks=tasks,
-        dice=dice,
-        store=store,
-        pull=pull,
-        log=log,
-    )
-    cluster = SimCluster(
-        engines,
-        sim.train,
-        HARDWARE[job.train_pool.hardware],
-        job.train.gpus,
-        job.weights.bucket_mb * 1e6,
-        push,
-        faults,
-    )
-    slots = sum(pool.slots or 0 for pool in job.pools)
-    host: EnvHost = SimHost(slots, tasks, dice, faults)
-    rewards: RewardBackend = SimRewards(job.rewards, sim.reward, tasks, dice, faults, log)
-    if job.rollout.stepping == "batched":
-        lockstep = Lockstep()
-        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
-        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
-    return World(
-        cluster=cluster,
-        engines=tuple(engine_specs(offers(job))),
-        host=host,
-        rewards=rewards,
-        tokenizer=SimTokenizer(),
-        task_sets={task.name: SimTaskSet(task.name, job.seed) for task in job.tasks},
-        store=store,
-        journal=journal,
-        affinity=build_affinity(job, sim.model),
-    )
-
-
 def say(text: str) -> None:
     """Progress, where results do not go."""
     print(text, file=sys.stderr, flush=True)
-
-
-__all__: Sequence[str] = ("RunResult", "build_affinity", "facts", "offers", "say", "simulate", "simulated_world")

@@ -276,6 +276,12 @@ class Summary:
     def _on_finished(self, event: Event) -> None:
         self._state = "finished"
 
+    def _on_interrupted(self, event: Event) -> None:
+        self._state, self._reason = "interrupted", "stopped by the user; `rollart train --resume` goes on"
+
+    def _on_starting(self, event: Event) -> None:
+        self._state, self._reason = "running", ""
+
     def _on_stopped(self, event: Event) -> None:
         self._state, self._reason = "stopped", event["reason"]
 

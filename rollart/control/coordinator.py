@@ -14,12 +14,12 @@ from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet
 from rollart.control.proxy import Proxy
-from rollart.control.rollout import Rollout
+from rollart.control.rollout import Rollout, StopAsked
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
-from rollart.errors import ClusterError, boundary
+from rollart.errors import ClusterError, JobStopped, boundary
 from rollart.events import LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
@@ -92,7 +92,19 @@ class Coordinator:
         await self._checkpoint()
         if self.trainer.version < self._job.train.steps:
             self.rollout.go_on()
-        await self.learn()
+        try:
+            await self.learn()
+        except StopAsked:
+            await self._checkpoint()
+            self.rollout.end()
+            self._log.emit("interrupted", {"step": self.trainer.version})
+
+    def stop(self) -> None:
+        """Stop after the step under way, with a checkpoint to resume from."""
+        if hasattr(self, "rollout"):
+            self.rollout.stop()
+        else:
+            self.crew.fail(JobStopped("stopped before it had begun"))
 
     async def learn(self) -> None:
         """The steps of the job: batch, weights of the step before, train, publish."""

@@ -36,6 +36,9 @@ from rollart.types import (
 )
 
 
+_STEP = boundary(EnvError, "env.step")
+
+
 class Run:
     """One attempt under way. Its owner may `stop` it; everyone else only reads."""
 
@@ -176,12 +179,11 @@ class TurnAgent:
 
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
-        first = True
+        completion: Completion | None = None
         while not observation.done:
             if observation.truncated:
                 return Status.TRUNCATED
-            context, fresh = delta(session.tokenizer, observation, first=first)
-            first = False
+            context, fresh = delta(session.tokenizer, observation, completion)
             completion = await session.generate(context, fresh=fresh)
             if completion is None:
                 return Status.TRUNCATED
@@ -269,7 +271,7 @@ class EnvManager:
 
     async def step(self, run: Run, env: Env, action: str) -> Observation:
         began_s = self._loop.time()
-        with boundary(EnvError, "env.step"):
+        with _STEP:
             observation = _checked(await self._stepping.guard(run.key, env.step(action)))
         run.settle(observation.reward, self._loop.time() - began_s)
         return observation

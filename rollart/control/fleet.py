@@ -37,12 +37,13 @@ class Call:
 class Seat:
     """One engine's place in the fleet; the engine in it may change."""
 
-    __slots__ = ("calls", "engine", "gone", "restarts", "spec", "view")
+    __slots__ = ("boundary", "calls", "engine", "gone", "restarts", "spec", "view")
 
     def __init__(self, spec: EngineSpec, engine: Engine) -> None:
         self.spec = spec
         self.engine = engine
         self.view = EngineView(id=spec.id, pool=spec.pool)
+        self.boundary = boundary(EngineError, spec.id)
         self.calls: dict[str, Call] = {}
         self.restarts = 0
         self.gone = False

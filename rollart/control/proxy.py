@@ -81,7 +81,7 @@ class Proxy:
         seat.calls[request.id] = call
         seat.view.in_flight += 1
         try:
-            with boundary(EngineError, seat.spec.id):
+            with seat.boundary:
                 return await self._generating.guard(request.id, seat.engine.generate(request)), ""
         except RequestError:
             raise

@@ -31,7 +31,8 @@ class Prefix:
         return longer
 
 
-def delta(tokenizer: Tokenizer, observation: Observation, *, first: bool) -> tuple[Tokens, bool]:
-    """The tokens an observation adds, and whether a new prefix begins with them."""
-    fresh = first or observation.fresh
-    return tokenizer.render(observation.messages, fresh=fresh), fresh
+def delta(tokenizer: Tokenizer, observation: Observation, last: Completion | None) -> tuple[Tokens, bool]:
+    """The tokens an observation adds, and whether a new prefix begins with them. `last` is the answer before it."""
+    fresh = last is None or observation.fresh
+    after = None if last is None else last.tokens
+    return tokenizer.render(observation.messages, fresh=fresh, after=after), fresh

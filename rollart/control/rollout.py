@@ -7,7 +7,7 @@ waits, at every swap. `feed` is called whenever room may have appeared; it never
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rollart.config import Job
+from rollart.config import Job, advantage_of
 from rollart.control.buffer import Growing, Member, SampleBuffer
 from rollart.control.crew import Crew
 from rollart.control.env_manager import EnvManager, Run
@@ -25,6 +25,10 @@ from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Tra
 
 ATTEMPTS_PER_LIFE = 100
 """Each life of the coordinator numbers its attempts from its own hundred on: no attempt's id is ever used twice."""
+
+
+class StopAsked(Exception):
+    """The user wants the job to stop, with a checkpoint."""
 
 
 class Rollout:
@@ -59,7 +63,7 @@ class Rollout:
         self.buffer = SampleBuffer(
             self.mix,
             bound=rollout.staleness,
-            advantage=job.train.advantage,
+            advantage=advantage_of(job.train),
             attempts=job.limits.attempts,
             filter_zero_variance=rollout.filter_zero_variance,
         )
@@ -76,6 +80,7 @@ class Rollout:
         self._short = 0
         self._running = 0
         self._begun = False
+        self._stopping = False
         self._closed = False
         """Draining: nothing new starts, not even another attempt."""
         self._sated = False
@@ -242,6 +247,8 @@ class Rollout:
     async def batch(self, step: int) -> Batch:
         """The next batch, as soon as there is one. Raises JobStopped when there is nothing to learn from."""
         while True:
+            if self._stopping:
+                raise StopAsked
             if self._job.rollout.recheck != "start":
                 self._evict(-1)
             groups = self.buffer.form()
@@ -364,6 +371,11 @@ class Rollout:
     def end(self) -> None:
         """The last step is done: nothing more is admitted."""
         self._begun = False
+
+    def stop(self) -> None:
+        """Form no further batch: whoever waits for one gets StopAsked."""
+        self._stopping = True
+        self._notify()
 
     # --- small things ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 class SimTokenizer:
     """A message says how many tokens it is."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool) -> Tokens:
+    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
         return _ZEROS[: int(messages[0].content)]
 
     def decode(self, tokens: Tokens) -> str:
