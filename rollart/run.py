@@ -85,7 +85,7 @@ class _Simulation:
             log.read_by(self._audit.read)
         metrics = open(self._out / "metrics.jsonl", "wb") if self._out else None  # noqa: SIM115, ASYNC230
         if metrics is not None:
-            log.read_by(_write_rows(self._summary, metrics.write))
+            log.read_by(metric_rows(self._summary, metrics.write))
         if self._progress is not None:
             log.read_by(_tell(self._progress, job.train.steps))
         log.emit("run", facts(job, clock="virtual"))
@@ -155,7 +155,7 @@ def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
     return report
 
 
-def _write_rows(summary: Summary, write: Callable[[bytes], object]) -> Callable[[Event], None]:
+def metric_rows(summary: Summary, write: Callable[[bytes], object]) -> Callable[[Event], None]:
     def read(event: Event) -> None:
         if summary.row is not None:
             write(orjson.dumps(summary.row, option=orjson.OPT_APPEND_NEWLINE))

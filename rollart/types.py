@@ -256,8 +256,8 @@ class Batch:
     serving: WeightVersion
     """The serving version when the batch was formed."""
     groups: tuple[Group, ...]
-    samples: tuple[Sample, ...]
-    """The groups' trajectories, flat, with their advantages."""
+    samples: tuple[Sample, ...] = ()
+    """The groups' trajectories, flat, with their advantages: filled by the trainer (`rollart.samples`), empty elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

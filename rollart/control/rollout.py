@@ -12,7 +12,6 @@ from rollart.control.buffer import Growing, Member, SampleBuffer
 from rollart.control.crew import Crew
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.fleet import Fleet
-from rollart.control.samples import flatten
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import LogHandle
@@ -297,9 +296,8 @@ class Rollout:
             for done in list(self.buffer.ready.values()):
                 del self.buffer.ready[done.id]
                 self._end(done.id, done.task, "surplus", cause)
-        samples = tuple(sample for group in groups for sample in flatten(group))
         self.feed()
-        return Batch(step=step, serving=serving, groups=tuple(groups), samples=samples)
+        return Batch(step=step, serving=serving, groups=tuple(groups))
 
     # --- drain ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,12 @@ class SimTrainer:
         self._check()
         if batch.step != self.version:
             raise AssertionError(f"step {batch.step} on a trainer at version {self.version}")
-        tokens = sum(len(sample.tokens) for sample in batch.samples)
+        tokens = sum(
+            len(turn.context) + len(turn.completion.tokens)
+            for group in batch.groups
+            for member in group.members
+            for turn in member.turns
+        )
         seconds = self._settings.step_s
         if seconds is None:
             seconds = self._settings.fixed_s + tokens * self._token_s
