@@ -54,6 +54,11 @@ class Audit:
         if handler is not None:
             handler(event)
 
+    @property
+    def over(self) -> bool:
+        """The run has said how it ended."""
+        return bool(self._over)
+
     def finish(self) -> list[str]:
         """At the end of the run. Returns all violations."""
         if not self._over:

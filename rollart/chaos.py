@@ -4,6 +4,7 @@ Plan number i is drawn from seed i and run under the i-th variant of the job; an
 promises. Any seed can be run again alone: `--chaos 1 --first SEED`.
 """
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable
@@ -28,12 +29,13 @@ def run_plans(
     *,
     first: int = 0,
     workers: int = 1,
+    out: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the plans and say what they showed."""
+    """Run the plans and say what they showed. The run directories of plans that fail are kept under `out`."""
     began_s = told_s = time.monotonic()
     seeds = range(first, first + plans)
-    work = [(path, overrides, seed) for seed in seeds]
+    work = [(path, overrides, seed, out) for seed in seeds]
     failures: list[dict[str, Any]] = []
     fired = {kind: [0, 0] for kind in FAULT_KINDS}
     totals = dict.fromkeys(TOTALS, 0)
@@ -68,10 +70,11 @@ def plan_job(path: Path, overrides: tuple[str, ...], seed: int) -> Job:
     return job.model_copy(update={"sim": job.sim.model_copy(update={"faults": faults})})
 
 
-def _run_plan(work: tuple[Path, tuple[str, ...], int]) -> dict[str, Any]:
-    path, overrides, seed = work
+def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str, Any]:
+    path, overrides, seed, out = work
+    folder = out / f"seed-{seed}" if out is not None else None
     try:
-        result = simulate(plan_job(path, overrides, seed))
+        result = simulate(plan_job(path, overrides, seed), folder)
     except Exception as error:  # a bug of ours is what chaos looks for: it counts, and the other plans go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
@@ -80,6 +83,8 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int]) -> dict[str, Any]:
     violations = list(result.violations)
     if result.summary["state"] == "stopped":  # every fault that is drawn can be survived
         violations.insert(0, f"promise 8: the job stopped: {result.summary['reason']}")
+    if folder is not None and not violations:
+        shutil.rmtree(folder)
     return {
         "seed": seed,
         "violations": len(violations),

@@ -48,11 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: rollart sim jobs/rollart.yaml rollout.staleness=2 --json",
     )
     _job_arguments(sim)
-    sim.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
+    sim.add_argument(
+        "--out", type=Path, help="run directory (default: runs/NAME-TIME); with --chaos: where failing plans are kept"
+    )
     sim.add_argument("--json", action="store_true", help="print summary.json instead of a table")
     sim.add_argument("--chaos", type=_count, metavar="N", help="draw N fault plans, run each, and check the promises")
-    sim.add_argument("--first", type=int, default=0, metavar="SEED", help="with --chaos: the first plan's seed")
-    sim.add_argument("--workers", type=_count, default=os.cpu_count() or 1, help="with --chaos: processes")
+    sim.add_argument("--first", type=int, metavar="SEED", help="with --chaos: the first plan's seed")
+    sim.add_argument("--workers", type=_count, help="with --chaos: processes (default: one per core)")
     sim.set_defaults(run=_sim)
 
     check = commands.add_parser(
@@ -107,6 +109,8 @@ def _sim(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.overrides)
     if arguments.chaos is not None:
         return _chaos(arguments)
+    if arguments.first is not None or arguments.workers is not None:
+        raise JobError("--first and --workers: have an effect with --chaos only; add it, or remove them")
     from rollart.run import say, simulate
 
     out = _run_dir(arguments.out, job)
@@ -132,8 +136,9 @@ def _chaos(arguments: argparse.Namespace) -> int:
         arguments.job,
         tuple(arguments.overrides),
         arguments.chaos,
-        first=arguments.first,
-        workers=arguments.workers,
+        first=arguments.first or 0,
+        workers=arguments.workers or os.cpu_count() or 1,
+        out=arguments.out,
         progress=say,
     )
     if arguments.json:
@@ -182,11 +187,13 @@ def _audit(arguments: argparse.Namespace) -> int:
     audit = Audit()
     for event in read_events(path):
         audit.read(event)
-    violations = audit.finish()
+    violations = audit.finish() if audit.over else audit.violations
     if arguments.json:
-        _print_json({"violations": violations, "faults": audit.faults})
+        _print_json({"violations": violations, "over": audit.over, "faults": audit.faults})
     else:
         print("\n".join(violations) or "every promise that events can show was kept")
+        if not audit.over:
+            print("the run has not said how it ended: it is still going on, or was killed (rollart train --resume)")
     return 1 if violations else 0
 
 

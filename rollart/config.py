@@ -587,7 +587,7 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
             raise JobError(
                 f"sim.profile: {profile} cannot be read ({error.strerror}); give a path relative to the job file"
             ) from None
-        data["sim"] = _merge(loaded, sim)
+        data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
     try:
         return Job.model_validate(data)
     except ValidationError as error:

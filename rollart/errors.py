@@ -5,7 +5,8 @@
     |- JobStopped      a running job gave up: says why and what to do (exit code 1)
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
-       |- EngineError  |- RequestError  |- EnvError  |- RewardError  |- TrainerError  |- WeightError  `- ClusterError
+       |- EngineError  |- RequestError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError  |- ClusterError
+       `- WeightError  `- VersionGone
 
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
 """
@@ -45,6 +46,10 @@ class EnvError(BoundaryError):
     """An environment failed to open, answer or make sense."""
 
 
+class AgentError(BoundaryError):
+    """The agent that plays an environment raised."""
+
+
 class RewardError(BoundaryError):
     """A reward function failed. `retryable` is False where another try gives the same error."""
 
@@ -59,6 +64,10 @@ class TrainerError(BoundaryError):
 
 class WeightError(BoundaryError):
     """A weight bucket is missing or damaged."""
+
+
+class VersionGone(WeightError):
+    """The trainer is too far ahead to push this version again; a newer one will come."""
 
 
 class ClusterError(BoundaryError):

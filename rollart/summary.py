@@ -43,9 +43,6 @@ class _Pool:
 @dataclass(slots=True)
 class _Task:
     share: float
-    admitted: int = 0
-    ends: dict[str, int] = field(default_factory=dict)
-    trained: int = 0
     trajectories: int = 0
     turns: int = 0
     tokens: int = 0
@@ -65,10 +62,16 @@ class Summary:
         self._last_s = 0.0
         self._steps: list[float] = []
         self._step_s = 0.0
+        self._ended_steps: dict[int, None] = {}
         self._statuses: dict[str, int] = {}
         self._live: dict[str, _Work] = {}
         self._groups: dict[str, _Group] = {}
-        self._finished: dict[str, str] = {}
+        self._task_of: dict[str, str] = {}
+        """Task of every group that was admitted."""
+        self._fate: dict[str, str] = {}
+        """How every group that is over ended."""
+        self._new: dict[str, None] = {}
+        """Admitted since the last checkpoint."""
         self._trained_tasks: dict[str, int] = {}
         self._pools: dict[str, _Pool] = {}
         self._engine_pool: dict[str, str] = {}
@@ -88,7 +91,6 @@ class Summary:
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
         self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
-        self._open: dict[str, None] = {}
         self._at_checkpoint: dict[str, None] = {}
         self._late = 0
         self._evals: dict[str, dict[str, Event]] = {}
@@ -119,11 +121,11 @@ class Summary:
             self._tasks[name] = _Task(task["share"])
 
     def _on_admit(self, event: Event) -> None:
-        task = _domain(event["task"])
-        if event["group"] not in self._open:
-            self._tasks[task].admitted += 1
-        self._groups[event["group"]] = _Group(task)
-        self._open[event["group"]] = None
+        group_id, task = event["group"], _domain(event["task"])
+        self._task_of[group_id] = task
+        self._new[group_id] = None
+        self._fate.pop(group_id, None)
+        self._groups[group_id] = _Group(task)
 
     def _on_start(self, event: Event) -> None:
         task = _domain(event["task"])
@@ -193,7 +195,13 @@ class Summary:
             self._close(group_id, "trained")
         self._trained_tokens += event["tokens"]
 
+    def _on_replayed(self, event: Event) -> None:
+        """A resumed job made again what was lost; a step that had not ended before counts now."""
+        if event["step"] not in self._ended_steps:
+            self._on_step_end(event)
+
     def _on_step_end(self, event: Event) -> None:
+        self._ended_steps[event["step"]] = None
         self._steps.append(event["t"] - self._step_s)
         self._step_s = event["t"]
         self._metrics.add("timing_s/step", Last(self._steps[-1]))
@@ -202,8 +210,8 @@ class Summary:
             self._metrics.add(name, Last(value))
         self.row = {"step": event["step"], "time_s": event["t"], **self._metrics.row()}
 
-    def _on_bucket(self, event: Event) -> None:
-        self._push_began.setdefault(event["version"], self._step_s)
+    def _on_push(self, event: Event) -> None:
+        self._push_began[event["version"]] = event["t"]
 
     def _on_manifest(self, event: Event) -> None:
         began_s = self._push_began.pop(event["version"], None)
@@ -223,7 +231,7 @@ class Summary:
 
     def _on_reward(self, event: Event) -> None:
         self._reward["calls"] += 1
-        self._reward["seconds"] += event["s"] - event["cold_s"]
+        self._reward["seconds"] += event["busy_s"] or event["s"] - event["cold_s"]
         self._reward["cold_starts"] += event["cold_s"] > 0
         self._reward["cold_start_s"] += event["cold_s"]
 
@@ -255,18 +263,17 @@ class Summary:
         self._live.clear()
 
     def _on_resumed(self, event: Event) -> None:
-        """Of the groups alive when the coordinator died, those of the checkpoint go on; the rest never were."""
-        kept = {*event["ready"], *event["open"]}
-        for group_id in list(self._open):
-            if group_id not in kept:
-                self._tasks[self._groups[group_id].task].admitted -= 1
+        """History goes back to the checkpoint: what was admitted since, and not trained on, never was."""
+        for group_id in list(self._new):
+            if self._fate.get(group_id) != "trained":
                 self._close(group_id, "restart")
-        for group_id in kept:
-            if self._finished.get(group_id) not in (None, "trained"):
-                del self._finished[group_id]
-                self._open[group_id] = None
+                del self._fate[group_id], self._task_of[group_id]
+        for group_id in [*event["ready"], *event["open"]]:
+            if self._fate.get(group_id) != "trained":
+                self._fate.pop(group_id, None)
 
     def _on_checkpoint(self, event: Event) -> None:
+        self._new.clear()
         self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
 
     def _on_eval(self, event: Event) -> None:
@@ -288,17 +295,18 @@ class Summary:
     # --- the result -----------------------------------------------------------------------------------------
 
     def _close(self, group_id: str, how: str) -> None:
+        self._fate[group_id] = how
         group = self._groups.pop(group_id, None)
-        self._open.pop(group_id, None)
-        self._finished[group_id] = how
-        if group is None:
-            return
-        task = self._tasks[group.task]
-        task.ends[how] = task.ends.get(how, 0) + 1
-        if how == "trained":
-            task.trained += 1
-        else:
+        if group is not None and how != "trained":
             self._wasted(how, group.scored)
+
+    def _fates(self, task: str | None = None) -> dict[str, int]:
+        """How many groups, of one task or of all, ended how."""
+        counts = dict.fromkeys(("trained", *WASTE), 0)
+        for group_id, how in self._fate.items():
+            if task is None or self._task_of.get(group_id) == task:
+                counts[how] += 1
+        return counts
 
     def _wasted(self, how: str, works: list[_Work]) -> None:
         for work in works:
@@ -308,8 +316,11 @@ class Summary:
 
     def result(self) -> dict[str, Any]:
         seconds = max(self._last_s, 1e-9)
-        ends = {how: sum(task.ends.get(how, 0) for task in self._tasks.values()) for how in ("trained", *WASTE)}
-        lost = [group for group in self._open if group not in self._at_checkpoint] if self._state == "finished" else []
+        ends = self._fates()
+        alive = [group_id for group_id in self._task_of if group_id not in self._fate]
+        lost = (
+            [group_id for group_id in alive if group_id not in self._at_checkpoint] if self._state == "finished" else []
+        )
         return {
             "name": self._job.get("name"),
             "mode": self._job.get("mode"),
@@ -332,9 +343,9 @@ class Summary:
             },
             "waste": {how: {"trajectories": count, "tokens": tokens} for how, (count, tokens) in self._waste.items()},
             "groups": {
-                "admitted": sum(task.admitted for task in self._tasks.values()),
+                "admitted": len(self._task_of),
                 **ends,
-                "open": len(self._open),
+                "open": len(alive),
                 "lost": len(lost),
                 "trained_twice": sum(1 for count in self._trained_tasks.values() if count > 1),
                 "late_results": self._late,
@@ -385,14 +396,15 @@ class Summary:
     def _task_row(self, name: str, trained: int) -> dict[str, Any]:
         task = self._tasks[name]
         count = max(1, task.rewarded)
+        ends = self._fates(name)
+        admitted = sum(1 for other in self._task_of.values() if other == name)
         return {
             "pool": task.pool,
             "share": round(task.share, 4),
-            "trained_share": round(task.trained / trained, 4) if trained else 0.0,
-            "admitted": task.admitted,
-            "trained": task.trained,
-            "stale_share": round(task.ends.get("stale", 0) / task.admitted, 4) if task.admitted else 0.0,
-            **{how: task.ends.get(how, 0) for how in WASTE},
+            "trained_share": round(ends["trained"] / trained, 4) if trained else 0.0,
+            "admitted": admitted,
+            "stale_share": round(ends["stale"] / admitted, 4) if admitted else 0.0,
+            **ends,
             "trajectories": task.trajectories,
             "reward": round(task.rewards / count, 4),
             "turns": round(task.turns / count, 2),

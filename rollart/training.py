@@ -101,6 +101,8 @@ def resumed_job(out: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load((out / "job.yaml").read_text())
     except OSError as error:
-        raise JobError(f"--resume: {out} is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
+        raise JobError(
+            f"--resume: {out} is no run directory ({error.strerror}); give one, such as runs/NAME-TIME"
+        ) from None
     assert isinstance(loaded, dict)
     return loaded

@@ -210,6 +210,8 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     cold_start_s: float = 0.0
     """Part of the call spent starting a function instance."""
+    busy_s: float = 0.0
+    """Seconds the function itself ran, where the backend knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class Coordinator:
         self.waits = Waits()
         self.crew = Crew()
         self.watchdog = Watchdog(self.waits, log, job.limits.stall_s)
+        self._evaluating = self.waits.on("evaluation")
 
     async def run(self) -> None:
         """To the last step. Raises JobStopped, or the error of whatever broke."""
@@ -122,7 +123,7 @@ class Coordinator:
             last = result.version == self._job.train.steps
             if last or result.version % self._job.checkpoint.every == 0:
                 await self._checkpoint()
-            self._evaluate(result.version)
+            await self._evaluate(result.version, last=last)
         self.rollout.end()
         self._log.emit("finished", {"steps": self._job.train.steps})
 
@@ -157,10 +158,16 @@ class Coordinator:
         )
         self._log.flush(durable=True)
 
-    def _evaluate(self, version: WeightVersion) -> None:
+    async def _evaluate(self, version: WeightVersion, *, last: bool) -> None:
+        """Beside training; only the last evaluation is waited for, with the weights of the last step."""
         every = self._job.evaluation.every
-        if every and version % every == 0:
-            self.crew.spawn(self.evaluation.run(f"eval{version}"))
+        if not every or version % every:
+            return
+        if last:
+            await self.weights.to(version)
+        task = self.crew.spawn(self.evaluation.run(f"eval{version}"))
+        if last:
+            await self._evaluating.guard(f"version {version}", asyncio.shield(task))
 
     # --- wiring -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ port ends this attempt with a status and a reason; siblings go on. A bad rollout
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from rollart.control.crew import Crew
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, EnvError, RewardError, boundary
+from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, EnvHost, RewardBackend, Tokenizer
@@ -37,6 +38,8 @@ from rollart.types import (
 
 
 _STEP = boundary(EnvError, "env.step")
+_RENDER = boundary(EnvError, "what the environment said")
+_AGENT = boundary(AgentError, "agent")
 
 
 class Run:
@@ -183,7 +186,8 @@ class TurnAgent:
         while not observation.done:
             if observation.truncated:
                 return Status.TRUNCATED
-            context, fresh = delta(session.tokenizer, observation, completion)
+            with _RENDER:
+                context, fresh = delta(session.tokenizer, observation, completion)
             completion = await session.generate(context, fresh=fresh)
             if completion is None:
                 return Status.TRUNCATED
@@ -229,6 +233,10 @@ class EnvManager:
         self._stepping = waits.on("env.step", limits.step_s if alone else None)
         self._closing = waits.on("env.close", limits.step_s)
         self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
+        self._queueing = waits.on("a reward slot")
+        rewards_at_once = job.rewards.workers if job.rewards.type == "local" else job.rewards.concurrency
+        self._scorers = asyncio.Semaphore(rewards_at_once)
+        """Waiting for one's turn does not count towards the limit of a reward call."""
 
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
@@ -258,7 +266,8 @@ class EnvManager:
         with boundary(EnvError, "env.open"):
             env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
         try:
-            status = await self._agent.play(Session(self, run, env))
+            with _AGENT:
+                status = await self._agent.play(Session(self, run, env))
         finally:
             self._crew.spawn(self._close(run, env))
         if not run.turns and run.said is None:
@@ -324,33 +333,37 @@ class EnvManager:
         return sampling
 
     async def _score(self, run: Run, status: Status) -> Score:
-        """The reward, asked for the moment the trajectory ends."""
+        """The reward, asked for the moment the trajectory ends; again after a back-off where that may help."""
         trajectory = self._trajectory(run, status, "", None)
-        tries = 0
+        tries = 1
         while True:
-            tries += 1
+            await self._queueing.guard(run.key, self._scorers.acquire())
             began_s = self._loop.time()
             try:
                 with boundary(RewardError, "reward"):
-                    score = await self._scoring.guard(run.key, self._rewards.score(trajectory))
+                    score = _checked_score(await self._scoring.guard(run.key, self._rewards.score(trajectory)))
+                break
             except RewardError as error:
                 run.cause = self._log.emit("reward.failed", {"id": run.key, "reason": str(error), "cause": run.cause})
                 if tries > self._retries or not error.retryable:
                     raise
-                await asyncio.sleep(backoff_s(self._backoff_s, tries))
-                continue
-            run.cause = self._log.emit(
-                "reward",
-                {
-                    "id": run.key,
-                    "value": score.value,
-                    "s": round(self._loop.time() - began_s, 6),
-                    "cold_s": round(score.cold_start_s, 6),
-                    "tries": tries,
-                    "cause": run.cause,
-                },
-            )
-            return score
+            finally:
+                self._scorers.release()
+            await asyncio.sleep(backoff_s(self._backoff_s, tries))
+            tries += 1
+        run.cause = self._log.emit(
+            "reward",
+            {
+                "id": run.key,
+                "value": score.value,
+                "s": round(self._loop.time() - began_s, 6),
+                "busy_s": round(score.busy_s, 6),
+                "cold_s": round(score.cold_start_s, 6),
+                "tries": tries,
+                "cause": run.cause,
+            },
+        )
+        return score
 
     async def _close(self, run: Run, env: Env) -> None:
         try:
@@ -401,6 +414,15 @@ def _checked(observation: object) -> Observation:
     """User code may return anything."""
     if not isinstance(observation, Observation):
         raise EnvError(f"returned {type(observation).__name__}, not an Observation")
-    if observation.reward != observation.reward:
-        raise EnvError("returned a reward that is not a number")
+    if not math.isfinite(observation.reward):
+        raise EnvError("returned a reward that is not a finite number")
     return observation
+
+
+def _checked_score(score: object) -> Score:
+    """So may a reward function."""
+    if not isinstance(score, Score):
+        raise RewardError(f"returned {type(score).__name__}, not a Score", retryable=False)
+    if not math.isfinite(score.value):
+        raise RewardError(f"returned {score.value}, which is not a finite number", retryable=False)
+    return score

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollart.control.crew import Crew
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, ClusterError, EngineError, JobStopped, WeightError, boundary
+from rollart.errors import BoundaryError, ClusterError, EngineError, JobStopped, VersionGone, WeightError, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.swap import waves
@@ -78,6 +78,7 @@ class Fleet:
         self._backoff_s = backoff_s
         self._swaps = waits.on("engine.swap", swap_limit_s)
         self._starts = waits.on("engine.start", start_limit_s)
+        self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
 
@@ -116,11 +117,15 @@ class Fleet:
                     seat.engine = await self._starts.guard(seat.spec.id, self._cluster.engine(seat.spec))
                 seat.view.version = 0
                 if self._staging:
-                    await seat.engine.stage(self._staging)
+                    with boundary(EngineError, f"{seat.spec.id} stage"):
+                        await self._swaps.guard(seat.spec.id, seat.engine.stage(self._staging))
                 while self._current is not None and seat.view.version != self._current.version:
                     await self._load(seat, self._current)
             except BoundaryError as error:
                 self._log.emit("engine.retry", {"engine": seat.spec.id, "reason": str(error), "cause": cause})
+                if isinstance(error, VersionGone):
+                    seat.restarts -= 1
+                    await self._waiting.guard(seat.spec.id, self.changed())
                 continue
             seat.view.up = seat.view.serving = True
             self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
@@ -206,8 +211,3 @@ class Fleet:
                 "in_flight": len(seat.calls),
             },
         )
-
-    @property
-    def versions(self) -> list[WeightVersion]:
-        """Of the engines that are up."""
-        return [seat.view.version for seat in self.seats.values() if seat.view.up]

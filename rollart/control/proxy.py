@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rollart.control.crew import Crew
 from rollart.control.fleet import Call, Fleet, Seat
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, EngineError, RequestError, boundary
+from rollart.errors import BoundaryError, EngineError, RequestError
 from rollart.events import LogHandle
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest
@@ -100,11 +100,13 @@ class Proxy:
         return None, reason
 
     async def _abort(self, seat: Seat, request_id: str) -> None:
+        engine = seat.engine
         try:
-            with boundary(EngineError, seat.spec.id):
-                await self._aborting.guard(request_id, seat.engine.abort(request_id))
+            with seat.boundary:
+                await self._aborting.guard(request_id, engine.abort(request_id))
         except BoundaryError as error:
-            self._fleet.down(seat, str(error))
+            if seat.engine is engine:
+                self._fleet.down(seat, str(error))
 
     def _check(self, request: GenerateRequest, completion: Completion) -> None:
         """What an engine returns is believed only where it adds up."""

@@ -20,7 +20,7 @@ from rollart.policy.affinity import Affinity
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
 from rollart.ports import TaskSet
-from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Trajectory, TrajectoryId, WeightVersion
+from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Trajectory, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
 """Each life of the coordinator numbers its attempts from its own hundred on: no attempt's id is ever used twice."""
@@ -50,14 +50,12 @@ class Rollout:
         self._crew = crew
         self._log = log
         self._loop = asyncio.get_running_loop()
+        quotas = {task.name: task.quota for task in job.tasks}
         self.mix = Mix(
-            shares(
-                {task.name: task.weight for task in job.tasks},
-                {task.name: task.quota for task in job.tasks},
-                rollout.groups_per_step,
-            ),
+            shares({task.name: task.weight for task in job.tasks}, quotas, rollout.groups_per_step),
             rollout.groups_per_step,
             rollout.share_tolerance,
+            quotas,
         )
         self.buffer = SampleBuffer(
             self.mix,
@@ -250,6 +248,7 @@ class Rollout:
                 raise StopAsked
             if self._job.rollout.recheck != "start":
                 self._evict(-1)
+                self.feed()
             groups = self.buffer.form()
             if groups is None and not self.buffer.growing:
                 if self.slots.room == 0 and self.buffer.ready:
@@ -404,7 +403,3 @@ class Rollout:
         future: asyncio.Future[None] = self._loop.create_future()
         self._opened.append(future)
         return future
-
-    @property
-    def serving(self) -> WeightVersion:
-        return self._fleet.serving

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, ClusterError, JobStopped, TrainerError, boundary
+from rollart.errors import BoundaryError, ClusterError, JobStopped, TrainerError, VersionGone, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Cluster, Journal, Trainer
@@ -53,6 +53,8 @@ class TrainerDriver:
         return result
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
+        if version < self.version - 1:
+            raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
         return await self._call(f"publish {version}", lambda trainer: trainer.publish(version))
 
     async def save(self) -> str:
@@ -62,23 +64,40 @@ class TrainerDriver:
         """A resumed job: load, then train again on what was written since."""
         self.version = await self._call("restore", lambda trainer: trainer.restore(reference))
         for batch in batches:
-            self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
-            await self.train(batch)
+            began = self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
+            began_s = asyncio.get_running_loop().time()
+            result = await self.train(batch)
+            self._log.emit(
+                "replayed",
+                {
+                    "step": batch.step,
+                    "version": result.version,
+                    "train_s": round(asyncio.get_running_loop().time() - began_s, 6),
+                    "metrics": dict(result.metrics),
+                    "cause": began,
+                },
+            )
 
     async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]]) -> T:
         """Do it; as often as it takes to have a trainer that lives long enough."""
         while True:
-            life = self._lives
+            async with self._lock:
+                life = self._lives
             try:
                 with boundary(TrainerError, who):
-                    return await self._working.guard(who, work(self._trainer))
+                    value = await self._working.guard(who, work(self._trainer))
             except BoundaryError as error:
                 await self._recover(life, str(error))
+                continue
+            if life == self._lives:
+                return value
+            # that trainer was given up meanwhile, and its successor lacks what it just did
 
     async def _recover(self, life: int, reason: str) -> None:
         async with self._lock:
             if life != self._lives:
                 return  # another call noticed first, and the new trainer is ready
+            self._lives += 1
             cause = self._log.emit("trainer.down", {"reason": reason})
             while True:
                 self._lost_in_a_row += 1
@@ -93,7 +112,6 @@ class TrainerDriver:
                     break
                 except BoundaryError as error:
                     reason = str(error)
-            self._lives += 1
             self._log.emit("trainer.up", {"version": self.version, "cause": cause})
 
     async def _rebuild(self, cause: int) -> None:

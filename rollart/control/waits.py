@@ -20,13 +20,27 @@ class Waiting(NamedTuple):
 
 
 class _Wait:
-    __slots__ = ("expired", "since_s", "task", "who")
+    __slots__ = ("due_s", "expired", "since_s", "task", "who")
 
-    def __init__(self, who: str, since_s: float, task: "asyncio.Task[object]") -> None:
+    def __init__(self, who: str, since_s: float, due_s: float, task: "asyncio.Task[object]") -> None:
         self.who = who
         self.since_s = since_s
+        self.due_s = due_s
         self.task = task
         self.expired = False
+
+    def expire(self, next_s: float) -> None:
+        """Cancel what is awaited; again, where it swallowed the last time."""
+        self.forgive()
+        self.expired = True
+        self.due_s = next_s
+        self.task.cancel()
+
+    def forgive(self) -> None:
+        """Take back a cancellation that was swallowed."""
+        if self.expired:
+            self.expired = False
+            self.task.uncancel()
 
 
 class WaitList:
@@ -46,33 +60,40 @@ class WaitList:
         """Await it under this list's name; TimeoutError when the limit passes first."""
         task = asyncio.current_task()
         assert task is not None
-        wait = _Wait(who, self._loop.time(), task)
+        now_s = self._loop.time()
+        limit_s = self.limit_s
+        wait = _Wait(who, now_s, 0.0 if limit_s is None else now_s + limit_s, task)
         self._waits[wait] = None
-        if self._timer is None and self.limit_s is not None:
-            self._timer = self._loop.call_at(wait.since_s + self.limit_s, self._expire)
+        if self._timer is None and limit_s is not None:
+            self._timer = self._loop.call_at(wait.due_s, self._expire)
         try:
-            return await awaitable
+            result = await awaitable
         except asyncio.CancelledError:
             if wait.expired and task.uncancel() == 0:
                 raise TimeoutError(f"no answer in {self.limit_s:g} s") from None
             raise
+        except BaseException:
+            wait.forgive()
+            raise
         finally:
             del self._waits[wait]
+        wait.forgive()
+        return result
 
     def _expire(self) -> None:
         """End the waits that are over their limit; look again when the next one may be."""
         assert self.limit_s is not None
         now_s = self._loop.time()
         self._timer = None
-        for wait in self._waits:
-            if wait.expired:
-                continue
-            due_s = wait.since_s + self.limit_s
-            if due_s > now_s:
-                self._timer = self._loop.call_at(due_s, self._expire)
+        for wait in list(self._waits):
+            if wait.due_s > now_s:
+                self._timer = self._loop.call_at(wait.due_s, self._expire)
                 return
-            wait.expired = True
-            wait.task.cancel()
+            wait.expire(now_s + self.limit_s)
+            del self._waits[wait]
+            self._waits[wait] = None  # it now falls due last: the list stays in order
+        if self._waits:
+            self._timer = self._loop.call_at(now_s + self.limit_s, self._expire)
 
     def oldest(self) -> Waiting | None:
         for wait in self._waits:

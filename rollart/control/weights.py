@@ -11,10 +11,15 @@ from rollart.control.fleet import Fleet
 from rollart.control.rollout import Rollout
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
+from rollart.errors import WeightError, boundary
 from rollart.events import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
 from rollart.ports import WeightStore
 from rollart.types import WeightManifest, WeightVersion
+
+
+DROP_LIMIT_S = 600.0
+"""A store that takes longer to forget old versions is left to itself, with a warning."""
 
 
 class WeightDriver:
@@ -38,6 +43,7 @@ class WeightDriver:
         self._log = log
         self._publishing = waits.on("publish")
         self._swapping = waits.on("swap")
+        self._dropping = waits.on("store", DROP_LIMIT_S)
         self._lock = asyncio.Lock()
         self._manifests: dict[WeightVersion, asyncio.Future[WeightManifest]] = {}
         self._reached: asyncio.Future[None] | None = None
@@ -51,6 +57,7 @@ class WeightDriver:
     async def _push(self, version: WeightVersion, previous: "asyncio.Future[WeightManifest] | None") -> None:
         if previous is not None:
             await asyncio.wait([previous])
+        self._log.emit("push", {"version": version})
         await self._fleet.stage(version)
         manifest = await self._trainer.publish(version)
         self._manifests[version].set_result(manifest)
@@ -85,7 +92,7 @@ class WeightDriver:
             self._rollout.reopen()
         if self._reached is not None and not self._reached.done():
             self._reached.set_result(None)
-        await self._store.drop_before(manifest.version)
+        self._crew.spawn(self._drop_before(manifest.version))
 
     async def ready_for(self, step: int) -> None:
         """Wait until the engines are new enough for this step to start."""
@@ -93,7 +100,9 @@ class WeightDriver:
             self._reached = asyncio.get_running_loop().create_future()
             await self._swapping.guard(f"step {step}", self._reached)
 
-    async def settle(self) -> None:
-        """Wait for pushes under way."""
-        for future in list(self._manifests.values()):
-            await asyncio.wait([future])
+    async def _drop_before(self, version: WeightVersion) -> None:
+        try:
+            with boundary(WeightError, "drop old weights"):
+                await self._dropping.guard(f"version {version}", self._store.drop_before(version))
+        except WeightError as error:
+            self._log.emit("warning", {"text": str(error)})

@@ -20,6 +20,8 @@ class _Lane:
     """One task's part of the mix."""
 
     share: float
+    quota: int | None = None
+    """Groups in every batch, where the job says so."""
     cursor: int = 0
     """Next index in the task set."""
     returned: deque[int] = field(default_factory=deque)
@@ -50,8 +52,16 @@ def shares(weights: Mapping[str, float], quotas: Mapping[str, int | None], group
 class Mix:
     """Keeps the cursor and the shares of every task."""
 
-    def __init__(self, target: Mapping[str, float], groups_per_step: int, tolerance: float) -> None:
-        self._lanes = {name: _Lane(share=share) for name, share in target.items()}
+    def __init__(
+        self,
+        target: Mapping[str, float],
+        groups_per_step: int,
+        tolerance: float,
+        quotas: Mapping[str, int | None] | None = None,
+    ) -> None:
+        """`quotas`: tasks that have exactly so many groups in each batch."""
+        fixed = quotas or {}
+        self._lanes = {name: _Lane(share=share, quota=fixed.get(name)) for name, share in target.items()}
         self._groups_per_step = groups_per_step
         self._tolerance = tolerance
 
@@ -123,7 +133,12 @@ class Mix:
         least: dict[str, int] = {}
         most: dict[str, int] = {}
         take: dict[str, int] = {}
-        for name in self._lanes:
+        for name, lane in self._lanes.items():
+            if lane.quota is not None and not relaxed:
+                least[name] = most[name] = take[name] = lane.quota
+                if ready.get(name, 0) < lane.quota:
+                    return None
+                continue
             due = self._due(name, total)
             least[name] = 0 if relaxed else min(size, max(0, _ceil(due - slack)))
             most[name] = ready.get(name, 0)
@@ -173,10 +188,6 @@ class Mix:
             lane.returned = deque(saved["returned"])
             lane.consumed = saved["consumed"]
             lane.skip = set(saved["skip"])
-
-    def consumed_shares(self) -> dict[str, float]:
-        total = sum(lane.consumed for lane in self._lanes.values())
-        return {name: lane.consumed / total if total else 0.0 for name, lane in self._lanes.items()}
 
 
 def oldest_first(born: Sequence[tuple[int, str]], count: int) -> list[str]:

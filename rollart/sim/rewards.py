@@ -24,7 +24,6 @@ class SimRewards:
         log: EventLog,
     ) -> None:
         self._serverless = settings.type == "http"
-        self._room = asyncio.Semaphore(settings.concurrency if self._serverless else settings.workers)
         self._sim = sim
         self._tasks = tasks
         self._dice = dice
@@ -39,31 +38,31 @@ class SimRewards:
 
     async def score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
-        async with self._room:
-            settings = self._tasks[trajectory.task.domain]
-            busy_s = self._dice.draw(settings.reward_s, f"{key}/reward")
-            cold_s = self._cold_start_s()
-            work = Work(key, cold_s + busy_s)
-            for kind in ("reward_error", "reward_timeout"):
-                fault = self._faults.take(kind, key)
-                if fault is not None:
-                    _strike(work, fault)
-            self._busy[work] = None
-            try:
-                await work.wait()
-            finally:
-                del self._busy[work]
-            if self._serverless:
-                self._warm.append(self._loop.time())
-            return Score(value=self._value(trajectory, settings, key), cold_start_s=cold_s)
+        settings = self._tasks[trajectory.task.domain]
+        busy_s = self._dice.draw(settings.reward_s, f"{key}/reward")
+        cold_s = self._cold_start_s()
+        work = Work(key, cold_s + busy_s)
+        for kind in ("reward_error", "reward_timeout"):
+            fault = self._faults.take(kind, key)
+            if fault is not None:
+                _strike(work, fault)
+        self._busy[work] = None
+        try:
+            await work.wait()
+        finally:
+            del self._busy[work]
+        if self._serverless:
+            self._warm.append(self._loop.time())
+        return Score(value=self._value(trajectory, settings, key), cold_start_s=cold_s, busy_s=busy_s)
 
     def _hit(self, fault: FaultSettings) -> bool:
         busy = list(self._busy)
         if not busy:
             return False
-        work = busy[fault.target % len(busy)]
-        self._faults.fired(fault, work.key)
-        _strike(work, fault)
+        for number in range(min(fault.count, len(busy))):
+            work = busy[(fault.target + number) % len(busy)]
+            self._faults.fired(fault, work.key)
+            _strike(work, fault)
         return True
 
     def _cold_start_s(self) -> float:

@@ -1,0 +1,181 @@
+"""The pages say what the code does: every event kind and field, every field of the summary, and no broken link."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.config import Job, build_job
+from rollart.events import Event, read_events
+from rollart.run import simulate
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+ON_EVERY_EVENT = {"n", "t", "e", "cause"}
+WRITERS = ("emit", "report")
+"""Methods whose first argument is an event kind; `report` is the watchdog's."""
+
+NAMES = {
+    "trajectories": ["<status>"],
+    "staleness.histogram": ["<age>"],
+    "waste": ["<how>"],
+    "pools": ["<pool>"],
+    "tasks": ["<task>"],
+    "cost.pools": ["<pool>"],
+    "cost.tasks": ["<task>"],
+    "evaluations": ["<name>", "<task>"],
+    "faults": ["<kind>"],
+}
+"""Where the summary has names instead of fixed keys, and how the page writes them, level by level."""
+
+
+# --- what the code does -----------------------------------------------------------------------------------------
+
+
+def emitted() -> dict[str, set[str]]:
+    """Kind -> the fields that stand in the source, for every event written anywhere in rollart/."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "rollart").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name), args=[ast.Constant(value=str(kind)), *rest]) if (
+                    name in WRITERS
+                ):
+                    fields = found.setdefault(kind, set())
+                    for argument in rest:
+                        if isinstance(argument, ast.Dict):
+                            fields |= {key.value for key in argument.keys if isinstance(key, ast.Constant)}  # type: ignore[misc]
+    return found
+
+
+def tiny_job() -> Job:
+    """Every kind of name in the summary, and most events: two pools, evaluation, failures, faults, a restart."""
+    raw: dict[str, Any] = {
+        "name": "tiny",
+        "tasks": [{"name": "game", "group_size": 2}, {"name": "maths", "group_size": 2}],
+        "rollout": {"groups_per_step": 2, "spare_members": 1},
+        "pools": [
+            {"name": "compute", "hardware": "h800", "engines": {"count": 1}},
+            {"name": "bandwidth", "hardware": "h20", "engines": {"count": 1}},
+            {"name": "environments", "slots": 64},
+        ],
+        "train": {"steps": 6},
+        "checkpoint": {"every": 2},
+        "evaluation": {"every": 2, "episodes": 2},
+        "sim": {
+            "tasks": {"game": {"failure": 0.2}},
+            "faults": [
+                {"kind": "engine_death", "at_s": 60},
+                {"kind": "bucket_corrupt", "swap": 1},
+                {"kind": "reward_error", "at_s": 50},
+                {"kind": "trainer_during", "at_s": 70},
+                {"kind": "coordinator_restart", "at_s": 120},
+            ],
+        },
+    }
+    return build_job(raw)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], dict[str, Any]]:
+    """The events and the summary of one simulated run."""
+    out = tmp_path_factory.mktemp("docs") / "run"
+    result = simulate(tiny_job(), out)
+    assert result.summary["state"] == "finished"
+    return list(read_events(out / "events.jsonl")), result.summary
+
+
+def paths(value: Any, at: str = "") -> Iterator[str]:
+    """The key paths of a summary, names replaced by what the page writes for them."""
+    if not isinstance(value, dict):
+        yield at
+        return
+    yield from _below(value, at, NAMES.get(at, []))
+
+
+def _below(value: dict[str, Any], at: str, names: list[str]) -> Iterator[str]:
+    for key, inner in value.items():
+        path = ".".join(part for part in (at, names[0] if names else key) if part)
+        if names[1:]:
+            yield from _below(inner, path, names[1:])
+        else:
+            yield from paths(inner, path)
+
+
+# --- what the pages say -----------------------------------------------------------------------------------------
+
+
+def rows(page: str, header: str) -> Iterator[list[str]]:
+    """The cells of the rows of all tables of a page whose header begins with this word."""
+    inside = False
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            inside = False
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == header:
+            inside = True
+        elif inside and not cells[0].startswith("---"):
+            yield cells
+
+
+def documented_events() -> dict[str, set[str]]:
+    return {cells[0].strip("`"): set(re.findall(r"`([^`]+)`", cells[2])) for cells in rows("events.md", "kind")}
+
+
+def test_every_event_kind_is_documented_and_no_other() -> None:
+    assert sorted(documented_events()) == sorted(emitted())
+
+
+def test_every_event_field_in_the_source_is_documented() -> None:
+    known = documented_events()
+    missing = {kind: fields - known[kind] - ON_EVERY_EVENT for kind, fields in emitted().items()}
+    assert {kind: fields for kind, fields in missing.items() if fields} == {}
+
+
+def test_every_event_field_of_a_run_is_documented(run: tuple[list[Event], dict[str, Any]]) -> None:
+    known = documented_events()
+    unknown = {(event["e"], field) for event in run[0] for field in event if field not in ON_EVERY_EVENT}
+    assert {(kind, field) for kind, field in unknown if field not in known[kind]} == set()
+
+
+def test_no_event_field_is_documented_that_is_not_written(run: tuple[list[Event], dict[str, Any]]) -> None:
+    seen = emitted()
+    for event in run[0]:
+        seen[event["e"]] |= event.keys()
+    seen["send"] |= {"fallback"}  # only where a whole pool is down
+    seen["stall"] |= {"text", "waiting"}  # the watchdog writes both kinds in one place
+    seen["deadlock"] |= {"text", "waiting"}
+    extra = {kind: fields - seen[kind] for kind, fields in documented_events().items()}
+    assert {kind: fields for kind, fields in extra.items() if fields} == {}
+
+
+def test_every_field_of_the_summary_is_documented_and_no_other(run: tuple[list[Event], dict[str, Any]]) -> None:
+    assert sorted({cells[0].strip("`") for cells in rows("summary.md", "field")}) == sorted(set(paths(run[1])))
+
+
+def test_the_promises_are_all_there_and_the_guards_have_a_place() -> None:
+    text = (DOCS / "promises.md").read_text(encoding="utf-8")
+    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, flags=re.MULTILINE)] == list(range(1, 11))
+    assert "<!-- guards -->" in text.splitlines()
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
+    missing = [target for target in targets if not (page.parent / target.partition("#")[0]).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:rollart|tests|jobs|scripts|docs)/[\w/+.-]+\.(?:py|yaml|md))`", text)
+    named += re.findall(r"rollart (?:sim|check) (jobs/[\w+.-]+\.yaml)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
