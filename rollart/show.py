@@ -1,10 +1,20 @@
-"""Results for people: tables in the terminal."""
+"""Results for people: tables in the terminal, and the live view of a training run."""
 
+import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+
+from rollart.events import Event
+from rollart.summary import Summary
+
+EVERY_S = 0.5
+"""The live view is drawn anew at most this often; where there is no terminal, a line is printed per twenty times this."""
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
@@ -71,3 +81,61 @@ def show_chaos(report: dict[str, Any]) -> None:
     console.print(table)
     for failure in report["failures"][:10]:
         console.print(f"seed {failure['seed']}: {failure['text']}", markup=False)
+
+
+class LiveView:
+    """A reader of events that shows where a run is. Watching never ends the run."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._summary = Summary()
+        self._terminal = sys.stderr.isatty()
+        self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True) if self._terminal else None
+        self._began_s = time.monotonic()
+        self._drawn_s = 0.0
+        self._doing = "starting workers"
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def read(self, event: Event) -> None:
+        self._summary.read(event)
+        doing = {
+            "started": "rolling out",
+            "batch": "taking new weights",
+            "step.start": f"training step {event.get('step')}, rolling out",
+            "step.end": "rolling out",
+            "stall": event.get("text", ""),
+        }.get(event["e"])
+        if doing is not None:
+            self._doing = doing
+        now_s = time.monotonic()
+        if now_s - self._drawn_s >= (EVERY_S if self._terminal else 20 * EVERY_S):
+            self._drawn_s = now_s
+            self._draw(now_s - self._began_s)
+
+    def _draw(self, passed_s: float) -> None:
+        result = self._summary.result()
+        done = result["steps"]
+        left = f", about {passed_s / done * (self._steps - done):.0f} s left" if done else ""
+        head = f"step {done}/{self._steps}, {passed_s:.0f} s{left}; {self._doing}"
+        rewards = ", ".join(f"{name} {row['reward']:.2f}" for name, row in result["tasks"].items())
+        if self._live is None:
+            print(f"{head}; mean reward so far: {rewards}", file=sys.stderr, flush=True)
+            return
+        table = Table(title=head, show_header=False, title_justify="left")
+        table.add_row("mean reward so far", rewards)
+        staleness = result["staleness"]
+        table.add_row("staleness", f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}")
+        pools = ", ".join(f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())
+        table.add_row("engines busy", pools)
+        table.add_row("throughput", f"{result['sampled_tokens_per_s']:.0f} sampled tokens/s")
+        self._live.update(table, refresh=True)

@@ -268,6 +268,7 @@ class Summary:
             if self._fate.get(group_id) != "trained":
                 self._close(group_id, "restart")
                 del self._fate[group_id], self._task_of[group_id]
+        self._new.clear()
         for group_id in [*event["ready"], *event["open"]]:
             if self._fate.get(group_id) != "trained":
                 self._fate.pop(group_id, None)

@@ -1,0 +1,95 @@
+"""The composition root of a worker process: one engine or one trainer, behind the socket its parent gave it.
+
+`python -m rollart.worker SOCKET LIFE`. The first call is `setup`, which builds the worker; every later one is a method of
+its port. Calls run side by side. The process ends with its parent: it reads a pipe whose other end only the parent holds.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from rollart.cluster.link import LENGTH
+from rollart.wire import pack, unpack
+
+
+def main() -> None:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_die_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    asyncio.run(_serve(link))
+
+
+def _die_with_parent(life: int) -> None:
+    os.read(life, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def _serve(link: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=link, limit=2**26)
+    worker: Any = None
+    running: set[asyncio.Task[None]] = set()
+
+    async def answer(number: int, method: str, arguments: list[Any]) -> None:
+        nonlocal worker
+        try:
+            if method == "setup":
+                worker = await _build(arguments[0])
+                value = None
+            else:
+                value = await getattr(worker, method)(*arguments)
+            body = pack([number, True, value])
+        except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
+            if method == "setup" or not type(error).__module__.startswith("rollart."):
+                traceback.print_exc()
+            body = pack([number, False, [type(error).__name__, str(error) or type(error).__name__]])
+        writer.write(LENGTH.pack(len(body)) + body)
+
+    while True:
+        try:
+            head = await reader.readexactly(LENGTH.size)
+            number, method, arguments = unpack(await reader.readexactly(LENGTH.unpack(head)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            os._exit(0)
+        task = asyncio.get_running_loop().create_task(answer(number, method, arguments))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _build(setup: Mapping[str, Any]) -> Any:
+    """The port's implementation that this process runs."""
+    if setup.get("cores"):
+        os.sched_setaffinity(0, setup["cores"])
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(setup["threads"])
+    match setup["role"]:
+        case "engine":
+            from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+            from rollart.engines.threaded import ThreadedEngine
+            from rollart.weights.shm import ShmStore
+
+            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            core = EmbeddedEngine.from_directory(
+                setup["model"], engine_id=setup["id"], settings=EngineSettings(**setup["settings"])
+            )
+            return ThreadedEngine(core, fetch=store.fetch)
+        case "trainer":
+            from rollart.train.losses import LossSettings
+            from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
+            from rollart.weights.shm import ShmStore
+
+            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            settings = SingleSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
+            return AsyncTrainer(SingleTrainer(settings), store)
+    raise ValueError(f"no such worker: {setup['role']}")
+
+
+if __name__ == "__main__":
+    main()
