@@ -9,12 +9,12 @@ STAMP := .venv/.rollart-installed
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## Make .venv and install rollart with its development tools
+setup: $(STAMP)  ## Make .venv and install rollart, what training needs, and the development tools
 
 # Runs again only when pyproject.toml changed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards]'
 	@touch $@
 
 test: setup  ## Lint, check types, run the fast tests with coverage

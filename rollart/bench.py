@@ -144,7 +144,7 @@ async def _weigh(count: int, history_tokens: int) -> int:
     gc.collect()
     before = _resident_bytes()
     running = loop.create_task(coordinator.run())
-    while world.host.stopped < count // 2 // GROUP * 2 * GROUP:
+    while world.host.stopped < count // 2 // GROUP * 2 * GROUP:  # noqa: ASYNC110 - on the virtual clock
         await asyncio.sleep(10.0)
     used = _resident_bytes() - before
     running.cancel()

@@ -1,10 +1,11 @@
 """Many fault plans, one after the other: `rollart sim JOB --chaos N`.
 
-Plan number i is drawn from seed i and run under the i-th variant of the job; an audit that reads nothing but the events checks the
-promises. Any seed can be run again alone: `--chaos 1 --first SEED`.
+Plan number i is drawn from seed i and run under the i-th variant of the job; an audit that reads nothing but the
+events checks the promises. Any seed can be run again alone: `--chaos 1 --first SEED`.
 """
 
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from rollart.run import simulate
 from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped")
+PLAN_LIMIT_S = 40
+"""Real seconds for one plan, hundreds of times what it takes: beyond, it goes in circles."""
 MOST_FAILURES = 50
 """Failures that are told one by one."""
 
@@ -73,12 +76,16 @@ def plan_job(path: Path, overrides: tuple[str, ...], seed: int) -> Job:
 def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str, Any]:
     path, overrides, seed, out = work
     folder = out / f"seed-{seed}" if out is not None else None
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(PLAN_LIMIT_S)
     try:
         result = simulate(plan_job(path, overrides, seed), folder)
     except Exception as error:  # a bug of ours is what chaos looks for: it counts, and the other plans go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         return {"seed": seed, **dict.fromkeys(TOTALS, 0), "violations": 1, "faults": {}, "text": text}
+    finally:
+        signal.alarm(0)
     groups = result.summary["groups"]
     violations = list(result.violations)
     if result.summary["state"] == "stopped":  # every fault that is drawn can be survived
@@ -96,3 +103,7 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str,
         "faults": result.faults,
         "text": "; ".join(violations[:3]),
     }
+
+
+def _too_long(number: int, frame: object) -> None:
+    raise TimeoutError(f"a plan took more than {PLAN_LIMIT_S} s of real time: it goes in circles")

@@ -82,18 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
-        "task", help="check a task file", description="Play a task with a random and a scripted agent, and say what is wrong.",
+        "task",
+        help="check a task file",
+        description="Play a task with a random and a scripted agent, and say what is wrong with it.",
         epilog="Example: rollart task check my_task.py",
-    )  # fmt: skip
+    )
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
     task.add_argument("--json", action="store_true")
     task.set_defaults(run=_task)
 
     reward = commands.add_parser(
-        "reward", help="serve a reward function over HTTP", description="Run a reward function under functions-framework's contract.",
+        "reward",
+        help="serve a reward function over HTTP",
+        description="Run a reward function under functions-framework's contract.",
         epilog="Example: rollart reward serve rollart.tasks.frozen_lake:score --port 8080",
-    )  # fmt: skip
+    )
     reward.add_argument("what", choices=["serve"])
     reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
     reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check",
         help="validate a job and print it resolved",
-        description="Validate a job, print it with all defaults filled in and its roles placed, and warn of what can't work.",
+        description="Validate a job, print it with all defaults and its roles placed, and warn of what can't work.",
         epilog="Example: rollart check jobs/rollart.yaml train.steps=5",
     )
     _job_arguments(check)

@@ -486,19 +486,20 @@ def _problems(job: Job) -> list[str]:
             )
     if job.train.pool is not None and job.train.pool not in pools:
         found.append(
-            f"train.pool: there is no pool {job.train.pool!r}{_nearest(job.train.pool, pools)}; one of {', '.join(pools)}"
+            f"train.pool: there is no pool {job.train.pool!r}{_nearest(job.train.pool, pools)}; "
+            f"one of {', '.join(pools)}"
         )
     for position, task in enumerate(job.tasks):
         key = f"tasks.{position}"
         if task.affinity != "auto" and task.affinity not in engine_pools:
             found.append(
-                f"{key}.affinity: no pool with engines is called {task.affinity!r}{_nearest(task.affinity, engine_pools)}; "
-                f"one of auto, {', '.join(engine_pools)}"
+                f"{key}.affinity: no pool with engines is called {task.affinity!r}"
+                f"{_nearest(task.affinity, engine_pools)}; one of auto, {', '.join(engine_pools)}"
             )
         if task.group_size < 2:
             found.append(
-                f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each other; "
-                "set it to 2 or more"
+                f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each "
+                "other; set it to 2 or more"
             )
         elif min_group_size(task) > task.group_size:
             found.append(
@@ -607,8 +608,8 @@ def warnings(job: Job) -> list[str]:
     slots = sum(pool.slots or 0 for pool in job.pools)
     if slots < members:
         found.append(
-            f"pools: {slots} environment slots for about {members:.0f} trajectories alive at a time; the rest wait for a "
-            "slot and age meanwhile. Raise slots, or lower rollout.groups_per_step"
+            f"pools: {slots} environment slots for about {members:.0f} trajectories alive at a time; the rest wait "
+            "for a slot and age meanwhile. Raise slots, or lower rollout.groups_per_step"
         )
     if job.rollout.recheck != "live":
         found.append(

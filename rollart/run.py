@@ -58,7 +58,7 @@ def simulate(
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for garbage cycles seldom: a run makes few of them, and keeps many objects that are looked through each time."""
+    """Look for garbage cycles seldom: a run makes few, and keeps many objects that are looked through each time."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1000)
     try:

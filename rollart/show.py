@@ -14,7 +14,7 @@ from rollart.events import Event
 from rollart.summary import Summary
 
 EVERY_S = 0.5
-"""The live view is drawn anew at most this often; where there is no terminal, a line is printed per twenty times this."""
+"""The live view is drawn anew at most this often; without a terminal, a line is printed per twenty times this."""
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
@@ -38,7 +38,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     )
     table.add_row(
         "cost",
-        f"{summary['cost']['total']:.2f}, of it wasted {summary['cost']['wasted']:.2f}, idle {summary['cost']['idle']:.2f}",
+        "{total:.2f}, of it wasted {wasted:.2f}, idle {idle:.2f}".format(**summary["cost"]),
     )
     console.print(table)
     tasks = Table(

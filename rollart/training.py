@@ -1,6 +1,7 @@
 """`rollart train` and `rollart eval`: a real job on the real clock, from its run directory and back into it.
 
-A resumed run goes on in the same directory: its events are read again first, so that summary and audit know the whole history.
+A resumed run goes on in the same directory: its events are read again first, so that summary and audit know the whole
+history.
 """
 
 import asyncio

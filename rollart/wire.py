@@ -1,7 +1,7 @@
 """Our own values as msgpack and back: what crosses between our processes, and what the journal holds.
 
-A closed set of types: the dataclasses, named tuples and enums of `rollart.types`, numpy arrays, and plain values. Nothing that
-is read can name anything else, so reading is safe whatever the bytes are. Never pickle.
+A closed set of types: the dataclasses, named tuples and enums of `rollart.types`, numpy arrays, and plain values.
+Nothing that is read can name anything else, so reading is safe whatever the bytes are. Never pickle.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """The composition root of a worker process: one engine or one trainer, behind the socket its parent gave it.
 
-`python -m rollart.worker SOCKET LIFE`. The first call is `setup`, which builds the worker; every later one is a method of
-its port. Calls run side by side. The process ends with its parent: it reads a pipe whose other end only the parent holds.
+`python -m rollart.worker SOCKET LIFE`. The first call is `setup`, which builds the worker; every later one is a
+method of its port. Calls run side by side. The process ends with its parent: it reads a pipe whose other end only the
+parent holds.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ async def _build(setup: Mapping[str, Any]) -> Any:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(setup["threads"])
     match setup["role"]:
         case "engine":

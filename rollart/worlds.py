@@ -194,7 +194,13 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path)
         from rollart.rewards.http import HttpRewards
 
         assert settings.url is not None
-        return HttpRewards(settings.url, decode=decode, timeout_s=settings.timeout_s, concurrency=settings.concurrency)
+        return HttpRewards(
+            settings.url,
+            decode=decode,
+            timeout_s=settings.timeout_s,
+            concurrency=settings.concurrency,
+            token=os.environ.get("ROLLART_REWARD_TOKEN"),
+        )
     from rollart.rewards.local import LocalRewards
 
     return LocalRewards(

@@ -16,7 +16,7 @@ from rollart.types import SCORED, Group, OpenGroup, Task, Trajectory, WeightVers
 class Member:
     """One place in a group."""
 
-    __slots__ = ("attempt", "over", "run", "tries", "trajectory")
+    __slots__ = ("attempt", "over", "run", "trajectory", "tries")
 
     def __init__(self, attempt: int = 0) -> None:
         self.attempt = attempt

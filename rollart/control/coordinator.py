@@ -1,7 +1,7 @@
 """Runs one job from its journal's last word to its last step. Wires the drivers together; `learn` is the loop.
 
-A fresh job and a resumed one start alike: load the last checkpoint (a fresh job has none), train again on the batches written
-since, bring the engines to those weights, go on.
+A fresh job and a resumed one start alike: load the last checkpoint (a fresh job has none), train again on the batches
+written since, bring the engines to those weights, go on.
 """
 
 import asyncio
@@ -123,8 +123,9 @@ class Coordinator:
             last = result.version == self._job.train.steps
             if last or result.version % self._job.checkpoint.every == 0:
                 await self._checkpoint()
+            if last:
+                self.rollout.end()
             await self._evaluate(result.version, last=last)
-        self.rollout.end()
         self._log.emit("finished", {"steps": self._job.train.steps})
 
     async def _step(self, batch: Batch) -> StepResult:

@@ -36,7 +36,6 @@ from rollart.types import (
     WeightVersion,
 )
 
-
 _STEP = boundary(EnvError, "env.step")
 _RENDER = boundary(EnvError, "what the environment said")
 _AGENT = boundary(AgentError, "agent")

@@ -137,7 +137,8 @@ class Fleet:
         if all(other.gone for other in self.seats.values()):
             self._crew.fail(
                 JobStopped(
-                    f"no engine is left: each was restarted {self._restarts} times; see engine.down in events.jsonl for the reasons"
+                    f"no engine is left: each was restarted {self._restarts} times; "
+                    "see engine.down in events.jsonl for the reasons"
                 )
             )
 

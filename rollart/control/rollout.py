@@ -195,7 +195,8 @@ class Rollout:
             self._refills += 1
             if self._refills == self._refill_limit:
                 self._warn(
-                    f"{self._refills} groups were filtered or failed for one batch; it will be formed with what is there"
+                    f"{self._refills} groups were filtered or failed for one batch; "
+                    "it will be formed with what is there"
                 )
         self._notify()
 
@@ -265,8 +266,8 @@ class Rollout:
         if groups is None or self._short > self._job.rollout.max_short_batches:
             raise JobStopped(
                 f"{self._refills} groups in a row were filtered (all members earned the same) or failed, "
-                f"{self._short} batches running: the tasks are too hard or too easy for this model, or their environments are "
-                "broken; see `how` of the group events in events.jsonl"
+                f"{self._short} batches running: the tasks are too hard or too easy for this model, or their "
+                "environments are broken; see `how` of the group events in events.jsonl"
             )
         self._warn(f"a batch of {len(groups)} groups instead of {self._job.rollout.groups_per_step}")
         return groups

@@ -1,7 +1,7 @@
 """Drives the trainer, and brings it back when it is lost.
 
-Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and is
-given the batches since then in order, under the same version numbers; then it goes on where it was.
+Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and
+is given the batches since then in order, under the same version numbers; then it goes on where it was.
 """
 
 import asyncio

@@ -96,9 +96,8 @@ class WaitList:
             self._timer = self._loop.call_at(now_s + self.limit_s, self._expire)
 
     def oldest(self) -> Waiting | None:
-        for wait in self._waits:
-            return Waiting(wait.who, self.what, wait.since_s)
-        return None
+        wait = min(self._waits, key=lambda wait: wait.since_s, default=None)
+        return None if wait is None else Waiting(wait.who, self.what, wait.since_s)
 
     def close(self) -> None:
         if self._timer is not None:

@@ -1,7 +1,7 @@
 """Carries weights from the trainer to the engines: publish in the background, swap when the plan says.
 
-Invariant: versions are swapped in order, one swap at a time, and only once their manifest exists. Control moves manifests;
-tensors never pass through here.
+Invariant: versions are swapped in order, one swap at a time, and only once their manifest exists. Control moves
+manifests; tensors never pass through here.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from rollart.events import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
 from rollart.ports import WeightStore
 from rollart.types import WeightManifest, WeightVersion
-
 
 DROP_LIMIT_S = 600.0
 """A store that takes longer to forget old versions is left to itself, with a warning."""

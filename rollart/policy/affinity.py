@@ -106,7 +106,7 @@ def assign(
             {**fixed, **dict(zip(free, chosen, strict=True))} for chosen in itertools.product(names, repeat=len(free))
         )
         return min(options, key=value)
-    best = {**fixed, **{task: min(names, key=lambda name: times[task, name]) for task in free}}  # noqa: B023
+    best = {**fixed, **{task: min(names, key=lambda name: times[task, name]) for task in free}}
     improved = True
     while improved:
         improved = False

@@ -83,7 +83,7 @@ def stand_ins(pools: Sequence[PoolOffer]) -> dict[str, list[str]]:
 
     order: dict[str, list[str]] = {}
     for pool in serving:
-        others = sorted((other for other in serving if other is not pool), key=lambda other: apart(pool, other))  # noqa: B023
+        others = sorted((other for other in serving if other is not pool), key=lambda other: apart(pool, other))
         order[pool.name] = [pool.name, *(other.name for other in others)]
     return order
 

@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer: an hour of waiting takes no time.
 
-Public asyncio API only: the loop's `time` and `call_at` are overridden, and a selector that never sleeps is passed to it.
-Timers set in a background context (`ports.BACKGROUND`) are kept apart: when nothing else is left, the loop is
+Public asyncio API only: the loop's `time` and `call_at` are overridden, and a selector that never sleeps is passed to
+it. Timers set in a background context (`ports.BACKGROUND`) are kept apart: when nothing else is left, the loop is
 deadlocked, and `on_deadlock` is called at once.
 """
 

@@ -1,7 +1,8 @@
 """Random draws that depend on nothing but a seed and a name.
 
-Every draw belongs to one entity: `uniform("g7.3.0/answer/2")` is the same number whenever and wherever it is asked for, so
-one run's draws never shift another's. A hash takes the place of a generator object: nothing to seed, nothing to share.
+Every draw belongs to one entity: `uniform("g7.3.0/answer/2")` is the same number whenever and wherever it is asked
+for, so one run's draws never shift another's. A hash takes the place of a generator object: nothing to seed, nothing
+to share.
 """
 
 import math

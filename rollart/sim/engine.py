@@ -59,9 +59,9 @@ class _Sequence:
     """One request in the engine."""
 
     __slots__ = (
+        "began_share",
         "busy_s",
         "cached",
-        "began_share",
         "future",
         "kv",
         "need",

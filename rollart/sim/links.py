@@ -49,7 +49,7 @@ class Link:
         """Wait until so many bytes have passed, whatever happens to the link meanwhile."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        while (done_s := self.done_s(start_s, num_bytes)) > loop.time():
+        while (done_s := self.done_s(start_s, num_bytes)) > loop.time():  # noqa: ASYNC110 - the link may change
             await asyncio.sleep(done_s - loop.time())
 
 

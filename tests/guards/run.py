@@ -1,8 +1,8 @@
 """Every guard is needed: takes one out at a time, and sees that something notices.
 
-Each `*.patch` here removes one guard. It is applied to a copy of the tree; then fault plans are run until one of them breaks a
-promise, deadlocks or crashes (or, where the patch's first line says `caught by: tests/...`, until that test fails).
-A patch that no longer applies, or that nothing notices, fails this script. Run by `make test-slow`.
+Each `*.patch` here removes one guard. It is applied to a copy of the tree; then fault plans are run until one of them
+breaks a promise, deadlocks or crashes (or, where the patch's first line says `caught by: tests/...`, until that test
+fails). A patch that no longer applies, or that nothing notices, fails this script. Run by `make test-slow`.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def _try(patch: Path, tree: Path) -> str:
     first = patch.read_text().splitlines()[0]
     if first.startswith("caught by: "):
         test = first.removeprefix("caught by: ")
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", test], cwd=tree, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", test], cwd=tree, capture_output=True, text=True
+        )
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         return failed[0] if done.returncode == 1 and failed else ""
     for start in range(0, PLANS, AT_A_TIME):

@@ -1,0 +1,1 @@
+"""What runs the workers of a job: local processes, and later Ray."""

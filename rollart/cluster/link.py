@@ -1,0 +1,94 @@
+"""Many calls at a time over one socket to one worker process.
+
+A frame is four bytes of length and a message of `rollart.wire`: `[number, method, arguments]` one way, `[number, ok,
+value]` back. When the worker goes, every call under way learns so at once.
+"""
+
+import asyncio
+import struct
+from typing import Any
+
+from rollart.wire import pack, unpack
+
+LENGTH = struct.Struct(">I")
+MOST_BYTES = 2**31 - 1
+
+
+class WorkerGone(Exception):
+    """The process at the other end has ended."""
+
+
+class WorkerFailed(Exception):
+    """The worker is well, but the call raised. `kind` is the error's class name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Link(asyncio.Protocol):
+    """The parent's end."""
+
+    def __init__(self) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the other end is gone."""
+        self._transport: asyncio.WriteTransport | None = None
+        self._buffer = bytearray()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = 0
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Raises WorkerFailed or WorkerGone. A caller that is cancelled only stops listening."""
+        if self.lost.done() or self._transport is None:
+            raise WorkerGone
+        self._numbers += 1
+        number = self._numbers
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        body = pack([number, method, list(arguments)])
+        self._transport.write(LENGTH.pack(len(body)) + body)
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._end()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= LENGTH.size:
+            end = at + LENGTH.size + LENGTH.unpack_from(self._buffer, at)[0]
+            if len(self._buffer) < end:
+                break
+            try:
+                number, ok, value = unpack(bytes(self._buffer[at + LENGTH.size : end]))
+            except ValueError:
+                self.close()
+                return
+            at = end
+            future = self._calls.get(number)
+            if future is None or future.done():
+                continue
+            if ok:
+                future.set_result(value)
+            else:
+                future.set_exception(WorkerFailed(*value))
+        del self._buffer[:at]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(WorkerGone())

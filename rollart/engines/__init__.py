@@ -1,0 +1,1 @@
+"""Engines: whatever takes tokens and gives tokens. Each adapter here implements `rollart.ports.Engine`."""

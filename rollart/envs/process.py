@@ -1,0 +1,110 @@
+"""An EnvHost with one OS process per slot: what an environment does there harms nobody else.
+
+A worker runs one environment at a time and is reused. It is killed, with all it started, when its environment is
+closed while it works, when the open or step that waits for it is cancelled, or when it breaks the protocol.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollart.envs.codec import observation_from_wire
+from rollart.errors import EnvError
+from rollart.tasks.api import task_to_json
+from rollart.tasks.pool import Child, ChildError, ChildPool
+from rollart.types import Observation, Task, TrajectoryId
+
+CLOSE_GRACE_S = 5.0
+"""How long an environment may take to close itself before its process is killed."""
+
+
+class ProcessEnvHost:
+    """Opens environments in worker processes. `uses` says where each domain's task set is."""
+
+    def __init__(self, uses: Mapping[str, str], *, slots: int, log_dir: str | Path, seed: int = 0) -> None:
+        self._uses = dict(uses)
+        self._pool = ChildPool(
+            "rollart.envs.worker",
+            {"uses": self._uses, "seed": seed},
+            size=slots,
+            log_dir=Path(log_dir),
+            name="env",
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes now running."""
+        return self._pool.pids
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> "ProcessEnv":
+        """Wait for a slot and start one environment. Raises EnvError."""
+        if task.domain not in self._uses:
+            raise EnvError(f"no task set is known for the domain {task.domain}")
+        try:
+            child = await self._pool.acquire()
+        except ChildError as error:
+            raise EnvError(f"open: {error}") from error
+        env = ProcessEnv(self._pool, child)
+        try:
+            await env.call("open", task=task_to_json(task))
+        except BaseException:
+            env.drop()
+            raise
+        return env
+
+    async def close(self) -> None:
+        """Kill all workers."""
+        await self._pool.close()
+
+
+class ProcessEnv:
+    """One environment in a worker. Holds its slot until it is closed."""
+
+    def __init__(self, pool: ChildPool, child: Child) -> None:
+        self._pool = pool
+        self._child: Child | None = child
+
+    async def reset(self) -> Observation:
+        return await self._observe("reset")
+
+    async def step(self, action: str) -> Observation:
+        return await self._observe("step", action=action)
+
+    async def close(self) -> None:
+        """Ask it to close, then give the slot back. A worker that is busy or too slow is killed."""
+        child = self._child
+        try:
+            if child is not None and child.ready:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CLOSE_GRACE_S):
+                        await self.call("close")
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Give the slot back now."""
+        child, self._child = self._child, None
+        if child is not None:
+            self._pool.release(child)
+
+    async def call(self, op: str, **arguments: Any) -> Any:
+        """One request to the worker. Raises EnvError."""
+        if self._child is None or not self._child.ready:
+            raise EnvError(f"{op}: this environment is closed, or its worker has died")
+        child = self._child
+        try:
+            return await child.call({"op": op, **arguments})
+        except ChildError as error:
+            raise EnvError(f"{op}: {error}") from error
+        except asyncio.CancelledError:
+            child.kill()
+            raise
+
+    async def _observe(self, op: str, **arguments: Any) -> Observation:
+        value = await self.call(op, **arguments)
+        try:
+            return observation_from_wire(value)
+        except ValueError as error:
+            raise EnvError(f"{op}: {error}") from error

@@ -1,0 +1,74 @@
+"""A reward function as an HTTP function: `handle` speaks functions-framework's contract, here or on any cloud.
+
+    ROLLART_REWARD_FUNCTION=my_task.py:score functions-framework --source rollart/rewards/function.py --target handle
+
+Several functions, one for each domain: `ROLLART_REWARD_FUNCTION="maths=my_maths:score,lake=my_lake:score"`.
+Where ROLLART_REWARD_TOKEN is set, callers must show it as a bearer token.
+Answers: 200 with the reward; 400 for what is no episode, 401 without the token, 422 where the function returned
+nonsense (all three: do not try again); 500 where it raised.
+"""
+
+import hmac
+import os
+import time
+from typing import Any
+
+from rollart.rewards.wire import reward_to_json
+from rollart.tasks.api import Episode
+from rollart.tasks.child import describe
+from rollart.tasks.load import RewardFunction, load_reward
+
+FUNCTION_VARIABLE = "ROLLART_REWARD_FUNCTION"
+TOKEN_VARIABLE = "ROLLART_REWARD_TOKEN"
+
+Answer = tuple[Any, int, dict[str, str]]
+
+
+def parse_functions(text: str) -> dict[str, str]:
+    """`module:function` for all domains (key ""), or `domain=module:function,...`."""
+    if "=" not in text:
+        return {"": text}
+    return {domain.strip(): name.strip() for domain, _, name in (part.partition("=") for part in text.split(","))}
+
+
+class RewardService:
+    """The functions of one server, loaded at its start."""
+
+    def __init__(self, functions: dict[str, str], token: str) -> None:
+        began_s = time.monotonic()
+        self._functions: dict[str, RewardFunction] = {domain: load_reward(name) for domain, name in functions.items()}
+        self._token = token
+        self._cold_start_s = time.monotonic() - began_s
+
+    def answer(self, body: Any, authorization: str) -> Answer:
+        """The reward of one episode, as (JSON, status, headers)."""
+        if self._token and not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
+            return {"error": f"show the token of {TOKEN_VARIABLE} as a bearer token"}, 401, {}
+        try:
+            episode = Episode.from_json(body)
+        except ValueError as error:
+            return {"error": str(error)}, 400, {}
+        function = self._functions.get(episode.task.domain) or self._functions.get("")
+        if function is None:
+            return {"error": f"no reward function is known for the domain {episode.task.domain}"}, 400, {}
+        try:
+            returned = function(episode)
+        except Exception as error:  # the boundary to user code
+            return {"error": describe(error)}, 500, {}
+        try:
+            reward = reward_to_json(returned)
+        except ValueError as error:
+            return {"error": str(error)}, 422, {}
+        cold_start_s, self._cold_start_s = self._cold_start_s, 0.0
+        return reward, 200, {"X-Cold-Start-Seconds": f"{cold_start_s:.6f}"} if cold_start_s else {}
+
+
+_services: list[RewardService] = []
+
+
+def handle(request: Any) -> Answer:
+    """The function that functions-framework calls with a Flask request."""
+    if not _services:
+        functions = parse_functions(os.environ[FUNCTION_VARIABLE])
+        _services.append(RewardService(functions, os.environ.get(TOKEN_VARIABLE, "")))
+    return _services[0].answer(request.get_json(silent=True), request.headers.get("Authorization", ""))

@@ -1,0 +1,115 @@
+"""Finds user code: task sets and reward functions named `module`, `module:name`, `file.py` or `file.py:name`.
+
+The only place where a string becomes code. Errors are JobError: they name the string and the fix.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollart.errors import JobError
+from rollart.tasks.api import Episode, Reward, TaskSet, score
+
+RewardFunction = Callable[[Episode], Reward]
+
+
+def load_task_set(use: str, *, seed: int = 0, domain: str = "") -> TaskSet:
+    """The task set named by a job file's `use`. `domain` is the task's name in the job (default: the file's)."""
+    module, name = _split(use)
+    found = _import(module, use)
+    domain = domain or found.__name__.rpartition(".")[2]
+    maker = _task_set_in(found, use) if not name else _attribute(found, name, use)
+    if isinstance(maker, TaskSet):
+        return maker
+    if not callable(maker):
+        raise JobError(f"tasks.use: {use} is a {type(maker).__name__}, not a TaskSet")
+    try:
+        made = maker(seed=seed, domain=domain)
+    except Exception as error:  # the boundary to user code
+        raise JobError(f"tasks.use: {use} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, TaskSet):
+        raise JobError(f"tasks.use: {use} made a {type(made).__name__}, not a TaskSet")
+    return made
+
+
+def load_reward(use: str) -> RewardFunction:
+    """The reward function named `module:function`."""
+    module, name = _split(use)
+    if not name:
+        raise JobError(f"reward function {use}: say which function, as {module}:score")
+    function = _attribute(_import(module, use), name, use)
+    if not callable(function):
+        raise JobError(f"reward function {use} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def reward_of(use: str) -> str:
+    """The reward function that goes with a task set, as `module:function`: `score` in its file, or the default."""
+    module, _ = _split(use)
+    return f"{module}:score" if hasattr(_import(module, use), "score") else f"{score.__module__}:score"
+
+
+def _split(use: str) -> tuple[str, str]:
+    module, colon, name = use.rpartition(":")
+    return (module, name) if colon and "/" not in name and "\\" not in name else (use, "")
+
+
+def _import(module: str, use: str) -> ModuleType:
+    try:
+        return _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise JobError(f"{use} needs the package {error.name}: pip install {error.name}") from error
+        raise JobError(f"{use}: there is no module {module}; give a module or the path of a .py file") from error
+    except Exception as error:  # the boundary to user code: whatever it raises is its author's to read
+        raise JobError(f"{use} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise JobError(f"there is no file {path}")
+    package = f"rollart_user_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{package}.{path.stem}"  # the stem last: it is the default domain
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _task_set_in(module: ModuleType, use: str) -> Any:
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, TaskSet)
+        and value.__module__ == module.__name__
+        and not value.__abstractmethods__
+    ]
+    found = [value for value in found if not any(value in other.__bases__ for other in found)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise JobError(f"tasks.use: {use} holds no class that derives from TaskSet and has draw() and environment()")
+    names = ", ".join(sorted(value.__name__ for value in found))
+    raise JobError(f"tasks.use: {use} holds several task sets ({names}); say which, as {use}:{found[0].__name__}")
+
+
+def _attribute(module: ModuleType, name: str, use: str) -> Any:
+    if not hasattr(module, name):
+        raise JobError(f"{use}: {module.__name__} has no {name}")
+    return getattr(module, name)

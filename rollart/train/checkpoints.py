@@ -1,0 +1,104 @@
+"""Checkpoint directories: written whole or not at all, old ones pruned.
+
+Owns: the names below one checkpoint root. Layout of one checkpoint:
+
+    step-00000020/            a name appears only when all below it is on disk
+      model/                  a Hugging Face directory: safetensors, config, the tokenizer's files
+      optimizer.safetensors   moments, and float32 masters where the network is bfloat16
+      trainer.json            version and format
+
+Nothing is pickled. Invariant: the checkpoint restored from, and the last one written, are never pruned, since the
+coordinator may still point to either. Called by the trainer.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NAME = re.compile(r"step-\d{8}(\.\d+)?")
+UNFINISHED = re.compile(r"\.unfinished-step-\d{8}(\.\d+)?")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+"""What is not copied beside a saved model: other weights than those just written."""
+
+
+class Checkpoints:
+    """The checkpoints below one directory, as one trainer sees them."""
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        assert keep >= 2, "the last committed and the newest must both survive"
+        self._root = root
+        self._keep = keep
+        self._recent: list[Path] = []
+
+    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write into a hidden directory, make it durable, give it its name, prune old ones."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        target = self._free_name(step)
+        hidden = self._root / f".unfinished-{target.name}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir()
+        fill(hidden)
+        _sync_tree(hidden)
+        os.rename(hidden, target)
+        _sync(self._root)
+        self.use(target)
+        self._prune()
+        return target
+
+    def use(self, path: Path) -> None:
+        """Note that this checkpoint was written or restored: it counts as recent."""
+        self._recent = [known for known in self._recent if known != path] + [path]
+
+    def _free_name(self, step: int) -> Path:
+        """A step saved again (after a replay) gets a new name: the old one may be the one committed."""
+        target, again = self._root / f"step-{step:08d}", 0
+        while target.exists():
+            again += 1
+            target = self._root / f"step-{step:08d}.{again}"
+        return target
+
+    def _prune(self) -> None:
+        self._recent = self._recent[-self._keep :]
+        kept = {path.name for path in self._recent}
+        for path in sorted(self._root.iterdir()):
+            if (NAME.fullmatch(path.name) and path.name not in kept) or UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a model directory's small files (tokenizer, chat template, licence) that `target` does not have yet."""
+    weights = {path.name for pattern in WEIGHT_FILES for path in source.glob(pattern)}
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in weights and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError where the file is damaged or holds something else."""
+    value = json.loads(path.read_text())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds {type(value).__name__}, not a mapping")
+    return value
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

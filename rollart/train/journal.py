@@ -1,0 +1,65 @@
+"""The coordinator's durable memory as files of the run directory.
+
+`journal/batch-<step>` before the step, `journal/checkpoint` replaced atomically; each is written beside, synced, and
+renamed, so that what is there is whole.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rollart.errors import JobError
+from rollart.types import Batch, Checkpoint
+from rollart.wire import pack, unpack
+
+T = TypeVar("T")
+
+
+class FileJournal:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write_batch(self, batch: Batch) -> None:
+        _write(self._folder / f"batch-{batch.step:08d}", pack(batch))
+
+    def batches(self, from_step: int) -> Sequence[Batch]:
+        found = [path for path in sorted(self._folder.glob("batch-????????")) if int(path.name[6:]) >= from_step]
+        return [_read(path, Batch) for path in found]
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        _write(self._folder / "checkpoint", pack(checkpoint))
+        for path in self._folder.glob("batch-????????"):
+            if int(path.name[6:]) < checkpoint.step:
+                path.unlink()
+
+    def latest(self) -> Checkpoint | None:
+        path = self._folder / "checkpoint"
+        return _read(path, Checkpoint) if path.exists() else None
+
+
+def _write(path: Path, body: bytes) -> None:
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        value = unpack(path.read_bytes())
+    except ValueError as error:
+        raise JobError(f"{path}: damaged ({error}); remove it to go on without it") from None
+    if not isinstance(value, kind):
+        raise JobError(
+            f"{path}: holds a {type(value).__name__}, not a {kind.__name__}; it is not a journal of this job"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Weight stores: how a version's tensors travel from the trainer to the engines."""

@@ -1,0 +1,501 @@
+"""A small world for the control plane, written by hand: every part does what a test tells it to.
+
+Engines return real tokens, each one different from all others of the run (1000 and up), and remember the exact prompt
+of every call; what the tokenizer renders lies below 1000. So a test can say of any token where it
+came from. Everything runs on the virtual clock, through the ports, under the real coordinator; the audit reads along.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollart.audit import Audit
+from rollart.config import Job, build_job
+from rollart.control.coordinator import Coordinator, World
+from rollart.control.env_manager import Agent
+from rollart.errors import Deadlock, EngineError, RollartError, TrainerError
+from rollart.events import Event, EventLog, LogHandle
+from rollart.hardware import MODELS
+from rollart.policy.placement import engine_specs
+from rollart.ports import Engine, Env, Trainer
+from rollart.run import facts
+from rollart.samples import filled
+from rollart.sim.clock import VirtualLoop
+from rollart.sim.trainer import SimJournal
+from rollart.types import (
+    Batch,
+    Bucket,
+    Completion,
+    EngineSpec,
+    Finish,
+    GenerateRequest,
+    Message,
+    Observation,
+    Score,
+    Span,
+    StepResult,
+    SwapReport,
+    Task,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    WeightManifest,
+    WeightVersion,
+)
+from rollart.worlds import build_affinity, offers
+
+FIRST_SAMPLED = 1000
+"""Sampled tokens are these and above; rendered ones are below."""
+TOKEN_S = 0.1
+SWAP_S = 1.0
+TRAIN_S = 5.0
+PUSH_S = 1.0
+
+BASE: dict[str, Any] = {
+    "name": "scene",
+    "tasks": [{"name": "a", "group_size": 2, "max_turns": 8, "max_tokens": 8}],
+    "rollout": {"groups_per_step": 2, "staleness": 1},
+    "pools": [
+        {"name": "fast", "hardware": "h20", "engines": {"count": 2}},
+        {"name": "rooms", "slots": 64},
+    ],
+    "train": {"steps": 3},
+    "checkpoint": {"every": 100},
+    "rewards": {"backoff_s": 1.0, "workers": 64},
+}
+
+
+def scene_job(**settings: Any) -> Job:
+    """The base job with some keys changed: `rollout__staleness=2`, `tasks=[...]`."""
+    raw: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
+    for name, value in settings.items():
+        *parents, last = name.split("__")
+        at = raw
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = value
+    return build_job(raw)
+
+
+class Words:
+    """A tokenizer: one token per character, after a mark that says whether a prefix begins."""
+
+    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+        assert fresh or after is not None, "what follows an answer is told the answer"
+        marks = [1 if fresh else 2]
+        return np.array(marks + [ord(letter) for message in messages for letter in message.content], dtype=np.int32)
+
+    def decode(self, tokens: Tokens) -> str:
+        return " ".join(str(token) for token in tokens.tolist())
+
+
+class Tasks:
+    def __init__(self, domain: str) -> None:
+        self._domain = domain
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"{self._domain}/{index}", domain=self._domain, index=index)
+
+    def held_out(self, index: int) -> Task:
+        return Task(id=f"{self._domain}/held-out/{index}", domain=self._domain, index=index)
+
+
+@dataclass
+class Said:
+    """One completed call, as the engine knows it."""
+
+    request: GenerateRequest
+    engine: str
+    prompt: list[int]
+    tokens: list[int]
+    versions: list[int]
+    logprobs: list[float]
+
+
+class ScriptedEngine:
+    def __init__(self, spec: EngineSpec, scene: "Scene") -> None:
+        self.spec = spec
+        self.scene = scene
+        self.version: WeightVersion = 0
+        self.dead = ""
+        self.hung = False
+        self.paused = False
+        self.asked: list[tuple[GenerateRequest, WeightVersion]] = []
+        self.aborted: list[str] = []
+        self.staged: list[WeightVersion] = []
+        self.swapped: list[WeightVersion] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self.well()
+        scene = self.scene
+        self.asked.append((request, self.version))
+        if scene.on_generate is not None:
+            await scene.on_generate(self, request)
+        tokens: list[int] = []
+        versions: list[int] = []
+        for _ in range(min(request.sampling.max_tokens, scene.answer_tokens(request))):
+            await self.works(TOKEN_S)
+            tokens.append(scene.new_token())
+            versions.append(self.version)
+        logprobs = [-token / 1e4 for token in tokens]
+        prompt: list[int] = request.tokens().tolist()
+        scene.said.append(Said(request, self.spec.id, prompt, tokens, versions, logprobs))
+        spans: list[Span] = []
+        for version in versions:
+            if spans and spans[-1].version == version:
+                spans[-1] = Span(version, spans[-1].length + 1)
+            else:
+                spans.append(Span(version, 1))
+        return Completion(
+            tokens=np.array(tokens, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            spans=tuple(spans),
+            finish=Finish.STOP,
+            engine=self.spec.id,
+            prefill_tokens=len(prompt),
+        )
+
+    async def abort(self, request_id: str) -> None:
+        await self.well()
+        self.aborted.append(request_id)
+
+    async def stage(self, version: WeightVersion) -> None:
+        await self.well()
+        self.staged.append(version)
+        if self.scene.on_stage is not None:
+            await self.scene.on_stage(self, version)
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        await self.well()
+        self.paused = True
+        try:
+            if self.scene.on_swap is not None:
+                await self.scene.on_swap(self, manifest)
+            await asyncio.sleep(SWAP_S)
+            await self.well()
+            self.version = manifest.version
+            self.swapped.append(manifest.version)
+        finally:
+            self.paused = False
+        return SwapReport(version=manifest.version)
+
+    async def works(self, seconds: float) -> None:
+        """Time passes in the engine: it stands still during a swap, and may die or hang."""
+        await asyncio.sleep(seconds)
+        while self.paused and not self.dead:  # noqa: ASYNC110 - on the virtual clock this costs nothing
+            await asyncio.sleep(0.01)
+        await self.well()
+
+    async def well(self) -> None:
+        if self.dead:
+            raise EngineError(f"{self.spec.id} died: {self.dead}")
+        if self.hung:
+            await asyncio.get_running_loop().create_future()
+
+
+class ScriptedTrainer:
+    def __init__(self, scene: "Scene", life: int) -> None:
+        self.scene = scene
+        self.life = life
+        self.version: WeightVersion = 0
+        self.dead = ""
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        self.well()
+        if batch.step != self.version:
+            raise AssertionError(f"step {batch.step} on a trainer at version {self.version}")
+        if self.scene.on_step is not None:
+            await self.scene.on_step(self, batch)
+        await asyncio.sleep(TRAIN_S)
+        self.well()
+        self.version += 1
+        self.scene.steps.append((self.life, batch.step, tuple(group.id for group in batch.groups)))
+        if self.scene.after_step is not None:
+            await self.scene.after_step(self, batch)
+        self.well()
+        return StepResult(version=self.version, metrics={"loss": 0.5})
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        self.well()
+        if version not in (self.version, self.version - 1):
+            raise TrainerError(f"asked for version {version} at version {self.version}")
+        if self.scene.on_publish is not None:
+            await self.scene.on_publish(self, version)
+        await asyncio.sleep(PUSH_S)
+        self.well()
+        self.scene.published.append(version)
+        return WeightManifest(version=version, buckets=(Bucket(f"{version}/0", 8, f"v{version}"),))
+
+    async def save(self) -> str:
+        self.well()
+        await asyncio.sleep(0.1)
+        self.well()
+        return f"state-{self.version}"
+
+    async def restore(self, reference: str) -> WeightVersion:
+        self.well()
+        await asyncio.sleep(0.1)
+        self.version = int(reference.removeprefix("state-") or 0)
+        return self.version
+
+    def well(self) -> None:
+        if self.dead:
+            raise TrainerError(f"the trainer died {self.dead}")
+
+
+class ScriptedEnv:
+    """Says its task and its step; over after `turns` answers."""
+
+    def __init__(self, scene: "Scene", task: Task, trajectory: TrajectoryId, turns: int = 2) -> None:
+        self.scene = scene
+        self.task = task
+        self.trajectory = trajectory
+        self.turns = turns
+        self.done_turns = 0
+
+    async def reset(self) -> Observation:
+        await asyncio.sleep(self.scene.reset_s)
+        return self.says(f"{self.task.id}?")
+
+    async def step(self, action: str) -> Observation:
+        await asyncio.sleep(self.scene.step_s)
+        self.done_turns += 1
+        if self.done_turns >= self.turns:
+            return Observation(reward=1.0, done=True)
+        return self.says(f"more {self.done_turns}", reward=0.5)
+
+    async def close(self) -> None:
+        self.scene.closed.append(str(self.trajectory))
+
+    @staticmethod
+    def says(text: str, **fields: Any) -> Observation:
+        return Observation(messages=(Message(role="user", content=text),), **fields)
+
+
+class RecordingJournal(SimJournal):
+    """Keeps every batch ever written, with its samples, for tests to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: dict[int, Batch] = {}
+
+    def write_batch(self, batch: Batch) -> None:
+        super().write_batch(batch)
+        self.all[batch.step] = filled(batch)
+
+
+@dataclass
+class Played:
+    """What a scene came to."""
+
+    events: list[Event]
+    error: BaseException | None
+    violations: list[str]
+
+    def of(self, kind: str, **fields: Any) -> list[Event]:
+        return [
+            event
+            for event in self.events
+            if event["e"] == kind and all(event.get(name) == value for name, value in fields.items())
+        ]
+
+    def one(self, kind: str, **fields: Any) -> Event:
+        found = self.of(kind, **fields)
+        assert len(found) == 1, f"{len(found)} events {kind} {fields}"
+        return found[0]
+
+    def ends(self, status: str) -> list[Event]:
+        return self.of("end", status=status)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.of("finished"))
+
+
+EngineHook = Callable[[ScriptedEngine, GenerateRequest], Awaitable[None]]
+
+
+@dataclass
+class Scene:
+    """One job and its world. Set the hooks, then `play`."""
+
+    job: Job = field(default_factory=scene_job)
+    reset_s: float = 1.0
+    step_s: float = 1.0
+    reward_s: float = 0.5
+    turns: int = 2
+    agent: Agent | None = None
+
+    on_generate: EngineHook | None = None
+    on_stage: Callable[[ScriptedEngine, WeightVersion], Awaitable[None]] | None = None
+    on_swap: Callable[[ScriptedEngine, WeightManifest], Awaitable[None]] | None = None
+    on_start: Callable[[EngineSpec, int], Awaitable[None]] | None = None
+    """Before an engine starts; gets how often it was started before."""
+    on_trainer_start: Callable[[int], Awaitable[None]] | None = None
+    on_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
+    after_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
+    on_publish: Callable[[ScriptedTrainer, WeightVersion], Awaitable[None]] | None = None
+    on_open: Callable[[Task, TrajectoryId], Awaitable[Env | None]] | None = None
+    on_score: Callable[[Trajectory], Awaitable[float | None]] | None = None
+    """None: the usual reward."""
+    answer_tokens: Callable[[GenerateRequest], int] = lambda request: 3
+    reward: Callable[[Trajectory], float] = lambda trajectory: float(trajectory.id.member % 2)
+
+    engines: dict[str, list[ScriptedEngine]] = field(default_factory=dict)
+    """By id, the latest last."""
+    trainers: list[ScriptedTrainer] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    steps: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
+    """(life of the trainer, step, groups) of every optimizer step that was made."""
+    published: list[WeightVersion] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    scored: list[str] = field(default_factory=list)
+    dropped: list[WeightVersion] = field(default_factory=list)
+    journal: RecordingJournal = field(default_factory=RecordingJournal)
+    coordinator: Coordinator | None = None
+    _tokens: int = FIRST_SAMPLED
+    _timers: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+    _watchers: list[tuple[Callable[[Event], bool], Callable[[], object]]] = field(default_factory=list)
+
+    # --- telling it what to do ------------------------------------------------------------------------------
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        self._timers.append((seconds, action))
+
+    def when(self, event: Callable[[Event], bool], action: Callable[[], object]) -> None:
+        """Once, right after the first such event."""
+        self._watchers.append((event, action))
+
+    def engine(self, name: str) -> ScriptedEngine:
+        return self.engines[name][-1]
+
+    def all_engines(self) -> list[ScriptedEngine]:
+        return [engine for engines in self.engines.values() for engine in engines]
+
+    def play(self, *, kills: Sequence[Callable[[Event], bool]] = ()) -> Played:
+        """Run the job. Each of `kills` is the event at which one more life of the coordinator ends."""
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(self._play(kills))
+
+    # --- the ports --------------------------------------------------------------------------------------------
+
+    def new_token(self) -> int:
+        self._tokens += 1
+        return self._tokens
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
+        env = await self.on_open(task, trajectory) if self.on_open is not None else None
+        return env if env is not None else ScriptedEnv(self, task, trajectory, self.turns)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        self.scored.append(str(trajectory.id))
+        await asyncio.sleep(self.reward_s)
+        value = await self.on_score(trajectory) if self.on_score is not None else None
+        return Score(value=self.reward(trajectory) if value is None else value)
+
+    async def drop_before(self, version: WeightVersion) -> None:
+        self.dropped.append(version)
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    async def _play(self, kills: Sequence[Callable[[Event], bool]]) -> Played:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        events: list[Event] = []
+        audit = Audit()
+        log = EventLog(loop.time)
+        log.read_by(events.append)
+        log.read_by(audit.read)
+        log.read_by(self._watch)
+        log.emit("run", facts(self.job, clock="real"))
+        for seconds, action in self._timers:
+            loop.call_later(seconds, action)
+        error: BaseException | None = None
+        for kill in (*kills, None):
+            error = await self._life(loop, log, kill)
+        if error is not None:
+            log.emit("stopped", {"reason": str(error)})
+        return Played(events, error, audit.finish())
+
+    async def _life(
+        self, loop: VirtualLoop, log: EventLog, kill: Callable[[Event], bool] | None
+    ) -> BaseException | None:
+        handle = LogHandle(log)
+        cluster = ScriptedCluster(self)
+        world = World(
+            cluster=cluster,
+            engines=tuple(engine_specs(offers(self.job))),
+            host=self,
+            rewards=self,
+            tokenizer=Words(),
+            task_sets={task.name: Tasks(task.name) for task in self.job.tasks},
+            store=self,
+            journal=self.journal,
+            affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
+            agent=self.agent,
+        )
+        coordinator = self.coordinator = Coordinator(self.job, world, handle)
+
+        def deadlocked() -> None:
+            coordinator.crew.fail(Deadlock(coordinator.watchdog.report("deadlock", "nothing can move")))
+
+        loop.on_deadlock = deadlocked
+        task = loop.create_task(coordinator.run())
+        if kill is not None:
+            killed: asyncio.Future[None] = loop.create_future()
+            self.when(kill, lambda: killed.set_result(None))
+            await asyncio.wait([task, killed], return_when=asyncio.FIRST_COMPLETED)
+            assert killed.done(), "the job ended before it could be killed"
+            log.emit("killed", {})
+            handle.cut()
+            task.cancel()
+        try:
+            await task
+        except (RollartError, AssertionError, ValueError) as error:
+            return error
+        except asyncio.CancelledError:
+            assert kill is not None
+        finally:
+            await cluster.close()
+        return None
+
+    def _watch(self, event: Event) -> None:
+        for watcher in list(self._watchers):
+            if watcher[0](event):
+                self._watchers.remove(watcher)
+                asyncio.get_running_loop().call_soon(watcher[1])
+
+
+class ScriptedCluster:
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    async def engine(self, spec: EngineSpec) -> Engine:
+        scene = self._scene
+        known = scene.engines.setdefault(spec.id, [])
+        if scene.on_start is not None:
+            await scene.on_start(spec, len(known))
+        await asyncio.sleep(1.0)
+        known.append(ScriptedEngine(spec, scene))
+        return known[-1]
+
+    async def trainer(self) -> Trainer:
+        scene = self._scene
+        if scene.on_trainer_start is not None:
+            await scene.on_trainer_start(len(scene.trainers))
+        await asyncio.sleep(1.0)
+        scene.trainers.append(ScriptedTrainer(scene, len(scene.trainers)))
+        return scene.trainers[-1]
+
+    async def close(self) -> None:
+        for engine in self._scene.all_engines():
+            engine.dead = engine.dead or "the job ended"
+        for trainer in self._scene.trainers:
+            trainer.dead = trainer.dead or "with the job"
+
+
+async def for_ever() -> None:
+    await asyncio.get_running_loop().create_future()

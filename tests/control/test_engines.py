@@ -1,0 +1,447 @@
+"""Engines die, hang, refuse and come back; a request is whole, so nothing is lost with one but time."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollart.control.crew import Crew
+from rollart.control.fleet import Fleet
+from rollart.control.proxy import MOST_SENDS, Proxy
+from rollart.control.waits import Waits
+from rollart.errors import EngineError, JobStopped, RequestError, WeightError
+from rollart.events import Event, EventLog, LogHandle
+from rollart.ports import Env
+from rollart.sim.clock import VirtualLoop
+from rollart.types import (
+    Completion,
+    EngineSpec,
+    Finish,
+    GenerateRequest,
+    Sampling,
+    Span,
+    Task,
+    TrajectoryId,
+    WeightManifest,
+    WeightVersion,
+)
+from tests.control.invariant import check_first_invariant
+from tests.control.scene import Scene, ScriptedCluster, ScriptedEngine, for_ever, scene_job
+
+TWO_POOLS = [
+    {"name": "fast", "hardware": "h20", "engines": {"count": 1}},
+    {"name": "other", "hardware": "h800", "engines": {"count": 1}},
+    {"name": "rooms", "slots": 64},
+]
+ON_FAST = [{"name": "a", "group_size": 2, "max_tokens": 8, "affinity": "fast"}]
+
+
+def kill(scene: Scene, name: str) -> None:
+    scene.engine(name).dead = "killed"
+
+
+def test_the_requests_of_an_engine_that_dies_are_sent_again_and_no_trajectory_is_lost() -> None:
+    scene = Scene()
+    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    lost = played.of("lost")
+    assert len(lost) == 4
+    assert {event["engine"] for event in lost} == {"fast-0"}
+    for event in lost:
+        again = [sent for sent in played.of("send", id=event["id"]) if sent["n"] > event["n"]]
+        assert again
+        assert again[0]["cause"] == event["n"]
+    assert not played.ends("failed")
+    assert played.one("engine.down")["calls"] == 3, "those that had not noticed themselves"
+    check_first_invariant(scene)
+
+
+def test_an_engine_that_comes_back_serves_again_with_the_weights_of_the_day() -> None:
+    scene = Scene(scene_job(train__steps=6))
+    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 2, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    up = played.one("engine.up")
+    assert up["version"] >= 2
+    reborn = scene.engine("fast-0")
+    assert reborn is not scene.engines["fast-0"][0]
+    assert reborn.asked
+    assert all(version >= 2 for _, version in reborn.asked)
+
+
+def test_an_engine_that_hangs_is_found_by_the_limit() -> None:
+    scene = Scene(scene_job(limits__generate_s=50.0))
+
+    def hang() -> None:
+        scene.engine("fast-0").hung = True
+
+    scene.at(3.25, hang)
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    down = played.of("engine.down")
+    assert "no answer in 50 s" in down[0]["reason"]
+    assert down[0]["t"] == pytest.approx(3.1 + 50.0)
+    assert not played.ends("failed")
+
+
+def test_when_one_request_finds_its_engine_hung_the_others_there_are_sent_again_at_once() -> None:
+    scene = Scene(scene_job(limits__generate_s=50.0))
+
+    async def later(task: Task, trajectory: TrajectoryId) -> Env | None:
+        await asyncio.sleep(10.0 * trajectory.member)
+        return None
+
+    def hang() -> None:
+        scene.engine("fast-0").hung = True
+
+    scene.on_open = later
+    scene.at(3.05, hang)
+    played = scene.play()
+    assert played.finished
+    lost = played.of("lost")
+    sent_s = {event["id"]: event["t"] for event in reversed(played.of("send"))}
+    assert len({sent_s[event["id"]] for event in lost}) > 1, "some were sent later than others"
+    assert {round(event["t"], 3) for event in lost} == {53.1}
+
+
+def test_a_request_that_kills_its_engines_is_given_up_after_so_many_sends() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=20, limits__attempts=1, train__steps=1))
+
+    async def poisoned(engine: ScriptedEngine, request: GenerateRequest) -> None:
+        if request.id == "g1.1.0/0":
+            engine.dead = "poisoned"
+            raise EngineError("segmentation fault")
+
+    scene.on_generate = poisoned
+    played = scene.play()
+    assert played.finished
+    assert len(played.of("send", id="g1.1.0/0")) == MOST_SENDS
+    failed = played.one("end", id="g1.1.0")
+    assert f"{MOST_SENDS} engines in a row were lost with this request; the last:" in failed["reason"]
+    assert "segmentation fault" in failed["reason"]
+    assert {event["status"] for event in played.of("end") if event["id"] != "g1.1.0"} <= {"done", "aborted"}
+
+
+def test_a_request_no_engine_can_serve_fails_its_attempt_and_costs_no_engine() -> None:
+    scene = Scene(scene_job(limits__attempts=1, train__steps=1))
+
+    async def too_long(engine: ScriptedEngine, request: GenerateRequest) -> None:
+        if request.session == "g1.1.0":
+            raise RequestError("the prompt does not fit")
+
+    scene.on_generate = too_long
+    played = scene.play()
+    assert played.finished
+    assert "RequestError: the prompt does not fit" in played.one("end", id="g1.1.0")["reason"]
+    assert not played.of("engine.down")
+
+
+class Liar(ScriptedEngine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        honest = await super().generate(request)
+        if request.session == "g1.1.0":
+            tokens = honest.tokens if request.turn else np.zeros(0, dtype=np.int32)
+            spans = (Span(0, 7),) if request.turn else ()
+            return Completion(
+                tokens=tokens, logprobs=honest.logprobs[: len(tokens)], spans=spans, finish=Finish.STOP, engine="liar"
+            )
+        if request.session == "g0.1.0":
+            return Completion(
+                tokens=honest.tokens,
+                logprobs=honest.logprobs[:1],
+                spans=honest.spans,
+                finish=Finish.STOP,
+                engine="liar",
+            )
+        return honest
+
+
+def test_what_an_engine_returns_is_believed_only_where_it_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.control.scene.ScriptedEngine", Liar)
+    played = Scene(scene_job(limits__attempts=2)).play()
+    assert played.finished
+    assert "liar returned no token" in played.one("end", id="g1.1.0")["reason"]
+    assert (
+        "3 tokens, 1 log-probabilities and spans for 3; they must be equal"
+        in (played.one("end", id="g0.1.0")["reason"])
+    )
+
+
+def test_an_engine_that_cannot_start_again_leaves_the_rotation_and_the_others_go_on() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=2))
+
+    async def no_more(spec: EngineSpec, before: int) -> None:
+        if before:
+            raise RuntimeError("no GPU left")
+
+    scene.on_start = no_more
+    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    assert played.one("engine.gone")["restarts"] == 2
+    assert all("no GPU left" in event["reason"] for event in played.of("engine.retry"))
+    gone_n = played.one("engine.gone")["n"]
+    assert {event["engine"] for event in played.of("send") if event["n"] > gone_n} == {"fast-1"}
+
+
+def test_an_engine_that_cannot_load_the_weights_leaves_the_rotation() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=2, train__steps=6))
+
+    async def cannot(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if engine.spec.id == "fast-0":
+            raise EngineError("out of memory")
+
+    scene.on_swap = cannot
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    assert "swap to 1: out of memory" in played.of("engine.down", engine="fast-0")[0]["reason"]
+    assert played.one("engine.gone")["engine"] == "fast-0"
+    assert not played.ends("failed")
+
+
+def test_an_engine_that_hangs_in_a_swap_is_found_by_the_limit_and_replaced() -> None:
+    scene = Scene(scene_job(limits__swap_s=30.0, train__steps=4))
+
+    async def hangs(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if engine is scene.engines["fast-0"][0]:
+            await for_ever()
+
+    scene.on_swap = hangs
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    assert "no answer in 30 s" in played.one("engine.down")["reason"]
+
+
+def test_a_damaged_bucket_is_pushed_again_and_the_engine_loads_it() -> None:
+    scene = Scene()
+    damaged: list[str] = []
+
+    async def once(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if not damaged:
+            damaged.append(engine.spec.id)
+            raise WeightError("bucket 0 is damaged")
+
+    scene.on_swap = once
+    played = scene.play()
+    assert played.finished
+    assert not played.of("engine.down")
+    assert played.one("weights.damaged")["reason"] == "bucket 0 is damaged"
+    assert scene.published.count(1) == 2
+
+
+def test_weights_that_stay_damaged_cost_the_engine_after_so_many_repairs() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=1))
+
+    async def always(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if engine.spec.id == "fast-0":
+            raise WeightError("bucket 0 is damaged")
+
+    scene.on_swap = always
+    played = scene.play()
+    assert played.finished
+    assert len(played.of("weights.damaged")) == 4 + 4
+    assert played.one("engine.gone")["engine"] == "fast-0"
+
+
+def test_when_every_engine_is_gone_the_job_stops_and_says_so() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=1))
+
+    async def no_more(spec: EngineSpec, before: int) -> None:
+        if before:
+            raise RuntimeError("no GPU left")
+
+    scene.on_start = no_more
+    for name in ("fast-0", "fast-1"):
+        scene.at(3.25, lambda name=name: kill(scene, name))  # type: ignore[misc]
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    assert "no engine is left: each was restarted 1 times" in str(played.error)
+
+
+def test_a_request_that_waits_when_the_last_engine_goes_fails_with_that_reason() -> None:
+    """The job ends at once; here one attempt is made to look before it does."""
+    scene = Scene(scene_job(limits__engine_restarts=0))
+    seen: list[str] = []
+
+    async def dies(engine: ScriptedEngine, request: GenerateRequest) -> None:
+        raise EngineError("gone")
+
+    scene.on_generate = dies
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    seen += [event["reason"] for event in played.ends("failed")]
+    assert all("no engine is left" in reason for reason in seen)
+
+
+def test_an_engine_that_does_not_start_at_all_stops_the_job() -> None:
+    async def broken(spec: EngineSpec, before: int) -> None:
+        raise RuntimeError("no driver")
+
+    played = Scene(on_start=broken).play()
+    assert "start: RuntimeError: no driver" in str(played.error)
+
+
+def test_a_start_that_hangs_is_given_up_at_its_limit() -> None:
+    async def hangs(spec: EngineSpec, before: int) -> None:
+        if spec.id == "fast-1":
+            await for_ever()
+
+    played = Scene(scene_job(limits__start_s=40.0), on_start=hangs).play()
+    assert "start: no answer in 40 s" in str(played.error)
+
+
+def test_a_served_request_forgives_the_restarts_before_it() -> None:
+    scene = Scene(scene_job(limits__engine_restarts=1, train__steps=6))
+    for seconds in (3.25, 20.0, 40.0):
+        scene.at(seconds, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished
+    assert len(played.of("engine.down")) == 3
+    assert not played.of("engine.gone")
+
+
+def test_another_pool_stands_in_only_while_the_own_one_is_down_and_the_reason_is_recorded() -> None:
+    scene = Scene(scene_job(pools=TWO_POOLS, tasks=ON_FAST, train__steps=6))
+    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    sends = played.of("send")
+    elsewhere = [event for event in sends if event["pool"] == "other"]
+    down, up = played.one("engine.down"), played.one("engine.up")
+    assert elsewhere
+    assert all(down["n"] < event["n"] < up["n"] for event in elsewhere)
+    assert {(event["why"], event["fallback"]) for event in elsewhere} == {("fallback", "pool fast has no engine up")}
+    assert all("fallback" not in event for event in sends if event["pool"] == "fast")
+
+
+def test_a_trajectory_stays_with_the_engine_that_has_its_cache() -> None:
+    scene = Scene(turns=4)
+    played = scene.play()
+    engines: dict[str, set[str]] = {}
+    for said in scene.said:
+        engines.setdefault(said.request.session, set()).add(said.engine)
+    assert all(len(names) == 1 for names in engines.values())
+    assert {event["why"] for event in played.of("send") if not event["id"].endswith("/0")} == {"session"}
+
+
+def test_a_stage_that_fails_takes_that_engine_down_and_no_other() -> None:
+    scene = Scene(scene_job(train__steps=4))
+    hit: list[str] = []
+
+    async def fails_once(engine: ScriptedEngine, version: WeightVersion) -> None:
+        if not hit:
+            hit.append(engine.spec.id)
+            raise RuntimeError("cannot map memory")
+
+    scene.on_stage = fails_once
+    played = scene.play()
+    assert played.finished
+    assert "stage: RuntimeError: cannot map memory" in played.one("engine.down")["reason"]
+
+
+def test_a_stage_that_fails_while_an_engine_comes_back_costs_a_restart_and_not_the_job() -> None:
+    scene = Scene(scene_job(train__steps=6))
+
+    async def second_life_fails(engine: ScriptedEngine, version: WeightVersion) -> None:
+        if len(scene.engines["fast-0"]) == 2 and engine is scene.engine("fast-0"):
+            raise RuntimeError("cannot map memory")
+
+    scene.on_stage = second_life_fails
+    scene.when(lambda event: event["e"] == "swap.end", lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished, played.error
+
+
+def test_a_stage_that_hangs_while_an_engine_comes_back_is_found_by_the_limit() -> None:
+    scene = Scene(scene_job(train__steps=6, limits__swap_s=30.0, limits__generate_s=30.0))
+
+    async def second_life_hangs(engine: ScriptedEngine, version: WeightVersion) -> None:
+        if len(scene.engines["fast-0"]) == 2 and engine is scene.engine("fast-0"):
+            await for_ever()
+
+    scene.on_stage = second_life_hangs
+    scene.when(lambda event: event["e"] == "swap.end", lambda: kill(scene, "fast-0"))
+    scene.step_s = 40.0
+    played = scene.play()
+    assert played.finished, played.error
+    assert played.of("engine.retry") or len(played.of("engine.down")) > 1, "nobody noticed that it never came back"
+
+
+def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> None:
+    """A hung engine is replaced at the limit of a request; an abort sent to it later runs into its own limit."""
+
+    async def work() -> list[Event]:
+        scene = Scene()
+        events: list[Event] = []
+        log = EventLog(asyncio.get_running_loop().time)
+        log.read_by(events.append)
+        crew, waits, handle = Crew(), Waits(), LogHandle(log)
+        spec = EngineSpec(id="e", pool="p", type="", hardware="h20", gpus=1)
+        cluster = ScriptedCluster(scene)
+        fleet = Fleet(
+            {spec: await cluster.engine(spec)},
+            cluster,
+            crew,
+            waits,
+            handle,
+            restarts=3,
+            backoff_s=1.0,
+            swap_limit_s=50.0,
+            start_limit_s=50.0,
+            repair=no_repair,
+        )
+        proxy = Proxy(fleet, crew, waits, handle, generate_limit_s=50.0)
+        scene.engine("e").hung = True
+        first = crew.spawn(proxy.generate(request("first"), ["p"], None, -1))
+        await asyncio.sleep(10.0)
+        second = crew.spawn(proxy.generate(request("second"), ["p"], None, -1))
+        await asyncio.sleep(10.0)
+        second.cancel()
+        await first
+        await asyncio.sleep(100.0)
+        await crew.close()
+        return events
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        events = runner.run(work())
+    assert [event["reason"] for event in events if event["e"] == "engine.down"] == ["e: no answer in 50 s"]
+
+
+async def no_repair(version: WeightVersion) -> WeightManifest:
+    raise AssertionError
+
+
+def request(name: str) -> GenerateRequest:
+    prompt = np.array([1, 2], dtype=np.int32)
+    return GenerateRequest(
+        id=name, session=name, domain="a", turn=0, prompt=(prompt,), prompt_tokens=2, sampling=Sampling(max_tokens=8)
+    )
+
+
+def test_an_engine_that_hangs_on_an_abort_is_found_by_the_limit() -> None:
+    scene = Scene(scene_job(limits__generate_s=50.0, train__steps=14, rollout__spare_members=1))
+
+    class Deaf(ScriptedEngine):
+        async def abort(self, request_id: str) -> None:
+            if self is scene.engines["fast-0"][0]:
+                await for_ever()
+
+    async def slow_third(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.member == 2:
+            await asyncio.sleep(1.65)  # so that it is in the engine when its siblings are scored
+        return None
+
+    scene.on_open = slow_third
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.control.scene.ScriptedEngine", Deaf)
+        played = scene.play()
+    assert played.finished
+    assert any("no answer in 50 s" in event["reason"] for event in played.of("engine.down", engine="fast-0"))

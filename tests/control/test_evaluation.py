@@ -1,0 +1,116 @@
+"""Held-out play beside training: exempt from the bound and the slots, and never waited for by a swap."""
+
+import asyncio
+
+import pytest
+
+from rollart.ports import Env
+from rollart.types import Observation, Task, TrajectoryId
+from tests.control.scene import Scene, ScriptedEnv, scene_job
+
+SLOW_S = 15.0
+
+
+def slow_evaluation(**settings: object) -> Scene:
+    """Evaluation environments take far longer than a version lasts."""
+    scene = Scene(
+        scene_job(train__steps=12, evaluation={"every": 2, "episodes": 2, "concurrency": 2}, **settings), turns=3
+    )
+
+    async def opened(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.group.startswith("eval"):
+            assert "held-out" in task.id
+        return None
+
+    scene.on_open = opened
+    return scene
+
+
+def test_evaluation_plays_held_out_tasks_and_says_which_versions_played_them() -> None:
+    played = slow_evaluation().play()
+    assert played.finished
+    first = played.one("eval", name="eval2")
+    assert (first["episodes"], first["scored"], first["reward"]) == (2, 2, 0.5)
+    assert 1 <= first["versions"][0] <= first["versions"][1]
+
+
+class Slow(ScriptedEnv):
+    async def step(self, action: str) -> Observation:
+        await asyncio.sleep(SLOW_S)
+        return await super().step(action)
+
+
+def straddling() -> Scene:
+    scene = slow_evaluation()
+    scene.step_s = 1.0
+
+    async def opened(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.group.startswith("eval"):
+            return Slow(scene, task, trajectory, 2)
+        return None
+
+    scene.on_open = opened
+    return scene
+
+
+@pytest.mark.parametrize("mode", ["rollart", "one-off", "sync+", "areal"])
+def test_it_is_older_than_the_bound_allows_and_goes_on_and_no_swap_waits_for_it(mode: str) -> None:
+    scene = straddling()
+    scene.job = scene_job(mode=mode, train__steps=12, evaluation=scene.job.evaluation, rollout={"groups_per_step": 2})
+    played = scene.play()
+    assert played.finished
+    done = played.of("eval")
+    assert done
+    assert all(event["scored"] == 2 for event in done)
+    assert max(event["versions"][1] - event["versions"][0] for event in done) > 1, "beyond the bound"
+    steps = played.of("step.end")
+    assert steps[-1]["t"] < 12 * 15.0, "no step waited for an evaluation"
+    assert not [event for event in played.of("end") if event["id"].startswith("eval") and event["status"] == "stale"]
+
+
+def test_it_takes_no_slot_and_enters_no_batch() -> None:
+    played = straddling().play()
+    assert not [event for event in played.of("admit") if event["group"].startswith("eval")]
+    assert not [group for event in played.of("batch") for group in event["groups"] if group.startswith("eval")]
+
+
+def test_it_has_its_own_share_of_concurrency() -> None:
+    scene = straddling()
+    scene.job = scene_job(train__steps=12, evaluation={"every": 2, "episodes": 6, "concurrency": 2})
+    under_way, most = 0, 0
+    for event in scene.play().events:
+        if event["e"] == "start" and event["eval"]:
+            under_way += 1
+        if event["e"] == "end" and event["id"].startswith("eval"):
+            under_way -= 1
+        most = max(most, under_way)
+    assert most == 2
+
+
+def test_an_episode_that_fails_is_not_scored_and_disturbs_nobody() -> None:
+    scene = slow_evaluation()
+
+    async def broken(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.group.startswith("eval"):
+            raise RuntimeError("no")
+        return None
+
+    scene.on_open = broken
+    played = scene.play()
+    assert played.finished
+    assert {(event["scored"], event["reward"], tuple(event["versions"])) for event in played.of("eval")} == {
+        (0, 0.0, ())
+    }
+
+
+def test_the_weights_of_the_last_step_are_evaluated_too() -> None:
+    played = slow_evaluation().play()
+    assert "eval12" in {event["name"] for event in played.of("eval")}
+
+
+def test_nothing_new_is_admitted_while_the_last_evaluation_is_waited_for() -> None:
+    played = slow_evaluation().play()
+    assert played.finished
+    last = [event for event in played.of("checkpoint") if event["step"] == 12][-1]
+    assert not [event for event in played.of("admit") if event["n"] > last["n"]]
+    assert not played.violations

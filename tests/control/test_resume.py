@@ -1,0 +1,186 @@
+"""The coordinator is killed and started again over the same journal: no group is lost, none is trained on twice."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rollart.control.rollout import ATTEMPTS_PER_LIFE
+from rollart.errors import JobStopped
+from rollart.events import Event
+from rollart.ports import Env
+from rollart.types import Observation, Task, TrajectoryId
+from tests.control.scene import Played, Scene, ScriptedEnv, scene_job
+
+
+def at_step(kind: str, step: int) -> Callable[[Event], bool]:
+    return lambda event: event["e"] == kind and event.get("step") == step
+
+
+def at_s(seconds: float) -> Callable[[Event], bool]:
+    return lambda event: event["t"] >= seconds
+
+
+def check_whole(scene: Scene, played: Played, steps: int) -> None:
+    assert played.finished, played.error
+    assert not played.violations
+    assert sorted(scene.journal.all) == list(range(steps))
+    trained = Counter(group.task.id for batch in scene.journal.all.values() for group in batch.groups)
+    assert set(trained.values()) == {1}, "none trained on twice"
+    attempts = [event["id"] for event in played.of("start")]
+    assert len(attempts) == len(set(attempts)), "no attempt's id is used twice"
+    last = max(life for life, _, _ in scene.steps)
+    surviving = [(step, groups) for life, step, groups in scene.steps if life == last]
+    for step, groups in surviving:
+        assert groups == tuple(group.id for group in scene.journal.all[step].groups)
+    assert [step for step, _ in surviving] == list(range(surviving[0][0], steps)), "in order, none left out"
+
+
+KILLS = [
+    pytest.param(at_s(2.1), id="first-admission"),
+    pytest.param(at_step("batch", 0), id="batch-formed"),
+    pytest.param(at_step("written", 1), id="batch-written"),
+    pytest.param(at_step("step.start", 2), id="in-a-step"),
+    pytest.param(at_step("step.end", 2), id="after-a-step"),
+    pytest.param(lambda event: event["e"] == "swap.start" and event["version"] == 3, id="in-a-swap"),
+    pytest.param(at_step("checkpoint", 2), id="after-a-checkpoint"),
+    pytest.param(at_step("step.end", 5), id="after-the-last-step"),
+]
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_job_goes_on_to_its_end(kill: Callable[[Event], bool]) -> None:
+    scene = Scene(scene_job(train__steps=6, checkpoint__every=2))
+    check_whole(scene, scene.play(kills=[kill]), 6)
+
+
+@pytest.mark.parametrize("kill", [kill for kill in KILLS if kill.id != "after-a-checkpoint"])
+def test_a_killed_job_goes_on_to_its_end_though_its_only_checkpoint_is_the_first(kill: Callable[[Event], bool]) -> None:
+    scene = Scene(scene_job(train__steps=6, checkpoint__every=100))
+    check_whole(scene, scene.play(kills=[kill]), 6)
+
+
+def test_it_may_be_killed_again_and_again() -> None:
+    scene = Scene(scene_job(train__steps=6, checkpoint__every=2))
+    kills = [at_step("step.start", 1), at_step("step.start", 2), at_step("replay", 2), at_step("batch", 5)]
+    played = scene.play(kills=kills)
+    check_whole(scene, played, 6)
+    assert len(played.of("resumed")) == 3, "once it was killed while it came back"
+
+
+def test_it_may_be_killed_before_its_first_word() -> None:
+    scene = Scene()
+    played = scene.play(kills=[lambda event: event["e"] == "starting"])
+    assert not played.of("resumed")
+    check_whole(scene, played, 3)
+
+
+def test_open_groups_start_again_as_new_attempts_and_ready_ones_are_kept() -> None:
+    scene = Scene(scene_job(train__steps=4, checkpoint__every=1, rollout__spare_groups=1))
+
+    async def slow_for_some(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.member == 1 and task.index % 3 == 2:
+            await asyncio.sleep(8.0)
+        return None
+
+    scene.on_open = slow_for_some
+    played = scene.play(kills=[at_step("batch", 2)])
+    check_whole(scene, played, 4)
+    resumed = played.one("resumed")
+    assert resumed["ready"]
+    assert resumed["open"]
+    later = [event for event in played.of("start") if event["n"] > resumed["n"]]
+    again = [event["id"] for event in later if event["id"].split(".")[0] in resumed["open"]]
+    assert again
+    assert all(int(name.split(".")[2]) >= ATTEMPTS_PER_LIFE for name in again)
+    assert not [event for event in later if event["id"].split(".")[0] in resumed["ready"]], (
+        "ready ones are not replayed"
+    )
+    new = [event["group"] for event in played.of("admit") if event["n"] > resumed["n"]]
+    assert all(group in resumed["open"] or group.endswith("r1") for group in new)
+
+
+def test_batches_written_since_the_checkpoint_are_trained_again_before_anything_else() -> None:
+    scene = Scene(scene_job(train__steps=6))
+    played = scene.play(kills=[at_step("step.start", 3)])
+    check_whole(scene, played, 6)
+    resumed = played.one("resumed")
+    assert (resumed["checkpoint"], resumed["step"]) == (0, 4)
+    assert [event["step"] for event in played.of("replay")] == [0, 1, 2, 3]
+    first_send = next(event for event in played.of("send") if event["n"] > resumed["n"])
+    assert first_send["version"] == 4, "engines are brought to the trainer's weights first"
+
+
+class SlowInItsFirstGroup(ScriptedEnv):
+    async def step(self, action: str) -> Observation:
+        if self.trajectory.group == "g4":
+            await asyncio.sleep(100.0)
+        return await super().step(action)
+
+
+def test_a_group_of_the_checkpoint_whose_task_was_trained_on_since_in_another_group_is_ended() -> None:
+    """It went stale after the checkpoint, its task came back in a new group, and that one was trained on."""
+    scene = Scene(scene_job(train__steps=8, checkpoint__every=3))
+
+    async def opened(task: Task, trajectory: TrajectoryId) -> Env:
+        return SlowInItsFirstGroup(scene, task, trajectory)
+
+    scene.on_open = opened
+    played = scene.play(kills=[lambda event: event["e"] == "batch" and "a/4" in event["tasks"]])
+    check_whole(scene, played, 8)
+    resumed = played.one("resumed")
+    assert resumed["checkpoint"] == 3
+    assert "g4" in resumed["open"]
+    assert [event["how"] for event in played.of("group", group="g4")] == ["stale", "surplus"]
+    assert not [event for event in played.of("start") if event["id"].startswith("g4.") and event["n"] > resumed["n"]]
+
+
+def test_a_job_that_had_finished_finishes_again_at_once() -> None:
+    scene = Scene()
+    assert scene.play().finished
+    trained = list(scene.steps)
+    again = scene.play()
+    assert again.finished
+    assert scene.steps == trained
+    assert not again.of("admit")
+
+
+def test_the_task_cursor_goes_on_where_it_was() -> None:
+    scene = Scene(scene_job(train__steps=6, checkpoint__every=2))
+    played = scene.play(kills=[at_step("step.end", 4)])
+    check_whole(scene, played, 6)
+    numbers = sorted({int(event["task"].split("/")[1]) for event in played.of("admit")})
+    assert numbers == list(range(len(numbers))), "no task is left out"
+
+
+def test_a_job_asked_to_stop_ends_after_its_step_with_a_checkpoint_and_goes_on_from_it() -> None:
+    scene = Scene(scene_job(train__steps=6))
+
+    def stop() -> None:
+        assert scene.coordinator is not None
+        scene.coordinator.stop()
+
+    scene.when(at_step("step.start", 2), stop)
+    played = scene.play()
+    assert played.error is None
+    assert not played.finished
+    assert played.one("interrupted")["step"] == 3
+    assert played.of("checkpoint")[-1]["step"] == 3
+    again = scene.play()
+    assert again.finished
+    assert not again.of("replay"), "the checkpoint covers every step"
+    assert sorted(scene.journal.all) == list(range(6))
+
+
+def test_a_job_asked_to_stop_before_it_has_begun_says_so() -> None:
+    scene = Scene()
+
+    def stop() -> None:
+        assert scene.coordinator is not None
+        scene.coordinator.stop()
+
+    scene.when(lambda event: event["e"] == "starting", stop)
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    assert "before it had begun" in str(played.error)

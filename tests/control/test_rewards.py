@@ -1,0 +1,157 @@
+"""Rewards: asked for at once, retried with a back-off, and never a crash."""
+
+import asyncio
+import itertools
+import math
+
+import pytest
+
+from rollart.errors import RewardError
+from rollart.types import Score, Trajectory
+from tests.control.scene import Played, Scene, for_ever, scene_job
+
+BAD = "g1.1.0"
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [round(later - sooner, 3) for sooner, later in itertools.pairwise(times)]
+
+
+def test_a_reward_is_asked_for_the_moment_its_trajectory_ends() -> None:
+    scene = Scene(reward_s=0.0)
+    played = scene.play()
+    for event in played.of("reward"):
+        trajectory_ended = max(said["t"] for said in played.of("said") if said["id"].startswith(event["id"] + "/")) + 1
+        assert event["t"] == pytest.approx(trajectory_ended)
+
+
+def test_a_failing_reward_is_tried_again_with_growing_pauses() -> None:
+    scene = Scene(scene_job(rewards__backoff_s=4.0), reward_s=0.0)
+    asked: list[float] = []
+
+    async def score(trajectory: Trajectory) -> None:
+        if str(trajectory.id) == BAD:
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) <= 3:
+                raise RewardError("busy")
+
+    scene.on_score = score
+    played = scene.play()
+    assert played.finished
+    assert gaps(asked) == [4.0, 8.0, 16.0]
+    assert played.one("reward", id=BAD)["tries"] == 4
+    assert len(played.of("reward.failed", id=BAD)) == 3
+    assert not played.ends("failed")
+
+
+def check_only_it_failed(scene: Scene, played: Played, reason: str) -> None:
+    assert played.finished, played.error
+    failed = played.ends("failed")
+    assert [event["id"] for event in failed] == [BAD]
+    assert reason in failed[0]["reason"]
+    assert failed[0]["reward"] is None
+    assert "g1.1.1" in {event["id"] for event in played.ends("done")}, "the member was tried again"
+
+
+def test_a_reward_that_keeps_failing_fails_its_attempt_after_the_retries() -> None:
+    scene = Scene(scene_job(rewards__retries=2))
+
+    async def score(trajectory: Trajectory) -> None:
+        if str(trajectory.id) == BAD:
+            raise RuntimeError("always")
+
+    scene.on_score = score
+    played = scene.play()
+    check_only_it_failed(scene, played, "RewardError: reward: RuntimeError: always")
+    assert scene.scored.count(BAD) == 3
+
+
+def test_an_error_that_another_try_would_repeat_is_not_retried() -> None:
+    scene = Scene()
+
+    async def score(trajectory: Trajectory) -> None:
+        if str(trajectory.id) == BAD:
+            raise RewardError("the function is wrong", retryable=False)
+
+    scene.on_score = score
+    played = scene.play()
+    check_only_it_failed(scene, played, "the function is wrong")
+    assert scene.scored.count(BAD) == 1
+
+
+def test_a_reward_that_hangs_is_given_up_at_its_timeout() -> None:
+    scene = Scene(scene_job(rewards__timeout_s=7.0, rewards__retries=0))
+
+    async def score(trajectory: Trajectory) -> None:
+        if str(trajectory.id) == BAD:
+            await for_ever()
+
+    scene.on_score = score
+    check_only_it_failed(scene, scene.play(), "RewardError: reward: no answer in 7 s")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_a_finite_number_never_enters_a_baseline(value: float) -> None:
+    scene = Scene()
+
+    async def score(trajectory: Trajectory) -> float | None:
+        return value if str(trajectory.id) == BAD else None
+
+    scene.on_score = score
+    check_only_it_failed(scene, scene.play(), "RewardError")
+    for batch in scene.journal.all.values():
+        assert all(math.isfinite(advantage) for group in batch.groups for advantage in group.advantages)
+
+
+def test_a_backend_that_returns_nonsense_fails_its_attempt_only() -> None:
+    class Nonsense(Scene):
+        async def score(self, trajectory: Trajectory) -> Score:
+            score = await super().score(trajectory)
+            return None if str(trajectory.id) == BAD else score  # type: ignore[return-value]
+
+    scene = Nonsense()
+    check_only_it_failed(scene, scene.play(), "RewardError")
+
+
+def test_a_result_that_comes_after_its_group_is_over_is_dropped_and_counted() -> None:
+    """A backend that cannot be interrupted."""
+    scene = Scene(scene_job(rollout__spare_members=1))
+
+    async def score(trajectory: Trajectory) -> None:
+        if trajectory.id.member == 2:
+            try:
+                await asyncio.sleep(5.0)
+            except asyncio.CancelledError:
+                return
+        else:
+            await asyncio.sleep(1.0)
+
+    scene.on_score = score
+    played = scene.play()
+    assert played.finished
+    assert {event["id"].split(".")[1] for event in played.of("late")} == {"2"}
+    for event in played.of("ready"):
+        assert len(event["members"]) == 2
+    assert not played.violations
+
+
+def test_waiting_for_a_worker_does_not_count_towards_the_limit_of_a_reward() -> None:
+    """Eight trajectories end at once, one worker takes 5 s for each: the last one waits for 35 s."""
+    scene = Scene(scene_job(rewards={"workers": 1, "timeout_s": 6.0}), reward_s=5.0)
+    played = scene.play()
+    assert played.finished
+    assert not played.of("reward.failed")
+    assert {event["s"] for event in played.of("reward")} == {5.0}
+    ends = sorted(event["t"] for event in played.of("reward"))
+    assert all(later - sooner >= 5.0 - 1e-6 for sooner, later in itertools.pairwise(ends)), "one at a time"
+
+
+def test_a_reward_given_up_frees_its_worker() -> None:
+    scene = Scene(scene_job(rewards={"workers": 1, "timeout_s": 6.0, "retries": 0}, train__steps=2))
+
+    async def score(trajectory: Trajectory) -> None:
+        if str(trajectory.id) == BAD:
+            await for_ever()
+
+    scene.on_score = score
+    check_only_it_failed(scene, scene.play(), "no answer in 6 s")

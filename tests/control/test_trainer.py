@@ -1,0 +1,227 @@
+"""The trainer is lost before, in and after a step: it learns again what it had learnt, under the same versions."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollart.errors import JobStopped, TrainerError, WeightError
+from rollart.types import Batch, EngineSpec, WeightManifest, WeightVersion
+from tests.control.scene import TRAIN_S, Played, Scene, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
+
+
+def surviving(scene: Scene) -> list[tuple[int, tuple[str, ...]]]:
+    """The steps of the trainer that is left, in order."""
+    last = scene.trainers[-1].life
+    return [(step, groups) for life, step, groups in scene.steps if life == last]
+
+
+def written(scene: Scene, first: int = 0) -> list[tuple[int, tuple[str, ...]]]:
+    return [
+        (step, tuple(group.id for group in batch.groups))
+        for step, batch in sorted(scene.journal.all.items())
+        if step >= first
+    ]
+
+
+def crash_at(step: int, where: str) -> dict[str, Callable[[ScriptedTrainer, Batch], Awaitable[None]]]:
+    crashed: list[int] = []
+
+    async def crash(trainer: ScriptedTrainer, batch: Batch) -> None:
+        if batch.step == step and not crashed:
+            crashed.append(step)
+            if where == "during":
+                await asyncio.sleep(2.0)
+            trainer.dead = where
+            trainer.well()
+
+    return {"after_step" if where == "after" else "on_step": crash}
+
+
+@pytest.mark.parametrize("where", ["before", "during", "after"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_crash_replays_the_batches_in_order_under_the_same_versions(where: str, step: int) -> None:
+    scene = Scene(scene_job(train__steps=5))
+    for name, hook in crash_at(step, where).items():
+        setattr(scene, name, hook)
+    played = scene.play()
+    assert played.finished, played.error
+    assert not played.violations
+    assert surviving(scene) == written(scene)
+    assert [event["step"] for event in played.of("replay")] == list(range(step))
+    assert [event["version"] for event in played.of("step.end")] == [1, 2, 3, 4, 5]
+    assert f"died {where}" in played.one("trainer.down")["reason"]
+
+
+def test_a_replay_begins_at_the_last_checkpoint() -> None:
+    scene = Scene(scene_job(train__steps=6, checkpoint__every=2), **crash_at(5, "during"))  # type: ignore[arg-type]
+    played = scene.play()
+    assert played.finished
+    assert [event["step"] for event in played.of("replay")] == [4]
+    assert surviving(scene) == written(scene, first=4)
+    assert scene.trainers[-1].version == 6
+
+
+def test_a_crash_while_weights_are_pushed_pushes_them_again() -> None:
+    scene = Scene(scene_job(train__steps=4))
+    crashed: list[int] = []
+
+    async def crash(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        if version == 2 and not crashed:
+            crashed.append(version)
+            trainer.dead = "in a push"
+
+    scene.on_publish = crash
+    played = scene.play()
+    assert played.finished, played.error
+    assert not played.violations
+    assert [event["version"] for event in played.of("swap.end")] == [1, 2, 3]
+
+
+def test_two_calls_that_notice_the_same_crash_restart_the_trainer_once() -> None:
+    """The step and the push of the version before are under way together."""
+    scene = Scene(scene_job(train__steps=4, rollout={"groups_per_step": 2, "swap": "when_published"}))
+
+    async def slow_push(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        await asyncio.sleep(3.0)
+
+    scene.on_publish = slow_push
+    scene.when(
+        lambda event: event["e"] == "step.start" and event["step"] == 1,
+        lambda: asyncio.get_running_loop().call_later(1.0, setattr, scene.trainers[-1], "dead", "for both"),
+    )
+    played = scene.play()
+    assert played.finished
+    assert len(played.of("trainer.down")) == 1
+    assert len(scene.trainers) == 2
+
+
+def test_a_trainer_that_hangs_is_found_by_the_limit() -> None:
+    scene = Scene(scene_job(limits__train_s=60.0))
+
+    async def hang(trainer: ScriptedTrainer, batch: Batch) -> None:
+        if trainer.life == 0:
+            await for_ever()
+
+    scene.on_step = hang
+    played = scene.play()
+    assert played.finished
+    assert "no answer in 60 s" in played.one("trainer.down")["reason"]
+
+
+def test_a_trainer_that_is_lost_too_often_in_a_row_stops_the_job_with_the_reason() -> None:
+    scene = Scene(scene_job(limits__trainer_restarts=2))
+
+    async def always(trainer: ScriptedTrainer, batch: Batch) -> None:
+        raise ValueError("bad kernel")
+
+    scene.on_step = always
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    assert "lost 3 times in a row" in str(played.error)
+    assert "bad kernel" in str(played.error)
+
+
+def test_a_trainer_that_cannot_start_again_counts_as_lost_again() -> None:
+    scene = Scene(scene_job(limits__trainer_restarts=3), **crash_at(1, "before"))  # type: ignore[arg-type]
+
+    async def refuses(before: int) -> None:
+        if before:
+            raise RuntimeError("no GPU")
+
+    scene.on_trainer_start = refuses
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    assert "no GPU" in str(played.error)
+
+
+def test_a_finished_step_forgives_the_losses_before_it() -> None:
+    scene = Scene(scene_job(limits__trainer_restarts=1, train__steps=4))
+
+    async def each_step_once(trainer: ScriptedTrainer, batch: Batch) -> None:
+        if trainer.life <= batch.step and trainer.version == batch.step and len(scene.trainers) == batch.step + 1:
+            trainer.dead = "again"
+            trainer.well()
+
+    scene.on_step = each_step_once
+    played = scene.play()
+    assert played.finished, played.error
+    assert len(played.of("trainer.down")) == 4
+
+
+def test_a_push_that_fails_alone_does_not_tear_the_step_under_way_from_the_new_trainer() -> None:
+    """Only the push breaks; the step goes on in a trainer that has meanwhile been given up."""
+    scene = Scene(
+        scene_job(train__steps=5, checkpoint__every=1, rollout={"groups_per_step": 2, "swap": "when_published"})
+    )
+    failed: list[int] = []
+
+    async def fails_once(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        if version == 2 and not failed:
+            await asyncio.sleep(2.5)
+            failed.append(version)
+            raise TrainerError("the store is full")
+
+    scene.on_publish = fails_once
+    played = scene.play()
+    assert played.finished, played.error
+    down, up = played.of("trainer.down")[0], played.of("trainer.up")[0]
+    step = played.one("step.start", step=2)
+    assert step["t"] < down["t"] < up["t"] < step["t"] + TRAIN_S, "the step was under way, and outlives the restart"
+    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+
+
+def test_every_batch_is_written_before_its_step() -> None:
+    scene = Scene()
+    order: list[Any] = []
+
+    async def note(trainer: ScriptedTrainer, batch: Batch) -> None:
+        order.append(batch.step in scene.journal.all)
+
+    scene.on_step = note
+    played: Played = scene.play()
+    assert order == [True, True, True]
+    for event in played.of("step.start"):
+        assert played.one("written", step=event["step"])["n"] < event["n"]
+
+
+def test_only_the_current_and_the_previous_version_are_ever_asked_of_the_trainer() -> None:
+    """The scripted trainer refuses any other, and would be restarted for it."""
+    for swap in ("after_batch", "when_published"):
+        played = Scene(scene_job(train__steps=6, rollout={"groups_per_step": 2, "swap": swap})).play()
+        assert played.finished
+        assert not played.of("trainer.down")
+
+
+def test_a_version_too_old_to_be_pushed_again_does_not_stop_the_job() -> None:
+    """The push is slow, the trainer two versions ahead; an engine comes back and finds a damaged bucket."""
+    scene = Scene(
+        scene_job(train__steps=6, checkpoint__every=1, rollout={"groups_per_step": 2, "swap": "when_published"})
+    )
+    damaged: list[WeightVersion] = []
+
+    async def slow(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        await asyncio.sleep(15.0)
+
+    async def damaged_once(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if len(scene.engines["fast-0"]) == 2 and engine is scene.engine("fast-0") and not damaged:
+            damaged.append(manifest.version)
+            assert scene.trainers[-1].version == manifest.version + 2
+            raise WeightError("bucket 0 is damaged")
+
+    async def slow_start(spec: EngineSpec, before: int) -> None:
+        if before:
+            await asyncio.sleep(8.0)
+
+    def kill_soon() -> None:
+        asyncio.get_running_loop().call_later(2.0, setattr, scene.engine("fast-0"), "dead", "killed")
+
+    scene.on_publish = slow
+    scene.on_swap = damaged_once
+    scene.on_start = slow_start
+    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 1, kill_soon)
+    played = scene.play()
+    assert damaged == [1]
+    assert played.finished, played.error
+    assert not played.of("trainer.down"), [event["reason"] for event in played.of("trainer.down")]

@@ -1,0 +1,164 @@
+"""What every EnvHost must do: one suite, run against each adapter."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.errors import EnvError
+from rollart.ports import EnvHost
+from rollart.types import Task, TrajectoryId
+
+TASKS = str(Path(__file__).with_name("strange_tasks.py"))
+DOMAIN = "strange"
+SOON_S = 20.0
+"""Generous: the machine may be busy."""
+
+
+def task(kind: str, **payload: Any) -> Task:
+    return Task(id=f"{DOMAIN}/{kind}", domain=DOMAIN, index=0, payload={"kind": kind, **payload})
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(6 * SOON_S):
+            await work()
+
+    asyncio.run(limited())
+
+
+ID = TrajectoryId("g0", 0, 0)
+
+
+class EnvHostContract:
+    """Subclasses say how to make a host with so many slots."""
+
+    def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
+        raise NotImplementedError
+
+    async def plays(self, host: EnvHost, kind: str = "count") -> None:
+        """An ordinary episode goes through."""
+        async with asyncio.timeout(SOON_S):
+            env = await host.open(task(kind), ID)
+            first = await env.reset()
+            assert first.messages[0].content == "count "
+            assert (first.messages[0].role, first.reward, first.done) == ("user", 0.0, False)
+            second = await env.step("a")
+            assert (second.messages[0].content, second.reward, second.done) == ("a 1", 0.5, False)
+            third = await env.step("b")
+            assert (third.messages[0].content, third.reward, third.done) == ("b 2", 0.5, True)
+            await env.close()
+
+    def test_episodes_plain_and_async(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                await self.plays(host)
+                await self.plays(host, "async")
+                await self.plays(host, "print")
+
+        run(work)
+
+    @pytest.mark.parametrize(
+        ("kind", "text"),
+        [
+            ("raise", "lost my keys"),
+            ("leave", "3"),
+            ("nothing", "returned NoneType"),
+            ("not a number", "finite number"),
+            ("no message", "tuple of Message"),
+        ],
+    )
+    def test_a_bad_step_is_an_error_of_its_own_only(self, tmp_path: Path, kind: str, text: str) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 2) as host:
+                good = await host.open(task("count"), ID)
+                bad = await host.open(task(kind), ID)
+                await good.reset()
+                await bad.reset()
+                with pytest.raises(EnvError, match=text):
+                    await bad.step("a")
+                await bad.close()
+                assert (await good.step("a")).messages[0].content == "a 1"
+                await good.close()
+                await self.plays(host)
+
+        run(work)
+
+    def test_errors_in_open_and_close(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                with pytest.raises(EnvError, match="no such problem"):
+                    await host.open(task("raise in open"), ID)
+                with pytest.raises(EnvError, match="elsewhere"):
+                    await host.open(Task(id="x", domain="elsewhere", index=0), ID)
+                env = await host.open(task("raise in close"), ID)
+                with pytest.raises(EnvError, match="stuck door"):
+                    await env.close()
+                await self.plays(host)
+
+        run(work)
+
+    def test_a_slot_is_waited_for_and_given_back(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                first = await host.open(task("count"), ID)
+                second = asyncio.ensure_future(host.open(task("count"), ID))
+                given_up = asyncio.ensure_future(host.open(task("count"), ID))
+                await asyncio.sleep(0.05)
+                assert not second.done()
+                given_up.cancel()
+                await first.close()
+                await first.close()
+                env = await second
+                with pytest.raises(EnvError):
+                    await first.step("a")
+                await env.close()
+                await self.plays(host)
+
+        run(work)
+
+    @pytest.mark.parametrize("kind", ["hang", "hang in reset", "hang in open"])
+    def test_a_hung_one_frees_its_slot(self, tmp_path: Path, kind: str) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                await self.plays(host)  # so that what hangs below is not the start of the host
+
+                async def hang() -> None:
+                    env = await host.open(task(kind), ID)
+                    try:
+                        await env.reset()
+                        await env.step("a")
+                    finally:
+                        await env.close()
+
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(hang(), 0.3)
+                await self.plays(host)
+
+        run(work)
+
+    def test_close_under_a_running_step(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                env = await host.open(task("slow"), ID)
+                await env.reset()
+                step = asyncio.ensure_future(env.step("a"))
+                await asyncio.sleep(0.05)
+                await env.close()
+                await asyncio.wait([step], timeout=SOON_S)
+                assert step.done()
+                step.exception()
+                await self.plays(host)
+
+        run(work)
+
+
+@asynccontextmanager
+async def closing(host: Any) -> AsyncIterator[Any]:
+    try:
+        yield host
+    finally:
+        await host.close()

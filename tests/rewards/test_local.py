@@ -1,0 +1,36 @@
+"""Reward functions in local processes."""
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from rollart.errors import RewardError
+from rollart.ports import RewardBackend
+from rollart.rewards.local import LocalRewards
+from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, run, trajectory
+
+
+class TestLocalRewards(RewardContract):
+    def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
+        return closing(
+            LocalRewards({DOMAIN: FUNCTION}, decode=decode, log_dir=tmp_path, workers=2, timeout_s=timeout_s)
+        )
+
+    def test_a_dead_worker_is_replaced(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            functions = {DOMAIN: FUNCTION, "lost": "no.such.module:score"}
+            async with closing(LocalRewards(functions, decode=decode, log_dir=tmp_path, workers=1)) as backend:
+                with pytest.raises(RewardError, match="status 9") as raised:
+                    await backend.score(trajectory("die"))
+                assert raised.value.retryable
+                cold, warm = [await backend.score(trajectory("sum")) for _ in range(2)]
+                assert (cold.value, warm.value) == (0.75, 0.75)
+                assert cold.cold_start_s > warm.cold_start_s == 0.0
+                with pytest.raises(RewardError, match="no module"):
+                    await backend.score(trajectory("sum", domain="lost"))
+                with pytest.raises(RewardError, match="elsewhere") as raised:
+                    await backend.score(trajectory("sum", domain="elsewhere"))
+                assert not raised.value.retryable
+
+        run(work)

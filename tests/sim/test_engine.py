@@ -1,0 +1,255 @@
+"""The simulated engine costs what a real one would: more for longer, less for cached, again after a swap."""
+
+import asyncio
+
+import pytest
+
+from rollart.config import Spread
+from rollart.errors import EngineError, RequestError, WeightError
+from rollart.hardware import HARDWARE, MODELS, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.sim.engine import SimEngine
+from rollart.types import Finish, GenerateRequest, Span
+from tests.sim.engines import Bench, ask, now, run
+
+PREFILL_S = prefill_s_per_token(MODELS["qwen3-8b"], HARDWARE["h20"], 1)
+STEP_S = decode_step_s(MODELS["qwen3-8b"], HARDWARE["h20"], 1, 1, 100)
+
+
+async def seconds(engine: SimEngine, *requests: GenerateRequest) -> float:
+    began_s = now()
+    await asyncio.gather(*(engine.generate(request) for request in requests))
+    return now() - began_s
+
+
+def test_one_request_alone_takes_its_prefill_and_a_step_for_each_token() -> None:
+    async def work() -> None:
+        taken_s = await seconds(Bench().engine, ask("x", 1000))
+        assert taken_s == pytest.approx(1000 * PREFILL_S + 100 * STEP_S, rel=0.1)
+
+    run(work)
+
+
+def test_longer_prompts_and_longer_answers_are_slower() -> None:
+    async def work() -> None:
+        short_s = await seconds(Bench().engine, ask("x", 100))
+        assert await seconds(Bench().engine, ask("x", 20_000)) > short_s + 19_000 * PREFILL_S
+        longer = Bench(answer=Spread(mean=300)).engine
+        assert await seconds(longer, ask("x", 100)) == pytest.approx(3 * short_s, rel=0.1)
+
+    run(work)
+
+
+def test_a_batch_costs_far_less_than_its_requests_one_by_one_and_more_than_one() -> None:
+    async def work() -> None:
+        alone_s = await seconds(Bench().engine, ask("x"))
+        together_s = await seconds(Bench().engine, *(ask(f"x{number}") for number in range(16)))
+        assert alone_s < together_s < 3 * alone_s
+
+    run(work)
+
+
+def test_a_batch_that_is_full_makes_others_wait() -> None:
+    async def work() -> None:
+        bench = Bench(max_batch=1)
+        alone_s = await seconds(Bench().engine, ask("x"))
+        assert await seconds(bench.engine, ask("x"), ask("y"), ask("z")) == pytest.approx(3 * alone_s, rel=0.02)
+
+    run(work)
+
+
+def test_a_session_that_goes_on_prefills_only_what_is_new() -> None:
+    async def work() -> None:
+        engine = Bench().engine
+        first = await engine.generate(ask("x", 5000))
+        assert (first.prefill_tokens, first.cached_tokens) == (5000, 0)
+        second = await engine.generate(ask("x", 5300, turn=1))
+        assert (second.prefill_tokens, second.cached_tokens) == (200, 5100)
+        other = await engine.generate(ask("y", 5300))
+        assert (other.prefill_tokens, other.cached_tokens) == (5300, 0)
+
+    run(work)
+
+
+def test_the_last_turn_of_a_session_leaves_no_cache() -> None:
+    async def work() -> None:
+        engine = Bench().engine
+        await engine.generate(ask("x", 5000, last=True))
+        assert (await engine.generate(ask("x", 5300, turn=1))).cached_tokens == 0
+
+    run(work)
+
+
+def test_idle_caches_go_when_the_room_is_needed_the_longest_unused_first() -> None:
+    async def work() -> None:
+        engine = Bench().engine
+        capacity = kv_capacity_tokens(MODELS["qwen3-8b"], HARDWARE["h20"], 1)
+        part = capacity // 3
+        for name in ("x", "y"):
+            await engine.generate(ask(name, part))
+        await engine.generate(ask("z", part))
+        assert (await engine.generate(ask("y", part + 200, turn=1))).cached_tokens == part + 100
+        assert (await engine.generate(ask("x", part + 200, turn=1))).cached_tokens == 0
+
+    run(work)
+
+
+def test_requests_that_do_not_fit_in_memory_together_wait_and_one_that_never_fits_is_refused() -> None:
+    async def work() -> None:
+        capacity = kv_capacity_tokens(MODELS["qwen3-8b"], HARDWARE["h20"], 1)
+        half = int(capacity * 0.6)
+        alone_s = await seconds(Bench().engine, ask("x", half))
+        assert await seconds(Bench().engine, ask("x", half), ask("y", half)) == pytest.approx(2 * alone_s, rel=0.02)
+        with pytest.raises(RequestError, match="does not fit"):
+            await Bench().engine.generate(ask("x", capacity))
+
+    run(work)
+
+
+def test_an_abort_frees_the_slot_and_the_memory_at_once() -> None:
+    async def work() -> None:
+        bench = Bench(max_batch=1)
+        for where_s in (0.0, 0.001, 0.5):
+            engine = bench.engine
+            task = asyncio.ensure_future(engine.generate(ask("x", 5000)))
+            waiting = asyncio.ensure_future(engine.generate(ask("w", 100)))
+            await asyncio.sleep(where_s)
+            task.cancel()
+            waiting.cancel()
+            await asyncio.gather(task, waiting, return_exceptions=True)
+            await engine.abort("w/0")
+            await engine.abort("x/0")
+            await engine.abort("never heard of")
+            alone_s = await seconds(Bench().engine, ask("y", 100))
+            assert await seconds(engine, ask("y", 100)) == pytest.approx(alone_s, rel=0.01)
+            bench = Bench(max_batch=1)
+
+    run(work)
+
+
+def test_the_memory_of_an_aborted_request_is_free_for_the_next() -> None:
+    async def work() -> None:
+        most = int(kv_capacity_tokens(MODELS["qwen3-8b"], HARDWARE["h20"], 1) * 0.6)
+        engine = Bench().engine
+        alone_s = await seconds(Bench().engine, ask("y", most))
+        for where_s in (0.1, alone_s - 0.1):
+            task = asyncio.ensure_future(engine.generate(ask("x", most)))
+            await asyncio.sleep(where_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await engine.abort("x/0")
+            assert await seconds(engine, ask(f"y{where_s}", most, last=True)) == pytest.approx(alone_s, rel=0.01)
+
+    run(work)
+
+
+def test_a_swap_makes_work_in_flight_prefill_again_and_its_spans_show_both_versions() -> None:
+    async def work() -> None:
+        bench = Bench()
+        undisturbed_s = await seconds(Bench().engine, ask("x", 5000))
+        manifest = bench.put(1)
+        await bench.engine.stage(1)
+        await asyncio.sleep(5.0)
+        began_s = now()
+        task = asyncio.ensure_future(bench.engine.generate(ask("x", 5000)))
+        await asyncio.sleep(undisturbed_s * 0.8)
+        report = await bench.engine.swap(manifest)
+        completion = await task
+        assert [span.version for span in completion.spans] == [0, 1]
+        assert sum(span.length for span in completion.spans) == len(completion.tokens) == 100
+        said = completion.spans[0].length
+        assert report.rebuilt_tokens == 5000 + said
+        assert completion.prefill_tokens == 5000 + 5000 + said
+        assert now() - began_s == pytest.approx(undisturbed_s + report.exposed_s + (5000 + said) * PREFILL_S, rel=0.05)
+        assert report.exposed_s == pytest.approx(0.1), "it was staged: only the load is left"
+        after = await bench.engine.generate(ask("y"))
+        assert after.spans == (Span(1, 100),)
+
+    run(work)
+
+
+def test_a_swap_drops_the_caches_of_idle_sessions() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.engine.generate(ask("x", 5000))
+        await bench.engine.swap(bench.put(1))
+        again = await bench.engine.generate(ask("x", 5300, turn=1))
+        assert (again.prefill_tokens, again.cached_tokens) == (5300, 0)
+
+    run(work)
+
+
+def test_a_swap_that_was_not_staged_stands_still_for_the_transfer() -> None:
+    async def work() -> None:
+        bench = Bench()
+        report = await bench.engine.swap(bench.put(1, gb=20.0))
+        assert report.pull_s == pytest.approx(2.0)
+        assert report.exposed_s == pytest.approx(2.0 + 2.0)
+
+    run(work)
+
+
+def test_work_under_way_stands_still_during_a_swap_and_a_failed_one_leaves_the_old_weights() -> None:
+    async def work() -> None:
+        bench = Bench()
+        manifest = bench.put(1)
+        bench.store.damage(1, 0, lose=False)
+        task = asyncio.ensure_future(bench.engine.generate(ask("x", 100)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(WeightError):
+            await bench.engine.swap(manifest)
+        completion = await task
+        assert completion.spans == (Span(0, 100),)
+        assert bench.engine.version == 0
+
+    run(work)
+
+
+def test_an_answer_is_cut_at_its_most_tokens_and_says_so() -> None:
+    async def work() -> None:
+        engine = Bench().engine
+        cut = await engine.generate(ask("x", max_tokens=7))
+        assert (len(cut.tokens), cut.finish) == (7, Finish.LENGTH)
+        assert (await engine.generate(ask("y"))).finish is Finish.STOP
+
+    run(work)
+
+
+def test_busy_seconds_add_up_to_what_the_engine_worked() -> None:
+    async def work() -> None:
+        engine = Bench().engine
+        began_s = now()
+        done = await asyncio.gather(*(engine.generate(ask(f"x{number}", 700)) for number in range(9)))
+        assert sum(one.busy_s for one in done) == pytest.approx(now() - began_s, rel=0.05)
+
+    run(work)
+
+
+def test_an_engine_that_dies_tells_all_who_wait_and_all_who_come() -> None:
+    async def work() -> None:
+        bench = Bench()
+        task = asyncio.ensure_future(bench.engine.generate(ask("x")))
+        await asyncio.sleep(0.1)
+        bench.engine.die("killed")
+        bench.engine.die("again")
+        with pytest.raises(EngineError, match="killed"):
+            await task
+        with pytest.raises(EngineError, match="killed"):
+            await bench.engine.generate(ask("y"))
+        with pytest.raises(EngineError, match="killed"):
+            await bench.engine.stage(1)
+        assert bench.died == ["pool-0"]
+
+    run(work)
+
+
+def test_an_engine_that_hangs_answers_nobody() -> None:
+    async def work() -> None:
+        bench = Bench()
+        task = asyncio.ensure_future(bench.engine.generate(ask("x")))
+        await asyncio.sleep(0.1)
+        bench.engine.hang()
+        for call in (task, bench.engine.generate(ask("y")), bench.engine.abort("x/0"), bench.engine.swap(bench.put(1))):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 10_000.0)
+
+    run(work)

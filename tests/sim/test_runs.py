@@ -1,0 +1,204 @@
+"""Whole jobs on the virtual clock: determinism, the staleness matrix, the five modes, the shares."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.chaos import plan_job
+from rollart.config import MODES, Job, load_job
+from rollart.events import read_events
+from rollart.run import RunResult, simulate
+from rollart.sim.faults import draw_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "jobs" / "chaos.yaml"
+SMALL = ("train.steps=6", "checkpoint.every=3")
+
+
+def job(*overrides: str) -> Job:
+    return load_job(JOB, [*SMALL, *overrides])
+
+
+def with_faults(one: Job, seed: int) -> Job:
+    return one.model_copy(update={"sim": one.sim.model_copy(update={"faults": draw_plan(one.sim.chaos, seed)})})
+
+
+def finished(result: RunResult) -> dict[str, Any]:
+    assert result.summary["state"] == "finished", result.summary["reason"]
+    assert result.violations == []
+    assert not result.deadlock
+    assert result.summary["groups"]["lost"] == 0
+    assert result.summary["groups"]["trained_twice"] == 0
+    return result.summary
+
+
+# --- determinism --------------------------------------------------------------------------------------------------
+
+
+def sim_in_a_process(out: Path, cwd: Path, hash_seed: str, seed: int, **extra: str) -> bytes:
+    environment = {**os.environ, **extra, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    overrides = [
+        "train.steps=4",
+        f"seed={seed}",
+        "sim.faults=[{kind: engine_death, swap: 2}, {kind: env_hang, at_s: 20}]",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "rollart.cli", "sim", str(JOB), *overrides, "--out", str(out)],
+        cwd=cwd,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return (out / "events.jsonl").read_bytes()
+
+
+def test_the_same_job_and_seed_write_the_same_bytes_whatever_surrounds_them(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    first = sim_in_a_process(tmp_path / "first", ROOT, "1", 5)
+    second = sim_in_a_process(tmp_path / "second", elsewhere, "4242", 5, ROLLART_X="1", TZ="Asia/Tokyo", LANG="C")
+    assert len(first) > 100_000
+    assert first == second
+    another = sim_in_a_process(tmp_path / "another", ROOT, "1", 6)
+    assert another != first
+
+
+def test_a_run_directory_holds_what_the_run_came_to(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = simulate(job(), tmp_path / "run", progress=said.append)
+    summary = finished(result)
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [event["n"] for event in events] == list(range(len(events)))
+    assert sum(event["e"] == "step.end" for event in events) == summary["steps"] == 6
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+    assert load_job(tmp_path / "run" / "job.yaml") == job()
+
+
+# --- the staleness matrix -----------------------------------------------------------------------------------------
+
+MATRIX = [
+    pytest.param(0, ("mode=sync+",), id="0-between_batches"),
+    *(
+        pytest.param(bound, (f"rollout.staleness={bound}", *overrides), id=f"{bound}-{name}")
+        for bound in (1, 3)
+        for name, overrides in (
+            ("after_batch", ()),
+            ("when_published", ("rollout.swap=when_published",)),
+            ("rolling", ("rollout.rolling=2",)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("faults", [None, 11], ids=["quiet", "faults"])
+@pytest.mark.parametrize(("bound", "overrides"), MATRIX)
+def test_nothing_older_than_the_bound_is_trained_on(
+    bound: int, overrides: tuple[str, ...], faults: int | None, tmp_path: Path
+) -> None:
+    one = job("train.steps=8", *overrides)
+    if faults is not None:
+        one = with_faults(one, faults + bound)
+    result = simulate(one, tmp_path / "run")
+    summary = finished(result)
+    staleness = summary["staleness"]
+    assert staleness["max"] <= bound
+    assert staleness["max_steps"] <= bound + 1
+    if bound == 0:
+        assert set(staleness["histogram"]) == {"0"}
+        return
+    assert staleness["in_flight_over_swaps"] > 0
+    if faults is None:
+        assert trained_on_across_a_swap(tmp_path / "run" / "events.jsonl"), "work in flight over a swap is trained on"
+
+
+def trained_on_across_a_swap(path: Path) -> set[str]:
+    """Groups that were trained on and have a trajectory whose tokens are of two versions."""
+    versions: dict[str, set[int]] = {}
+    trained: set[str] = set()
+    members: dict[str, list[str]] = {}
+    for event in read_events(path):
+        match event["e"]:
+            case "said":
+                session = event["id"].rpartition("/")[0]
+                versions.setdefault(session, set()).update(version for version, _ in event["spans"])
+            case "ready":
+                members[event["group"]] = event["members"]
+            case "batch":
+                trained.update(event["groups"])
+    return {group for group in trained if any(len(versions[member]) > 1 for member in members[group])}
+
+
+SLOW_GAME = ("sim.tasks.game.step_s={kind: lognormal, mean: 6, sigma: 1, high: 40}",)
+
+
+def test_checking_the_bound_only_at_the_start_lets_older_work_through() -> None:
+    areal = simulate(job("mode=areal", "train.steps=10", "tasks.0.weight=1", *SLOW_GAME)).summary
+    assert areal["state"] == "finished"
+    assert areal["staleness"]["max"] > areal["staleness"]["bound"] == 1
+
+
+def test_the_same_job_with_the_bound_kept_live_keeps_it() -> None:
+    summary = finished(simulate(job("train.steps=10", "tasks.0.weight=1", "rollout.swap=when_published", *SLOW_GAME)))
+    assert summary["staleness"]["max"] <= 1
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize("faults", [None, 3], ids=["quiet", "faults"])
+def test_each_mode_finishes_and_keeps_its_promises(mode: str, faults: int | None) -> None:
+    one = job(f"mode={mode}")
+    summary = finished(simulate(one if faults is None else with_faults(one, faults)))
+    assert (summary["mode"], summary["steps"]) == (mode, 6)
+
+
+def test_the_shares_hold_at_consumption_though_one_task_is_slow() -> None:
+    slow = "sim.tasks.game.step_s={kind: lognormal, mean: 8, sigma: 1, high: 40}"
+    summary = finished(simulate(job("train.steps=12", "rollout.staleness=3", slow)))
+    for name, share in (("game", 2 / 3), ("maths", 1 / 3)):
+        assert summary["tasks"][name]["trained_share"] == pytest.approx(share, abs=0.06)
+
+
+def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_trajectories_follow(tmp_path: Path) -> None:
+    """`game` decodes much, `maths` prefills much: each ends on the hardware that is good at it."""
+    measured = (
+        "tasks.0={name: game, group_size: 4, max_turns: 12, max_tokens: 2048}",
+        "tasks.1={name: maths, group_size: 4, max_turns: 4}",
+        "sim.tasks.game.answer_tokens=300",
+        "pools.0.engines.count=2",
+        "sim.tasks.maths.prompt_tokens=20000",
+        "sim.tasks.maths.answer_tokens=20",
+        "limits.generate_s=1000",
+        "rollout.staleness=3",
+    )
+    finished(simulate(job(*measured), tmp_path / "run"))
+    moves = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "affinity"]
+    assert moves
+    starts = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "start"]
+    where = {event["task"].split("/")[0]: event["pool"] for event in starts}
+    assert where == {"game": "bandwidth", "maths": "compute"}
+
+
+@pytest.mark.parametrize("seed", [0, 7, 22, 35])
+def test_drawn_fault_plans_break_no_promise(seed: int) -> None:
+    finished(simulate(plan_job(JOB, SMALL, seed)))
+
+
+def test_environments_that_fail_and_hang_by_themselves_are_lived_with() -> None:
+    broken = ("sim.tasks.game.failure=0.1", "sim.tasks.maths.hang=0.03")
+    summary = finished(simulate(job(*broken)))
+    assert summary["trajectories"]["failed"] > 0
+
+
+def test_a_slow_reset_tail_is_lived_with() -> None:
+    finished(simulate(job("sim.tasks.game.reset_tail=0.1", "sim.tasks.game.reset_tail_s=50")))
+
+
+def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
+    faults = "sim.faults=[{kind: coordinator_restart, swap: 2, delay_s: 6}]"
+    summary = finished(simulate(job(faults)))
+    assert summary["restarts"]["coordinator"] == 1
+    assert summary["steps"] == 6

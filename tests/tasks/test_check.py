@@ -1,0 +1,72 @@
+"""`rollart task check`: each fault is found and said, and only that one."""
+
+from pathlib import Path
+
+import pytest
+
+from rollart.tasks.check import check_task
+from tests.tasks.test_load import ECHO
+
+STEP = "return observe(reward=float(action.strip() == self.word), done=True)"
+DRAW = 'return {"word": str(rng.randint(0, 999))}'
+
+FAULTS = {
+    "not deterministic": (STEP, "import random; return observe(reward=random.random(), done=True)"),
+    "did not end within": (STEP, "return 'again'"),
+    "has no text": ('return f"Say {self.word}."', "return ''"),
+    "finite number": (STEP, "return observe(reward=float('nan'), done=True)"),
+    "step(action) returned NoneType": (STEP, "pass"),
+    "step(action) raised KeyError: 'x'": (STEP, "raise KeyError('x')"),
+    "did not return within": (STEP, "import time; time.sleep(60)"),
+    "over at reset()": ('return f"Say {self.word}."', "return observe(done=True)"),
+    "differs between two task sets": (DRAW, 'import random; return {"word": str(random.random())}'),
+    "seed changes nothing": (DRAW, 'self.i = getattr(self, "i", 0) + 1; return {"word": str(self.i)}'),
+    "not made of JSON values": (DRAW, 'return {"word": str(rng.randint(0, 999)), "more": (1, 2)}'),
+    "also training problems": (
+        "    def environment",
+        "    def held_out(self, index): return self.task(index)\n    def environment",
+    ),
+    "prints to stdout": (STEP, f"print('hello'); {STEP}"),
+    "scripted player fails": ('return task.payload["word"]', 'return rng.choice([task.payload["word"], "", "x"])'),
+    "earns no more than": ('return task.payload["word"]', 'return "wrong"'),
+    "no scripted player": ("def scripted", "def clever"),
+    "is slow": (STEP, f"import time; time.sleep(0.06); {STEP}"),
+    "score(episode): the reward function": ("class Echo(", "def score(episode): return None\n\nclass Echo("),
+    "gives another reward": (
+        "class Echo(",
+        "import itertools\nn = itertools.count()\ndef score(episode): return next(n)\n\nclass Echo(",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_is_found(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.tasks.check.SLOW_STEP_S", 0.05)
+    good, bad = FAULTS[fault]
+    assert good in ECHO
+    path = tmp_path / "broken.py"
+    path.write_text(ECHO.replace(good, bad))
+    findings = check_task(str(path), call_limit_s=1.0)
+    assert any(fault in finding.text for finding in findings), findings
+    assert len(findings) <= 2
+
+
+def test_a_sound_file_has_no_findings(tmp_path: Path) -> None:
+    path = tmp_path / "sound.py"
+    path.write_text(ECHO)
+    assert check_task(str(path)) == []
+    path = tmp_path / "sound_async.py"
+    path.write_text(ECHO.replace("def reset", "async def reset").replace("def step", "async def step"))
+    assert check_task(str(path)) == []
+
+
+def test_steps_after_done(tmp_path: Path) -> None:
+    path = tmp_path / "ghost.py"
+    path.write_text(
+        ECHO.replace(STEP, f"self.n = getattr(self, 'n', 0) + 1\n        if self.n > 1: return 'more'\n        {STEP}")
+    )
+    assert ["after done goes on" in finding.text for finding in check_task(str(path))] == [True]
+
+
+def test_a_missing_file_is_one_finding() -> None:
+    assert [finding.level for finding in check_task("no_such_file.py")] == ["error"]

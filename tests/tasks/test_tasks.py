@@ -1,0 +1,114 @@
+"""The task sets that come with RollArt: they can be won, are split by hash, and pass their own check."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rollart.tasks import calculator_math, frozen_lake
+from rollart.tasks.api import Episode, EpisodeTurn, TaskSet, as_observation, text_of
+from rollart.tasks.check import check_task
+from rollart.tasks.load import load_reward, load_task_set, reward_of
+from rollart.types import Observation, Task
+
+ALL = ("frozen_lake", "calculator_math", "guess_number", "reasoning_gym")
+Player = Callable[[Task, Sequence[str], random.Random], str]
+
+
+def play(task_set: TaskSet, task: Task, player: Player) -> Episode:
+    env: Any = task_set.environment(task)
+    observation: Observation = as_observation(env.reset())
+    rng = random.Random(task.id)
+    texts: list[str] = []
+    turns: list[EpisodeTurn] = []
+    while not (observation.done or observation.truncated):
+        texts.append(text_of(observation))
+        action = player(task, texts, rng)
+        observation = as_observation(env.step(action))
+        turns.append(EpisodeTurn(context=texts[-1], text=action, tokens=1, reward=observation.reward))
+    return Episode(id="e", status="done", task=task, turns=tuple(turns))
+
+
+def success(task_set: TaskSet, use: str, player: Player, count: int) -> float:
+    score = load_reward(reward_of(use))
+    rewards = [score(play(task_set, task_set.held_out(index), player)) for index in range(count)]
+    return sum(float(reward) for reward in rewards if isinstance(reward, int | float)) / count
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_script_wins_and_the_check_is_silent(name: str) -> None:
+    use = f"rollart.tasks.{name}"
+    task_set = load_task_set(use, seed=3)
+    assert task_set.domain == name
+    assert success(task_set, use, task_set.scripted, 40) == 1.0
+    assert check_task(use) == []
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("frozen_lake", 0.01, 0.3), ("calculator_math", 0.15, 0.4)])
+def test_the_novice_speaks_well_and_plays_badly(name: str, low: float, high: float) -> None:
+    task_set = load_task_set(f"rollart.tasks.{name}")
+    assert low < success(task_set, f"rollart.tasks.{name}", task_set.novice, 300) < high
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "calculator_math", "guess_number"])
+def test_training_warm_up_and_held_out_problems_are_disjoint_for_all_seeds(name: str) -> None:
+    splits: dict[str, set[str]] = {"task": set(), "warmup": set(), "held_out": set()}
+    for seed in range(3):
+        task_set = load_task_set(f"rollart.tasks.{name}", seed=seed)
+        for method, found in splits.items():
+            found.update(json.dumps(getattr(task_set, method)(index).payload) for index in range(300))
+    assert min(len(found) for found in splits.values()) >= 15
+    assert not splits["task"] & splits["held_out"]
+    assert not splits["task"] & splits["warmup"]
+    assert not splits["warmup"] & splits["held_out"]
+
+
+def test_tasks_depend_on_seed_domain_and_index_only() -> None:
+    first = load_task_set("rollart.tasks.frozen_lake", seed=1)
+    again = load_task_set("rollart.tasks.frozen_lake:FrozenLakeTasks", seed=1)
+    assert [again.task(index) for index in (5, 2)] == [first.task(index) for index in (5, 2)]
+    assert first.task(5) != load_task_set("rollart.tasks.frozen_lake", seed=2).task(5)
+    assert first.task(5).id == "frozen_lake/5"
+    assert first.held_out(5).id != first.task(5).id
+
+
+def walk(*moves: str) -> list[Observation]:
+    env = frozen_lake.FrozenLake(["SFFF", "FHFH", "FFFH", "HFFG"])
+    return [env.reset(), *(env.step(move) for move in moves)]
+
+
+def test_frozen_lake_by_hand() -> None:
+    seen = walk("Down!", "I do not know", "right, no: down", "right", "down", "right", "right", "up")
+    assert text_of(seen[0]) == f"{frozen_lake.INSTRUCTION}P...\n.O.O\n...O\nO..G\n"
+    assert text_of(seen[1]) == text_of(seen[2]) == "....\nPO.O\n...O\nO..G\n"
+    assert [observation.done for observation in seen] == [False] * 7 + [True, True]
+    assert [observation.reward for observation in seen] == [0.0] * 7 + [1.0, 0.0]
+    fell = walk("down", "right")
+    assert (fell[-1].done, fell[-1].reward) == (True, 0.0)
+    bored = walk(*["up"] * frozen_lake.MAX_MOVES)
+    assert [observation.truncated for observation in bored[-2:]] == [False, True]
+
+
+def test_calculator_by_hand() -> None:
+    def said(*actions: str) -> list[Observation]:
+        env = calculator_math.Calculator("(99-80)*8")
+        return [env.reset(), *(env.step(action) for action in actions)]
+
+    seen = said("calc 99-80", "Calc 19 * 8.", "answer 152")
+    assert [text_of(observation) for observation in seen[1:3]] == ["19\n", "152\n"]
+    assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+    assert said("the answer 19")[-1].reward == 0.0
+    assert text_of(said("calc 99999999999*2")[-1]) == "say calc or answer\n"
+    assert text_of(said("calc -5*3")[-1]) == "-15\n"
+    assert said(*["hm"] * calculator_math.MAX_CALLS)[-1].truncated
+    assert [observation.reward for observation in said("answer 152", "answer 152")[1:]] == [1.0, 0.0]
+
+
+def test_score_needs_the_words_only() -> None:
+    task_set = load_task_set("rollart.tasks.calculator_math")
+    episode = play(task_set, task_set.task(0), task_set.scripted)
+    assert calculator_math.score(Episode.from_json(json.loads(json.dumps(episode.to_json())))) == 1.0
+    with pytest.raises(ValueError, match="not an episode"):
+        Episode.from_json({"id": 1})
