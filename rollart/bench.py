@@ -99,7 +99,7 @@ def _job(live: int, steps: int) -> Job:
 
 def _run(live: int) -> tuple[int, float]:
     """(generate calls, CPU seconds) of one run with so many live trajectories."""
-    steps = max(3, CALLS // (live // 2 * TURNS))
+    steps = max(2, CALLS // (live // 2 * TURNS))
     gc.collect()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -133,6 +133,8 @@ class PoolSettings(Settings):
     engines: EngineSettings | None = None
     slots: Count | None = None
     """Environments that run here at a time."""
+    isolation: Literal["process", "inline"] = "process"
+    """Of environments: each slot a process of its own, or all in the coordinator's (cheap, trusted ones)."""
 
 
 class RewardSettings(Settings):
@@ -218,6 +220,8 @@ class EvaluationSettings(Settings):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 means none."""
+    first: bool = False
+    """Also evaluate the initial weights, before training begins."""
     episodes: Count = 32
     """Per task."""
     concurrency: Count = 16

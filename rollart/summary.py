@@ -362,9 +362,22 @@ class Summary:
             "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
             "cost": self._cost(seconds),
             "evaluations": self._evals,
+            "eval": self._before_and_after(),
             "restarts": dict(self._restarts),
             "faults": dict(sorted(self._faults.items())),
             "warnings": self._warnings,
+        }
+
+    def _before_and_after(self) -> dict[str, Any]:
+        """The first and the last evaluation of each task."""
+        names = list(self._evals)
+        if len(names) < 2:
+            return {}
+        first, last = self._evals[names[0]], self._evals[names[-1]]
+        return {
+            task: {"before": first[task]["reward"], "after": last[task]["reward"], "episodes": last[task]["episodes"]}
+            for task in last
+            if task in first
         }
 
     def _pool_rows(self, seconds: float) -> dict[str, Any]:

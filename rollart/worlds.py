@@ -134,6 +134,7 @@ class RealWorld:
 def real_world(job: Job, out: Path, journal: Journal, log: EventLog) -> RealWorld:
     """Local processes for engines, trainer, environments and rewards; weights through shared memory."""
     from rollart.cluster.local import LocalCluster
+    from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
@@ -159,7 +160,12 @@ def real_world(job: Job, out: Path, journal: Journal, log: EventLog) -> RealWorl
         out / "logs", _engine_setups(job, run_id, bucket_bytes), _trainer_setup(job, out, run_id, bucket_bytes)
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
-    processes = ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed)
+    isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
+    processes: ProcessEnvHost | InlineEnvHost = (
+        ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed)
+        if isolated
+        else InlineEnvHost(task_sets, slots=slots)
+    )
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs")
     host: EnvHost = processes
     rewards: RewardBackend = scorer

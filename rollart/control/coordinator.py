@@ -91,6 +91,8 @@ class Coordinator:
             self.weights.publish(self.trainer.version)
             await self.weights.to(self.trainer.version)
         await self._checkpoint()
+        if self._job.evaluation.first and self.trainer.version == 0:
+            await self._evaluating.guard("version 0", self.evaluation.run("eval0"))
         if self.trainer.version < self._job.train.steps:
             self.rollout.go_on()
         try:

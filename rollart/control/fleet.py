@@ -151,11 +151,13 @@ class Fleet:
         await asyncio.gather(*(self._stage_one(seat, version) for seat in seats))
 
     async def _stage_one(self, seat: Seat, version: WeightVersion) -> None:
+        engine = seat.engine
         try:
             with boundary(EngineError, f"{seat.spec.id} stage"):
-                await self._swaps.guard(seat.spec.id, seat.engine.stage(version))
+                await self._swaps.guard(seat.spec.id, engine.stage(version))
         except BoundaryError as error:
-            self.down(seat, str(error))
+            if seat.engine is engine:
+                self.down(seat, str(error))
 
     async def swap(self, manifest: WeightManifest, rolling: int) -> None:
         """Bring every engine to these weights; in-flight requests stay where they are and go on."""
@@ -176,10 +178,12 @@ class Fleet:
         self._wake()
 
     async def _swap_one(self, seat: Seat, manifest: WeightManifest) -> None:
+        engine = seat.engine
         try:
             await self._load(seat, manifest)
         except BoundaryError as error:
-            self.down(seat, f"swap to {manifest.version}: {error}")
+            if seat.engine is engine:
+                self.down(seat, f"swap to {manifest.version}: {error}")
 
     async def _load(self, seat: Seat, manifest: WeightManifest) -> None:
         """Swap one engine, having damaged buckets pushed again where needed."""

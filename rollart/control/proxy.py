@@ -111,8 +111,12 @@ class Proxy:
     def _check(self, request: GenerateRequest, completion: Completion) -> None:
         """What an engine returns is believed only where it adds up."""
         total = 0
+        version = request.min_version
         for span in completion.spans:
             total += span.length
+            if span.version < version:
+                raise RequestError(f"{completion.engine} sampled under version {span.version} after {version}")
+            version = span.version
         if total != len(completion.tokens) or total != len(completion.logprobs):
             raise RequestError(
                 f"{completion.engine} returned {len(completion.tokens)} tokens, {len(completion.logprobs)} "

@@ -75,6 +75,8 @@ class Rollout:
         self._incarnation = 0
         self._refills = 0
         self._short = 0
+        self._unchecked = True
+        """A ready group may be too old: after a swap, a restart, or when an old group became ready."""
         self._running = 0
         self._begun = False
         self._stopping = False
@@ -167,6 +169,7 @@ class Rollout:
                         },
                     )
                     self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
+                    self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
                 self._notify()
             case Verdict.STALE:
                 self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
@@ -212,6 +215,7 @@ class Rollout:
         self._version_s = now_s - self._swapped_s
         self._swapped_s = now_s
         self._sated = False
+        self._unchecked = True
         if self._live:
             self._sweep(cause)
             self._evict(cause)
@@ -227,6 +231,7 @@ class Rollout:
 
     def _evict(self, cause: int) -> None:
         """Throw out the ready groups that are too old."""
+        self._unchecked = False
         for group in self.buffer.stale_ready(self._fleet.serving):
             del self.buffer.ready[group.id]
             self._end(group.id, group.task, "stale", cause)
@@ -247,11 +252,14 @@ class Rollout:
         while True:
             if self._stopping:
                 raise StopAsked
-            if self._job.rollout.recheck != "start":
+            if self._job.rollout.recheck != "start" and self._unchecked:
                 self._evict(-1)
                 self.feed()
-            groups = self.buffer.form()
-            if groups is None and not self.buffer.growing:
+            enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step
+            groups = self.buffer.form() if enough else None
+            if groups is not None:
+                self._short = 0
+            elif not self.buffer.growing:
                 if self.slots.room == 0 and self.buffer.ready:
                     groups = self.buffer.form(relaxed=True)
                 elif self._refills >= self._refill_limit:
@@ -269,13 +277,15 @@ class Rollout:
                 f"{self._short} batches running: the tasks are too hard or too easy for this model, or their "
                 "environments are broken; see `how` of the group events in events.jsonl"
             )
-        self._warn(f"a batch of {len(groups)} groups instead of {self._job.rollout.groups_per_step}")
+        wanted = self._job.rollout.groups_per_step
+        if len(groups) < wanted:
+            self._warn(f"a batch of {len(groups)} groups instead of {wanted}")
+        else:
+            self._warn("a batch without regard to the tasks' shares: some task gives no usable group")
         return groups
 
     def _formed(self, step: int, groups: list[Group]) -> Batch:
         serving = self._fleet.serving
-        if len(groups) >= self._job.rollout.groups_per_step:
-            self._short = 0
         self._refills = 0
         self.slots.taken([group.id for group in groups])
         cause = self._log.emit(

@@ -34,7 +34,7 @@ class InlineEnvHost:
         if task_set is None:
             raise EnvError(f"no task set is known for the domain {task.domain}")
         await self._slots.acquire()
-        lane = self._idle.pop() if self._idle else _Lane()
+        lane: _Lane | _Direct = _DIRECT if task_set.quick else self._idle.pop() if self._idle else _Lane()
         try:
             with boundary(EnvError, "open"):
                 environment = await lane.run(task_set.environment, task)
@@ -43,12 +43,13 @@ class InlineEnvHost:
             raise
         return InlineEnv(self, lane, environment)
 
-    def release(self, lane: "_Lane") -> None:
+    def release(self, lane: "_Lane | _Direct") -> None:
         """Give a slot back; a thread that still works is left behind."""
-        if lane.busy:
-            lane.end()
-        else:
-            self._idle.append(lane)
+        if isinstance(lane, _Lane):
+            if lane.busy:
+                lane.end()
+            else:
+                self._idle.append(lane)
         self._slots.release()
 
     async def close(self) -> None:
@@ -61,9 +62,9 @@ class InlineEnvHost:
 class InlineEnv:
     """One environment in this process. Holds its slot until it is closed."""
 
-    def __init__(self, host: InlineEnvHost, lane: "_Lane", environment: Environment) -> None:
+    def __init__(self, host: InlineEnvHost, lane: "_Lane | _Direct", environment: Environment) -> None:
         self._host = host
-        self._lane: _Lane | None = lane
+        self._lane: _Lane | _Direct | None = lane
         self._environment = environment
 
     async def reset(self) -> Observation:
@@ -96,6 +97,21 @@ class InlineEnv:
             return await method(*arguments)
         value = await self._lane.run(method, *arguments)
         return await value if inspect.isawaitable(value) else value
+
+
+class _Direct:
+    """Calls on the event loop itself, for environments that answer at once."""
+
+    busy = False
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except SystemExit as error:
+            raise EnvError(f"SystemExit: {error}") from error
+
+
+_DIRECT = _Direct()
 
 
 class _Lane:

@@ -43,6 +43,15 @@ class ProcessEnvHost:
         if task.domain not in self._uses:
             raise EnvError(f"no task set is known for the domain {task.domain}")
         try:
+            return await self._open(task)
+        except EnvError as error:
+            if not (isinstance(error.__cause__, ChildError) and error.__cause__.gone):
+                raise
+            # an idle worker may have died since its last user: that is no fault of this environment
+            return await self._open(task)
+
+    async def _open(self, task: Task) -> "ProcessEnv":
+        try:
             child = await self._pool.acquire()
         except ChildError as error:
             raise EnvError(f"open: {error}") from error

@@ -46,7 +46,7 @@ class SimHost:
         self._faults = faults
         self.busy: dict[Work, None] = {}
         for kind in ("env_crash", "env_hang", "env_slow"):
-            faults.on(kind, self._hit)
+            faults.on(kind, lambda fault: faults.hit(fault, self.busy, strike))
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self._room.acquire()
@@ -54,16 +54,6 @@ class SimHost:
 
     def release(self) -> None:
         self._room.release()
-
-    def _hit(self, fault: FaultSettings) -> bool:
-        busy = list(self.busy)
-        if not busy:
-            return False
-        for number in range(min(fault.count, len(busy))):
-            work = busy[(fault.target + number) % len(busy)]
-            self._faults.fired(fault, work.key)
-            strike(work, fault)
-        return True
 
 
 def strike(work: Work, fault: FaultSettings) -> None:

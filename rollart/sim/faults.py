@@ -5,7 +5,7 @@ the `fault` event is written then. Adapters ask `take`; workers that can be kill
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rollart.config import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
 from rollart.events import Event, EventLog
@@ -82,6 +82,17 @@ class Faults:
         fault = armed.pop(0)
         self.fired(fault, target)
         return fault
+
+    def hit(
+        self, fault: FaultSettings, busy: Mapping[Work, None], strike: Callable[[Work, FaultSettings], None]
+    ) -> bool:
+        """Let a fault happen to work under way, `fault.count` times. False where there is none."""
+        works = list(busy)
+        for number in range(min(fault.count, len(works))):
+            work = works[(fault.target + number) % len(works)]
+            self.fired(fault, work.key)
+            strike(work, fault)
+        return bool(works)
 
     def fired(self, fault: FaultSettings, target: str) -> None:
         self._log.emit("fault", {"fault": fault.kind, "target": target})

@@ -34,7 +34,7 @@ class SimRewards:
         """When each idle instance became idle; the latest last."""
         self._busy: dict[Work, None] = {}
         for kind in ("reward_error", "reward_timeout"):
-            faults.on(kind, self._hit)
+            faults.on(kind, lambda fault: faults.hit(fault, self._busy, _strike))
 
     async def score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
@@ -54,16 +54,6 @@ class SimRewards:
         if self._serverless:
             self._warm.append(self._loop.time())
         return Score(value=self._value(trajectory, settings, key), cold_start_s=cold_s, busy_s=busy_s)
-
-    def _hit(self, fault: FaultSettings) -> bool:
-        busy = list(self._busy)
-        if not busy:
-            return False
-        for number in range(min(fault.count, len(busy))):
-            work = busy[(fault.target + number) % len(busy)]
-            self._faults.fired(fault, work.key)
-            _strike(work, fault)
-        return True
 
     def _cold_start_s(self) -> float:
         """Take the instance used last, which is the warmest; start one where none is warm."""

@@ -80,6 +80,10 @@ class Environment(ABC):
 class TaskSet(ABC):
     """An endless, seeded sequence of problems of one domain. Subclasses write `draw` and `environment`."""
 
+    quick = False
+    """True where environments are plain Python that answers at once: an in-process host then calls them directly,
+    without a thread for each. One that blocks or hangs would stop the whole job."""
+
     def __init__(self, *, seed: int = 0, domain: str = "") -> None:
         self.seed = seed
         self.domain = domain or type(self).__name__

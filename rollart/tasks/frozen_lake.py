@@ -66,6 +66,8 @@ class FrozenLake(Environment):
 class FrozenLakeTasks(TaskSet):
     """Random maps that have a way to the goal."""
 
+    quick = True
+
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         return {"map": generate_random_map(size=SIZE, p=ICE_SHARE, seed=rng.getrandbits(31))}
 
