@@ -56,6 +56,7 @@ CALLS = 100_000
 def control() -> dict[str, Any]:
     """The figures of `rollart bench control`."""
     sizes = (1_000, 10_000, 50_000)
+    weight = _bytes_per_trajectory()  # first: later, memory that was freed would be used again
     cost_s: dict[int, list[float]] = {size: [] for size in sizes}
     for number in range(ROUNDS):
         for size in sizes:
@@ -71,7 +72,7 @@ def control() -> dict[str, Any]:
         "us_per_call": {str(size): round(value * 1e6, 1) for size, value in median.items()},
         "us_per_call_rounds": {str(size): [round(v * 1e6, 1) for v in values] for size, values in cost_s.items()},
         "growth_1k_to_50k": round(median[50_000] / median[1_000], 3),
-        "bytes_per_trajectory": _bytes_per_trajectory(),
+        "bytes_per_trajectory": weight,
         "engines": ENGINES,
         "live": 10_000,
         "clock": "CPU seconds of one core; the waits are on the virtual clock",

@@ -12,7 +12,7 @@ from typing import Any
 STARVING_SHARE = 0.8
 """A task of whose last groups this share went stale is starving."""
 STARVING_WINDOW = 20
-"""Ended groups that are looked at for that."""
+"""Ended groups of a task that are looked at for that, or two batches' worth: a swap ends many at a time."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Lane:
     """Groups admitted and not ended."""
     consumed: int = 0
     """Groups trained on."""
-    ended: deque[bool] = field(default_factory=lambda: deque(maxlen=STARVING_WINDOW))
+    ended: deque[bool] = field(default_factory=deque)
     """Of the last ended groups: did it go stale?"""
     longest_s: float = 0.0
     """Longest time a group of this task took to be ready."""
@@ -61,7 +61,11 @@ class Mix:
     ) -> None:
         """`quotas`: tasks that have exactly so many groups in each batch."""
         fixed = quotas or {}
-        self._lanes = {name: _Lane(share=share, quota=fixed.get(name)) for name, share in target.items()}
+        self._window = max(STARVING_WINDOW, 2 * groups_per_step)
+        self._lanes = {
+            name: _Lane(share=share, quota=fixed.get(name), ended=deque(maxlen=self._window))
+            for name, share in target.items()
+        }
         self._groups_per_step = groups_per_step
         self._tolerance = tolerance
 
@@ -165,7 +169,7 @@ class Mix:
         """Tasks that nearly always go stale, with the bound each would need, given the seconds between versions."""
         found = []
         for name, lane in self._lanes.items():
-            if len(lane.ended) == STARVING_WINDOW and sum(lane.ended) >= STARVING_SHARE * STARVING_WINDOW:
+            if len(lane.ended) == self._window and sum(lane.ended) >= STARVING_SHARE * self._window:
                 found.append((name, _ceil(lane.longest_s / version_s) if version_s > 0 else 1))
         return found
 
