@@ -31,10 +31,8 @@ def main() -> int:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             caught = _try(patch, Path(folder) / "tree")
-        print(
-            f"{patch.stem:28} {caught or 'NOT NOTICED (or the patch no longer applies)':80.80} {time.monotonic() - began_s:5.0f} s",
-            flush=True,
-        )
+        seen = caught or "NOT NOTICED (or the patch no longer applies)"
+        print(f"{patch.stem:28} {seen:80.80} {time.monotonic() - began_s:5.0f} s", flush=True)
         if not caught:
             unnoticed.append(patch.stem)
     print(f"{len(patches) - len(unnoticed)} passed, {len(unnoticed)} failed")
@@ -49,7 +47,8 @@ def _try(patch: Path, tree: Path) -> str:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, tree / name)
-    applied = subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={tree}", str(patch)], cwd="/")
+    command = ["git", "apply", "--unsafe-paths", f"--directory={tree}", str(patch)]
+    applied = subprocess.run(command, cwd="/", check=False)
     if applied.returncode:
         return ""
     first = patch.read_text().splitlines()[0]
