@@ -26,6 +26,7 @@ class Audit:
         self._versions: dict[str, int] = {}
         self._pool: dict[str, str] = {}
         self._swapping = False
+        self._suspended: dict[str, None] = {}
         self._alive: dict[str, str] = {}
         """Group -> `open`, `ready`, `taken`, or `reopening` after a restart."""
         self._task_of: dict[str, str] = {}
@@ -142,6 +143,8 @@ class Audit:
             self._broken(
                 4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
             )
+        if engine in self._suspended:
+            self._broken(6, f"call {call} went to {engine}, which is suspended")
         if engine not in self._versions:
             self._broken(6, f"call {call} went to {engine}, which is not up")
         elif self._versions[engine] < run["version"]:
@@ -300,8 +303,16 @@ class Audit:
         if event["engine"] in self._versions:
             self._versions[event["engine"]] = event["version"]
 
+    def _on_suspend(self, event: Event) -> None:
+        self._suspended.update(dict.fromkeys(event["engines"]))
+
+    def _on_resume(self, event: Event) -> None:
+        for engine in event["engines"]:
+            self._suspended.pop(engine, None)
+
     def _on_engine_down(self, event: Event) -> None:
         self._versions.pop(event["engine"], None)
+        self._suspended.pop(event["engine"], None)
 
     def _on_engine_up(self, event: Event) -> None:
         self._versions[event["engine"]] = event["version"]
@@ -337,6 +348,7 @@ class Audit:
         self._runs.clear()
         self._calls.clear()
         self._versions.clear()
+        self._suspended.clear()
         self._swapping = False
         self._serving = self._target = 0
         self._buckets.clear()

@@ -29,6 +29,7 @@ NAMES = {
     "cost.pools": ["<pool>"],
     "cost.tasks": ["<task>"],
     "evaluations": ["<name>", "<task>"],
+    "eval": ["<task>"],
     "faults": ["<kind>"],
 }
 """Where the summary has names instead of fixed keys, and how the page writes them, level by level."""
