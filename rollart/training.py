@@ -54,7 +54,7 @@ async def _train(job: Job, out: Path, *, resume: bool, readers: tuple[Reader, ..
         else:
             log.emit("killed", {})
         (out / "pid").write_text(str(os.getpid()))
-        real = real_world(job, out, FileJournal(out / "journal"), log)
+        real = real_world(job, out, FileJournal(out / "journal"))
         coordinator = Coordinator(job, real.world, LogHandle(log))
         _stop_on_signals(loop, coordinator)
         try:

@@ -78,7 +78,10 @@ async def _build(setup: Mapping[str, Any]) -> Any:
 
             store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
             core = EmbeddedEngine.from_directory(
-                setup["model"], engine_id=setup["id"], settings=EngineSettings(**setup["settings"])
+                setup["model"],
+                device=setup["device"],
+                engine_id=setup["id"],
+                settings=EngineSettings(**setup["settings"]),
             )
             return ThreadedEngine(core, fetch=store.fetch)
         case "trainer":

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollart.config import Job, SimTaskSettings
 from rollart.control.coordinator import World
@@ -26,9 +26,6 @@ from rollart.sim.faults import Faults
 from rollart.sim.links import Link, SimStore
 from rollart.sim.rewards import SimRewards
 from rollart.sim.trainer import SimCluster
-
-if TYPE_CHECKING:
-    from rollart.cluster.local import LocalCluster
 
 
 def offers(job: Job) -> list[PoolOffer]:
@@ -126,12 +123,11 @@ class RealWorld:
     """The ports of a real job, and what must be closed at its end."""
 
     world: World
-    cluster: "LocalCluster"
     close: "Callable[[], Any]"
     """Awaitable: ends every process and frees shared memory."""
 
 
-def real_world(job: Job, out: Path, journal: Journal, log: EventLog) -> RealWorld:
+def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     """Local processes for engines, trainer, environments and rewards; weights through shared memory."""
     from rollart.cluster.local import LocalCluster
     from rollart.envs.inline import InlineEnvHost
@@ -140,6 +136,7 @@ def real_world(job: Job, out: Path, journal: Journal, log: EventLog) -> RealWorl
     from rollart.tasks.load import load_task_set, reward_of
     from rollart.weights.shm import ShmStore
 
+    refuse_what_is_not_there(job)
     model_path = Path(job.model.path)
     uses = {task.name: task.use for task in job.tasks}
     for position, task in enumerate(job.tasks):
@@ -191,7 +188,26 @@ def real_world(job: Job, out: Path, journal: Journal, log: EventLog) -> RealWorl
         journal=journal,
         affinity=build_affinity(job, _shape_of(model_path)),
     )
-    return RealWorld(world=world, cluster=cluster, close=close)
+    return RealWorld(world=world, close=close)
+
+
+def refuse_what_is_not_there(job: Job) -> None:
+    """A key that `rollart train` would ignore is an error, and not a surprise."""
+    wanted = [
+        ("cluster.type", job.cluster.type, "local"),
+        ("weights.type", job.weights.type, "shm"),
+        ("train.type", job.train.type, "single"),
+        *(
+            (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
+            for pool in job.pools
+            if pool.engines is not None
+        ),
+    ]
+    for key, given, there in wanted:
+        if given != there:
+            raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
+    if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
 
 def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path) -> Any:
