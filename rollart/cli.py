@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: rollart bench control --json",
     )
     bench.add_argument("what", choices=["control"], help="control: cost of the control plane per generate call")
+    # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
     bench.set_defaults(run=_bench)
     return parser
@@ -317,9 +318,9 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from rollart.bench import control
+    from importlib import import_module
 
-    figures = control()
+    figures = import_module(f"rollart.bench.{arguments.what}").measure()
     if arguments.json:
         _print_json(figures)
     else:

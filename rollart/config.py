@@ -95,8 +95,9 @@ class RolloutSettings(Settings):
     """Members started beyond `group_size`; the slowest are cancelled."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
-    filter_zero_variance: bool = True
-    """Drop groups whose members all earned the same."""
+    zero_variance: Literal["refill", "skip", "keep"] = "refill"
+    """A group whose members all earned the same teaches nothing. `refill`: drop it and play another. `skip`: it counts,
+    but the trainer passes over it. `keep`: train on it (entropy and KL terms only)."""
     refill_factor: Positive = 4.0
     """A batch goes short once this many times `groups_per_step` groups were filtered or failed for it."""
     max_short_batches: Count = 3
@@ -172,6 +173,8 @@ class TrainSettings(Settings):
     lr: Positive = 1e-5
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises to `lr`."""
+    lr_decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls from `lr` to zero over the job's `steps`."""
     weight_decay: NonNegative = 0.0
     grad_clip: NonNegative = 1.0
     """Largest gradient norm; 0 means no clipping."""

@@ -12,9 +12,10 @@ import numpy as np
 from rollart.types import Batch, Group, Sample, Trajectory, Turn
 
 
-def filled(batch: Batch) -> Batch:
-    """The batch with its samples."""
-    return replace(batch, samples=tuple(sample for group in batch.groups for sample in flatten(group)))
+def filled(batch: Batch, *, skip_zero_variance: bool = False) -> Batch:
+    """The batch with its samples; of groups that teach nothing none, where so asked."""
+    groups = [group for group in batch.groups if any(group.advantages) or not skip_zero_variance]
+    return replace(batch, samples=tuple(sample for group in groups for sample in flatten(group)))
 
 
 def flatten(group: Group) -> list[Sample]:

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 """Modules that may import only these at module level, and the rest of their row inside functions: start-up time."""
 
-LIGHT = VALUES | {"", "policy", "control", "cli", "summary", "audit", "show", "run", "chaos", "bench"}
+LIGHT = VALUES | {"", "policy", "control", "cli", "summary", "audit", "show", "run", "chaos"}
 HEAVY = frozenset({"torch", "transformers", "ray", "vllm"})
 """No LIGHT module imports these, not even inside a function."""
 

@@ -62,7 +62,7 @@ class Rollout:
             bound=rollout.staleness,
             advantage=advantage_of(job.train),
             attempts=job.limits.attempts,
-            filter_zero_variance=rollout.filter_zero_variance,
+            filter_zero_variance=rollout.zero_variance == "refill",
         )
         self.slots = Slots(job.slots)
         self._live = rollout.recheck == "live"

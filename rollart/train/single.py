@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +60,9 @@ class SingleSettings:
     lr: float = 1e-5
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to `lr`."""
+    lr_decay: Literal["none", "linear", "cosine"] = "none"
+    steps: int = 1
+    """How many there will be: over them `lr_decay` brings the learning rate to zero."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -76,12 +79,14 @@ class SingleSettings:
     """CPU threads of this process; None leaves torch's own choice."""
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """Sampling temperature by domain; 1 where not named."""
+    skip_zero_variance: bool = False
+    """Pass over groups whose members all have advantage 0."""
     reference_path: str | None = None
     """The model the KL is taken to; None means the initial weights. Loaded only where `loss.kl_coef` is set."""
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2}
+        least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2, "steps": 1}
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: {getattr(self, key)} is too few; give {least} or more")
@@ -94,6 +99,19 @@ class SingleSettings:
                 raise ValueError(
                     f"temperatures.{domain}: {temperature} is negative; give what the task is sampled at, such as 1.0"
                 )
+
+
+def learning_rate(settings: SingleSettings, step: int) -> float:
+    """Of one step: warm-up times decay."""
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    left = max(0.0, 1 - step / settings.steps)
+    match settings.lr_decay:
+        case "none":
+            return settings.lr * warm
+        case "linear":
+            return settings.lr * warm * left
+        case "cosine":
+            return settings.lr * warm * (1 - math.cos(math.pi * left)) / 2
 
 
 class SingleTrainer:
@@ -135,13 +153,13 @@ class SingleTrainer:
             )
         began = time.perf_counter()
         if batch.groups:
-            batch = filled(batch)
+            batch = filled(batch, skip_zero_variance=self._settings.skip_zero_variance)
         for sample in batch.samples:
             check_sample(sample, self._network.config.vocab_size)
         # From here on `publish` reads this copy, and never the weights that are about to change.
         self._snapshot(self._version)
         updates = self._prepare(batch)
-        lr = self._settings.lr * min(1.0, (self._version + 1) / max(1, self._settings.warmup_steps))
+        lr = learning_rate(self._settings, self._version)
         reports: list[dict[str, float]] = []
         for update in updates:
             try:

@@ -29,7 +29,7 @@ def test_groups_whose_members_earn_the_same_are_filtered_and_replaced() -> None:
 
 
 def test_without_the_filter_such_groups_are_trained_on_with_advantage_zero() -> None:
-    scene = Scene(scene_job(rollout__filter_zero_variance=False), reward=lambda trajectory: 1.0)
+    scene = Scene(scene_job(rollout__zero_variance="keep"), reward=lambda trajectory: 1.0)
     played = scene.play()
     assert played.finished
     assert not played.of("group", how="filtered")

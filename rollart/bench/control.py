@@ -53,7 +53,7 @@ CALLS = 100_000
 """Generate calls measured in one run, at the least."""
 
 
-def control() -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """The figures of `rollart bench control`."""
     sizes = (1_000, 10_000, 50_000)
     weight = _bytes_per_trajectory()  # first: later, memory that was freed would be used again
