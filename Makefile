@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.rollart-installed
+SEED ?= 0
+MODEL := models/tiny-$(SEED)
+RUN := runs/quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow train bench docs clean
@@ -14,7 +17,7 @@ setup: $(STAMP)  ## Make .venv and install rollart, what training needs, and the
 # Runs again only when pyproject.toml changed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,logging]'
 	@touch $@
 
 test: setup  ## Lint, check types, run the fast tests with coverage
@@ -28,9 +31,14 @@ test-slow: setup  ## Run the slow tests and the guards
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
 
-train: setup  ## Run a job (for now a simulated one)
-	@echo "This job is simulated: nothing is trained and no GPU is used. A real job for a laptop comes later."
-	$(BIN)/rollart sim jobs/rollart.yaml
+train: setup $(MODEL)  ## Train the tiny model on two tasks, here: about six minutes. SEED=1 for another seed
+	$(BIN)/rollart train jobs/quickstart.yaml seed=$(SEED) model.path=$(MODEL) --out $(RUN)
+	@echo "The control: the same model goes on with its warm-up for the same time instead."
+	$(BIN)/rollart model tiny $(RUN)/control --seed $(SEED) --go-on-from $(MODEL) --as-long-as $(RUN)
+	$(BIN)/rollart eval jobs/quickstart.yaml seed=$(SEED) --model $(RUN)/control --out $(RUN)/control-eval --control-of $(RUN)
+
+$(MODEL): | setup
+	$(BIN)/rollart model tiny $(MODEL) --seed $(SEED)
 
 bench: setup  ## Measure the control plane
 	@$(BIN)/rollart bench control --json

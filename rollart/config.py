@@ -222,12 +222,25 @@ class EvaluationSettings(Settings):
     """Held-out play beside training; never waited for by a swap."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0 means none."""
+    """Steps between evaluations, and once more after the last step; 0 means none."""
     first: bool = False
     """Also evaluate the initial weights, before training begins."""
     episodes: Count = 32
     """Per task."""
+    greedy: bool = False
+    """Play as many episodes again at temperature 0."""
     concurrency: Count = 16
+
+
+class TrackSettings(Settings):
+    """Where metrics go beside `metrics.jsonl`; read by `rollart train` only."""
+
+    tensorboard: bool = False
+    """Event files in the run directory's `tensorboard/`."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """`offline` writes into the run directory (`wandb sync` sends it later); `online` needs WANDB_API_KEY."""
+    project: str = "rollart"
+    """W&B's project."""
 
 
 class LimitSettings(Settings):
@@ -431,6 +444,7 @@ class Job(Settings):
     cluster: ClusterSettings = ClusterSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    track: TrackSettings = TrackSettings()
     limits: LimitSettings = LimitSettings()
     sim: SimSettings = SimSettings()
 

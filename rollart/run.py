@@ -7,11 +7,11 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 import yaml
@@ -85,7 +85,7 @@ class _Simulation:
             log.read_by(self._audit.read)
         metrics = open(self._out / "metrics.jsonl", "wb") if self._out else None  # noqa: SIM115, ASYNC230
         if metrics is not None:
-            log.read_by(metric_rows(self._summary, metrics.write))
+            log.read_by(metric_rows(self._summary, as_lines(metrics)))
         if self._progress is not None:
             log.read_by(_tell(self._progress, job.train.steps))
         log.emit("run", facts(job, clock="virtual"))
@@ -155,13 +155,21 @@ def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
     return report
 
 
-def metric_rows(summary: Summary, write: Callable[[bytes], object]) -> Callable[[Event], None]:
+def metric_rows(summary: Summary, *takers: Callable[[Mapping[str, float]], object]) -> Callable[[Event], None]:
+    """Hands each step's metrics to those who keep them."""
+
     def read(event: Event) -> None:
         if summary.row is not None:
-            write(orjson.dumps(summary.row, option=orjson.OPT_APPEND_NEWLINE))
-            summary.row = None
+            row, summary.row = summary.row, None
+            for take in takers:
+                take(row)
 
     return read
+
+
+def as_lines(file: IO[bytes]) -> Callable[[Mapping[str, float]], object]:
+    """One JSON object a line: `metrics.jsonl`."""
+    return lambda row: file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:

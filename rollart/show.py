@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,11 +11,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from rollart.events import Event
+from rollart.events import Event, Reader
 from rollart.summary import Summary
 
 EVERY_S = 0.5
 """The live view is drawn anew at most this often; without a terminal, a line is printed per twenty times this."""
+
+
+RECENT_STEPS = 20
+"""The time left is told from the pace of so many steps."""
+RECENT_EPISODES = 200
+"""The rewards shown are means over so many."""
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
@@ -64,6 +71,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
             name, str(row["engines"]), f"{row['utilisation']:.2f}", f"{row['requests']:,}", str(row["fallbacks"])
         )
     console.print(pools)
+    if summary["eval"]:
+        show_eval(summary["eval"])
     for text in summary["warnings"][:10]:
         console.print(f"warning: {text}", style="yellow", markup=False)
     console.print(f"run directory: {out}", markup=False)
@@ -83,6 +92,30 @@ def show_chaos(report: dict[str, Any]) -> None:
         console.print(f"seed {failure['seed']}: {failure['text']}", markup=False)
 
 
+def show_eval(rows: dict[str, Any]) -> None:
+    """Held-out success before and after, and of the control where there is one."""
+    table = Table("task", "play", "before", "after", "control", "episodes", title="held-out", title_justify="left")
+    for task, row in rows.items():
+        for play, figures in (("sampled", row), ("greedy", row.get("greedy"))):
+            if figures:
+                control = f"{figures['control']:.1%}" if "control" in figures else ""
+                table.add_row(
+                    task, play, f"{figures['before']:.1%}", f"{figures['after']:.1%}", control, str(figures["episodes"])
+                )
+    Console().print(table)
+
+
+def show_plays(tasks: dict[str, Any], model: str) -> None:
+    """One evaluation, with the 95 % interval of a mean of yes-or-no rewards."""
+    table = Table("task", "play", "mean reward", "95 % interval", "episodes", title=model, title_justify="left")
+    for task, plays in tasks.items():
+        for play, row in plays.items():
+            share, count = row["reward"], max(1, row["scored"])
+            half = 1.96 * max(0.0, share * (1 - share) / count) ** 0.5
+            table.add_row(task, play, f"{share:.1%}", f"{share - half:.1%} to {share + half:.1%}", f"{row['episodes']}")
+    Console().print(table)
+
+
 class LiveView:
     """A reader of events that shows where a run is. Watching never ends the run."""
 
@@ -94,6 +127,8 @@ class LiveView:
         self._began_s = time.monotonic()
         self._drawn_s = 0.0
         self._doing = "starting workers"
+        self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._rewards: dict[str, deque[float]] = {}
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -106,33 +141,51 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def read(self, event: Event) -> None:
-        self._summary.read(event)
-        doing = {
-            "started": "rolling out",
-            "batch": "taking new weights",
-            "step.start": f"training step {event.get('step')}, rolling out",
-            "step.end": "rolling out",
-            "stall": event.get("text", ""),
-        }.get(event["e"])
-        if doing is not None:
-            self._doing = doing
+    def watch(self, summary: Summary) -> Reader:
+        self._summary = summary
+        return self._read
+
+    def _read(self, event: Event) -> None:
         now_s = time.monotonic()
+        match event["e"]:
+            case "started":
+                self._doing = "rolling out"
+            case "batch":
+                self._doing = "taking new weights"
+            case "step.start":
+                self._doing = f"training step {event['step']}, rolling out"
+            case "step.end":
+                self._doing = "rolling out"
+                self._ends_s.append(now_s)
+            case "stall":
+                self._doing = event["text"]
+            case "start" if event["eval"]:
+                self._doing = "playing held-out tasks"
+            case "end" if event["reward"] is not None:
+                task = event["task"].split("/", 1)[0]
+                self._rewards.setdefault(task, deque(maxlen=RECENT_EPISODES)).append(event["reward"])
         if now_s - self._drawn_s >= (EVERY_S if self._terminal else 20 * EVERY_S):
             self._drawn_s = now_s
             self._draw(now_s - self._began_s)
 
+    def _left(self, done: int) -> str:
+        """From the pace of the last steps: the first ones hold the start-up."""
+        if len(self._ends_s) < 2:
+            return ""
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f", about {pace_s * (self._steps - done):.0f} s left"
+
     def _draw(self, passed_s: float) -> None:
         result = self._summary.result()
         done = result["steps"]
-        left = f", about {passed_s / done * (self._steps - done):.0f} s left" if done else ""
-        head = f"step {done}/{self._steps}, {passed_s:.0f} s{left}; {self._doing}"
-        rewards = ", ".join(f"{name} {row['reward']:.2f}" for name, row in result["tasks"].items())
+        head = f"step {done}/{self._steps}, " if self._steps else ""
+        head = f"{head}{passed_s:.0f} s{self._left(done)}; {self._doing}"
+        rewards = ", ".join(f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
         if self._live is None:
-            print(f"{head}; mean reward so far: {rewards}", file=sys.stderr, flush=True)
+            print(f"{head}; recent reward: {rewards or 'none yet'}", file=sys.stderr, flush=True)
             return
         table = Table(title=head, show_header=False, title_justify="left")
-        table.add_row("mean reward so far", rewards)
+        table.add_row("recent reward", rewards or "none yet")
         staleness = result["staleness"]
         table.add_row("staleness", f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}")
         pools = ", ".join(f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())

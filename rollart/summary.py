@@ -279,7 +279,8 @@ class Summary:
 
     def _on_eval(self, event: Event) -> None:
         kept = ("episodes", "scored", "reward", "versions")
-        self._evals.setdefault(event["name"], {})[event["task"]] = {key: event[key] for key in kept}
+        plays = self._evals.setdefault(event["name"], {}).setdefault(event["task"], {})
+        plays[event["play"]] = {key: event[key] for key in kept}
 
     def _on_finished(self, event: Event) -> None:
         self._state = "finished"
@@ -374,11 +375,7 @@ class Summary:
         if len(names) < 2:
             return {}
         first, last = self._evals[names[0]], self._evals[names[-1]]
-        return {
-            task: {"before": first[task]["reward"], "after": last[task]["reward"], "episodes": last[task]["episodes"]}
-            for task in last
-            if task in first
-        }
+        return {task: _change(first[task], plays) for task, plays in last.items() if task in first}
 
     def _pool_rows(self, seconds: float) -> dict[str, Any]:
         return {
@@ -448,6 +445,16 @@ class Summary:
             "wasted": round(sum(task.wasted_cost for task in self._tasks.values()), 4),
             "idle": round(max(0.0, reserved - used), 4),
         }
+
+
+def _change(first: Event, last: Event) -> Event:
+    """One task's held-out play in the first and the last evaluation: sampled, and beside it greedy where played."""
+    rows = {
+        play: {"before": first[play]["reward"], "after": last[play]["reward"], "episodes": last[play]["episodes"]}
+        for play in last
+        if play in first
+    }
+    return {**rows.pop("sampled", {}), **rows}
 
 
 def _domain(task_id: str) -> str:

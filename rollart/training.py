@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,52 @@ from rollart.audit import Audit
 from rollart.config import Job
 from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, RollartError
-from rollart.events import Event, EventLog, LogHandle, read_events
-from rollart.run import RunResult, facts, metric_rows, rare_collections
+from rollart.events import Event, EventLog, LogHandle, Reader, read_events
+from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections
 from rollart.summary import Summary
+from rollart.trackers import Tracking, trackers
 from rollart.train.journal import FileJournal
-from rollart.worlds import real_world
+from rollart.worlds import check_real, real_world
 
-Reader = Callable[[Event], None]
+Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
 
 
-def train(job: Job, out: Path, *, resume: bool = False, readers: tuple[Reader, ...] = ()) -> RunResult:
-    """Run a job to its end, or until the user stops it. `readers` see every event as it happens."""
+Watch = Callable[[Summary], Reader]
+"""Makes a reader of events that looks at the summary as it grows: the live view."""
+
+
+def train(job: Job, out: Path, *, resume: bool = False, watch: Watch | None = None) -> RunResult:
+    """Run a job to its end, or until the user stops it."""
+    return _run(job, out, Coordinator.run, resume=resume, watch=watch)
+
+
+def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
+    """Play the held-out tasks of a job with its model as it is."""
+    return _run(job, out, Coordinator.evaluate, resume=False, watch=watch)
+
+
+def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
+    check_real(job)
     if not resume:
         out.mkdir(parents=True, exist_ok=False)
         (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
     with rare_collections():
-        result = asyncio.run(_train(job, out, resume=resume, readers=readers))
+        result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
     (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
     return result
 
 
-async def _train(job: Job, out: Path, *, resume: bool, readers: tuple[Reader, ...]) -> RunResult:
+async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
     loop = asyncio.get_running_loop()
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
     last = _read_again(path, summary, audit) if resume else None
     log = EventLog(loop.time, path, after=last)
-    for reader in (summary.read, audit.read, *readers):
+    tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
+    for reader in (summary.read, audit.read, tracking.read, *([watch(summary)] if watch is not None else [])):
         log.read_by(reader)
     with open(out / "metrics.jsonl", "ab") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
-        log.read_by(metric_rows(summary, metrics.write))
+        log.read_by(metric_rows(summary, as_lines(metrics), tracking.row))
         if last is None:
             log.emit("run", facts(job, clock="real"))
         else:
@@ -58,13 +74,14 @@ async def _train(job: Job, out: Path, *, resume: bool, readers: tuple[Reader, ..
         coordinator = Coordinator(job, real.world, LogHandle(log))
         _stop_on_signals(loop, coordinator)
         try:
-            await coordinator.run()
+            await work(coordinator)
         except RollartError as error:
             log.emit("stopped", {"reason": str(error)})
         finally:
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(signal.SIGINT)
             await real.close()
+            tracking.close()
             log.close()
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
 
@@ -107,3 +124,30 @@ def resumed_job(out: Path) -> dict[str, Any]:
         ) from None
     assert isinstance(loaded, dict)
     return loaded
+
+
+def trained_s(out: Path) -> float:
+    """How long a run trained, start-up and evaluations included."""
+    seconds = _summary_of(out)["time_s"]
+    assert isinstance(seconds, float)
+    return seconds
+
+
+def add_control(out: Path, plays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Write into a run's summary, beside before and after, what another model reached; returns its `eval`."""
+    summary = _summary_of(out)
+    for task, row in summary["eval"].items():
+        row["control"] = plays[task]["sampled"]["reward"]
+        if "greedy" in row and "greedy" in plays[task]:
+            row["greedy"]["control"] = plays[task]["greedy"]["reward"]
+    (out / "summary.json").write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    rows: dict[str, Any] = summary["eval"]
+    return rows
+
+
+def _summary_of(out: Path) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = orjson.loads((out / "summary.json").read_bytes())
+    except OSError as error:
+        raise JobError(f"{out}: has no summary ({error.strerror}); give the run directory of a finished job") from None
+    return summary

@@ -136,17 +136,8 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     from rollart.tasks.load import load_task_set, reward_of
     from rollart.weights.shm import ShmStore
 
-    refuse_what_is_not_there(job)
     model_path = Path(job.model.path)
     uses = {task.name: task.use for task in job.tasks}
-    for position, task in enumerate(job.tasks):
-        if not task.use:
-            raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
-    if not (model_path / "config.json").exists():
-        raise JobError(
-            f"model.path: {model_path} is not a Hugging Face directory (it has no config.json); "
-            f"make one with: rollart model tiny {model_path}"
-        )
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     functions = {name: reward_of(use) for name, use in uses.items()}
     tokenizer = ChatTokenizer(model_path)
@@ -189,6 +180,22 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
         affinity=build_affinity(job, _shape_of(model_path)),
     )
     return RealWorld(world=world, close=close)
+
+
+def check_real(job: Job) -> None:
+    """Raises JobError for what a real run of this job would lack, before anything is written or started."""
+    from rollart.tasks.load import load_task_set
+
+    refuse_what_is_not_there(job)
+    for position, task in enumerate(job.tasks):
+        if not task.use:
+            raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
+        load_task_set(task.use, seed=job.seed, domain=task.name)
+    if not (Path(job.model.path) / "config.json").exists():
+        raise JobError(
+            f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
+            f"make one with: rollart model tiny {job.model.path}"
+        )
 
 
 def refuse_what_is_not_there(job: Job) -> None:

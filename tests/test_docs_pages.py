@@ -28,7 +28,7 @@ NAMES = {
     "tasks": ["<task>"],
     "cost.pools": ["<pool>"],
     "cost.tasks": ["<task>"],
-    "evaluations": ["<name>", "<task>"],
+    "evaluations": ["<name>", "<task>", "<play>"],
     "eval": ["<task>"],
     "faults": ["<kind>"],
 }
@@ -67,7 +67,7 @@ def tiny_job() -> Job:
         ],
         "train": {"steps": 6},
         "checkpoint": {"every": 2},
-        "evaluation": {"every": 2, "episodes": 2},
+        "evaluation": {"every": 2, "episodes": 2, "greedy": True},
         "sim": {
             "tasks": {"game": {"failure": 0.2}},
             "faults": [

@@ -19,7 +19,7 @@ SHARED = frozenset({"types", "ports", "errors", "events", "config", "hardware"})
 ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim"})
 FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
-PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "summary", "audit"}
+PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "summary", "audit", "trackers"}
 ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker"})
 """Composition: the few modules that know everything."""
 
@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "summary": FOLDS,
     "audit": FOLDS,
     "show": FOLDS | {"summary"},
+    "trackers": FOLDS | {"config"},
     **dict.fromkeys(ROOTS, PARTS | ROOTS),
     "cli": PARTS | ROOTS | {"show"},
     "__main__": frozenset({"cli"}),

@@ -5,8 +5,9 @@ written since, bring the engines to those weights, go on.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollart.config import Job
 from rollart.control.crew import Crew
@@ -23,7 +24,7 @@ from rollart.errors import ClusterError, JobStopped, boundary
 from rollart.events import LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
-from rollart.ports import Cluster, Engine, EnvHost, Journal, RewardBackend, TaskSet, Tokenizer, WeightStore
+from rollart.ports import Cluster, Engine, EnvHost, Journal, RewardBackend, TaskSet, Tokenizer, Trainer, WeightStore
 from rollart.types import Batch, EngineSpec, StepResult, WeightManifest, WeightVersion
 
 
@@ -59,8 +60,15 @@ class Coordinator:
 
     async def run(self) -> None:
         """To the last step. Raises JobStopped, or the error of whatever broke."""
+        await self._until_done(self._main())
+
+    async def evaluate(self) -> None:
+        """Play the held-out tasks once with the model as it is. There is no trainer."""
+        await self._until_done(self._only_evaluate())
+
+    async def _until_done(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            main = self.crew.spawn(self._main())
+            main = self.crew.spawn(work)
             self.crew.spawn(self.watchdog.run(), background=True)
             await asyncio.wait([main, self.crew.failed], return_when=asyncio.FIRST_COMPLETED)
             if self.crew.failed.done():
@@ -70,7 +78,7 @@ class Coordinator:
             self.waits.close()
 
     async def _main(self) -> None:
-        resumed = await self._assemble()
+        resumed = await self._assemble(training=True)
         checkpoint = self._world.journal.latest()
         if checkpoint is not None:
             batches = list(self._world.journal.batches(checkpoint.step))
@@ -101,6 +109,11 @@ class Coordinator:
             await self._checkpoint()
             self.rollout.end()
             self._log.emit("interrupted", {"step": self.trainer.version})
+
+    async def _only_evaluate(self) -> None:
+        await self._assemble(training=False)
+        await self._evaluating.guard("the model as it is", self.evaluation.run("eval0"))
+        self._log.emit("finished", {"steps": 0})
 
     def stop(self) -> None:
         """Stop after the step under way, with a checkpoint to resume from."""
@@ -164,7 +177,7 @@ class Coordinator:
     async def _evaluate(self, version: WeightVersion, *, last: bool) -> None:
         """Beside training; only the last evaluation is waited for, with the weights of the last step."""
         every = self._job.evaluation.every
-        if not every or version % every:
+        if not every or (version % every and not last):
             return
         if last:
             await self.weights.to(version)
@@ -174,28 +187,20 @@ class Coordinator:
 
     # --- wiring -----------------------------------------------------------------------------------------------
 
-    async def _assemble(self) -> int:
-        """Start the workers and connect the drivers."""
+    async def _assemble(self, *, training: bool) -> int:
+        """Start the workers, all at once, and connect the drivers."""
         job, world, limits = self._job, self._world, self._job.limits
         began = self._log.emit("starting", {"engines": len(world.engines)})
         starts = self.waits.on("engine.start", limits.start_s)
+        trains = self.waits.on("trainer.start", limits.start_s)
         with boundary(ClusterError, "start"):
-            engines: list[Engine] = await asyncio.gather(
-                *(starts.guard(spec.id, world.cluster.engine(spec)) for spec in world.engines)
+            trainers: list[Trainer]
+            engines: list[Engine]
+            trainers, engines = await asyncio.gather(
+                asyncio.gather(*(trains.guard("trainer", world.cluster.trainer()) for _ in range(training))),
+                asyncio.gather(*(starts.guard(spec.id, world.cluster.engine(spec)) for spec in world.engines)),
             )
-            trainer = await self.waits.on("trainer.start", limits.start_s).guard("trainer", world.cluster.trainer())
         self._log.emit("started", {"engines": [spec.id for spec in world.engines], "cause": began})
-        self.trainer = TrainerDriver(
-            trainer,
-            world.cluster,
-            world.journal,
-            self.waits,
-            self._log,
-            restarts=limits.trainer_restarts,
-            backoff_s=limits.backoff_s,
-            step_limit_s=limits.train_s,
-            start_limit_s=limits.start_s,
-        )
         self.fleet = Fleet(
             dict(zip(world.engines, engines, strict=True)),
             world.cluster,
@@ -223,11 +228,27 @@ class Coordinator:
             world.agent,
         )
         self.rollout.manager = manager
-        self.weights = WeightDriver(
-            self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
-        )
         self.evaluation = Evaluation(job, world.task_sets, world.affinity, manager, self._log)
+        if trainers:
+            self._drive_trainer(trainers[0])
+            self.weights = WeightDriver(
+                self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
+            )
         return began
+
+    def _drive_trainer(self, trainer: Trainer) -> None:
+        limits = self._job.limits
+        self.trainer = TrainerDriver(
+            trainer,
+            self._world.cluster,
+            self._world.journal,
+            self.waits,
+            self._log,
+            restarts=limits.trainer_restarts,
+            backoff_s=limits.backoff_s,
+            step_limit_s=limits.train_s,
+            start_limit_s=limits.start_s,
+        )
 
     async def _repair(self, version: WeightVersion) -> WeightManifest:
         return await self.weights.repair(version)

@@ -214,7 +214,7 @@ class EnvManager:
         self._agent: Agent = agent or TurnAgent()
         self._context_tokens = job.model.context_tokens
         self._seed = job.seed
-        self._samplings: dict[str, Sampling] = {}
+        self._samplings: dict[tuple[str, float], Sampling] = {}
         self._retries = job.rewards.retries
         self._backoff_s = job.rewards.backoff_s
         self._host = host
@@ -320,15 +320,16 @@ class EnvManager:
         return completion
 
     def _sampling(self, settings: TaskSettings, room: int) -> Sampling:
+        key = (settings.name, settings.temperature)
         if room >= settings.max_tokens:
-            known = self._samplings.get(settings.name)
+            known = self._samplings.get(key)
             if known is not None:
                 return known
         sampling = Sampling(
             max_tokens=min(settings.max_tokens, room), temperature=settings.temperature, seed=self._seed
         )
         if room >= settings.max_tokens:
-            self._samplings[settings.name] = sampling
+            self._samplings[key] = sampling
         return sampling
 
     async def _score(self, run: Run, status: Status) -> Score:

@@ -26,30 +26,36 @@ class Evaluation:
         self._room = asyncio.Semaphore(job.evaluation.concurrency)
 
     async def run(self, name: str) -> None:
-        """Play the held-out tasks once; `name` makes the trajectories' ids."""
+        """Play the held-out tasks once (and once more greedily); `name` makes the trajectories' ids."""
         for settings in self._job.tasks:
-            numbers = range(self._job.evaluation.episodes)
-            played = await asyncio.gather(*(self._episode(name, settings, number) for number in numbers))
-            scored = [trajectory for trajectory in played if trajectory.reward is not None]
-            spans = [span for trajectory in scored for turn in trajectory.turns for span in turn.completion.spans]
-            self._log.emit(
-                "eval",
-                {
-                    "name": name,
-                    "task": settings.name,
-                    "episodes": len(played),
-                    "scored": len(scored),
-                    "reward": sum(trajectory.reward or 0.0 for trajectory in scored) / max(1, len(scored)),
-                    "versions": [min(span.version for span in spans), max(span.version for span in spans)]
-                    if spans
-                    else [],
-                },
-            )
+            await self._play(name, "sampled", settings)
+            if self._job.evaluation.greedy:
+                await self._play(name, "greedy", settings.model_copy(update={"temperature": 0.0}))
 
-    async def _episode(self, name: str, settings: TaskSettings, number: int) -> Trajectory:
+    async def _play(self, name: str, play: str, settings: TaskSettings) -> None:
+        numbers = range(self._job.evaluation.episodes)
+        group = f"{name}-{play}-{settings.name}"
+        played = await asyncio.gather(*(self._episode(group, settings, number) for number in numbers))
+        scored = [trajectory for trajectory in played if trajectory.reward is not None]
+        spans = [span for trajectory in scored for turn in trajectory.turns for span in turn.completion.spans]
+        self._log.emit(
+            "eval",
+            {
+                "name": name,
+                "task": settings.name,
+                "play": play,
+                "episodes": len(played),
+                "scored": len(scored),
+                "reward": sum(trajectory.reward or 0.0 for trajectory in scored) / max(1, len(scored)),
+                "versions": [min(span.version for span in spans), max(span.version for span in spans)] if spans else [],
+            },
+        )
+
+    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory:
         async with self._room:
             task = self._task_sets[settings.name].held_out(number)
-            identity = TrajectoryId(f"{name}-{settings.name}", number, 0)
             return await self._manager.run(
-                Run(identity, task, settings, self._affinity.order(settings.name), evaluation=True)
+                Run(
+                    TrajectoryId(group, number, 0), task, settings, self._affinity.order(settings.name), evaluation=True
+                )
             )

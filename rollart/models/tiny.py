@@ -42,10 +42,12 @@ def make_tiny(
 ) -> WarmupReport:
     """Write the model and its tokenizer to a directory. `progress` is called with the step and the loss."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     path = Path(path)
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = tiny_model(len(tokenizer))
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)

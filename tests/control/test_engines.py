@@ -42,7 +42,7 @@ def kill(scene: Scene, name: str) -> None:
 
 def test_the_requests_of_an_engine_that_dies_are_sent_again_and_no_trajectory_is_lost() -> None:
     scene = Scene()
-    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    scene.at(2.25, lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished
     assert not played.violations
@@ -78,13 +78,13 @@ def test_an_engine_that_hangs_is_found_by_the_limit() -> None:
     def hang() -> None:
         scene.engine("fast-0").hung = True
 
-    scene.at(3.25, hang)
+    scene.at(2.25, hang)
     played = scene.play()
     assert played.finished
     assert not played.violations
     down = played.of("engine.down")
     assert "no answer in 50 s" in down[0]["reason"]
-    assert down[0]["t"] == pytest.approx(3.1 + 50.0)
+    assert down[0]["t"] == pytest.approx(2.1 + 50.0)
     assert not played.ends("failed")
 
 
@@ -99,13 +99,13 @@ def test_when_one_request_finds_its_engine_hung_the_others_there_are_sent_again_
         scene.engine("fast-0").hung = True
 
     scene.on_open = later
-    scene.at(3.05, hang)
+    scene.at(2.05, hang)
     played = scene.play()
     assert played.finished
     lost = played.of("lost")
     sent_s = {event["id"]: event["t"] for event in reversed(played.of("send"))}
     assert len({sent_s[event["id"]] for event in lost}) > 1, "some were sent later than others"
-    assert {round(event["t"], 3) for event in lost} == {53.1}
+    assert {round(event["t"], 3) for event in lost} == {52.1}
 
 
 def test_a_request_that_kills_its_engines_is_given_up_after_so_many_sends() -> None:
@@ -179,7 +179,7 @@ def test_an_engine_that_cannot_start_again_leaves_the_rotation_and_the_others_go
             raise RuntimeError("no GPU left")
 
     scene.on_start = no_more
-    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    scene.at(2.25, lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished
     assert not played.violations
@@ -259,7 +259,7 @@ def test_when_every_engine_is_gone_the_job_stops_and_says_so() -> None:
 
     scene.on_start = no_more
     for name in ("fast-0", "fast-1"):
-        scene.at(3.25, lambda name=name: kill(scene, name))  # type: ignore[misc]
+        scene.at(2.25, lambda name=name: kill(scene, name))  # type: ignore[misc]
     played = scene.play()
     assert isinstance(played.error, JobStopped)
     assert "no engine is left: each was restarted 1 times" in str(played.error)
@@ -309,7 +309,7 @@ def test_a_served_request_forgives_the_restarts_before_it() -> None:
 
 def test_another_pool_stands_in_only_while_the_own_one_is_down_and_the_reason_is_recorded() -> None:
     scene = Scene(scene_job(pools=TWO_POOLS, tasks=ON_FAST, train__steps=6))
-    scene.at(3.25, lambda: kill(scene, "fast-0"))
+    scene.at(2.25, lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished
     assert not played.violations

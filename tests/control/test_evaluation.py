@@ -114,3 +114,25 @@ def test_nothing_new_is_admitted_while_the_last_evaluation_is_waited_for() -> No
     last = [event for event in played.of("checkpoint") if event["step"] == 12][-1]
     assert not [event for event in played.of("admit") if event["n"] > last["n"]]
     assert not played.violations
+
+
+def test_greedy_play_is_asked_for_at_temperature_zero_and_told_apart() -> None:
+    scene = slow_evaluation()
+    scene.job = scene_job(train__steps=2, evaluation={"every": 2, "episodes": 2, "greedy": True})
+    played = scene.play()
+    assert played.finished
+    assert [(event["play"], event["episodes"]) for event in played.of("eval")] == [("sampled", 2), ("greedy", 2)]
+    asked = {
+        request.session.split("-")[1]: request.sampling.temperature
+        for lives in scene.engines.values()
+        for engine in lives
+        for request, _ in engine.asked
+        if request.session.startswith("eval")
+    }
+    assert asked == {"sampled": 1.0, "greedy": 0.0}
+
+
+def test_the_last_weights_are_evaluated_whatever_every_says() -> None:
+    scene = slow_evaluation()
+    scene.job = scene_job(train__steps=3, evaluation={"every": 2, "episodes": 2})
+    assert [event["name"] for event in scene.play().of("eval")] == ["eval2", "eval3"]

@@ -8,7 +8,7 @@ import pytest
 from rollart.control.render import Prefix, delta
 from rollart.control.samples import advantages, zero_variance
 from rollart.ports import Env
-from rollart.samples import flatten
+from rollart.samples import filled, flatten
 from rollart.types import Completion, Finish, Group, Observation, Span, Task, TrajectoryId
 from tests.control.invariant import check_first_invariant
 from tests.control.scene import Scene, ScriptedEnv, Words, scene_job
@@ -114,3 +114,15 @@ def test_zero_variance_means_nothing_to_compare() -> None:
 def test_a_group_without_members_has_no_samples() -> None:
     task = Task(id="a/0", domain="a", index=0)
     assert flatten(Group(id="g", task=task, members=(), born=0, advantages=())) == []
+
+
+def test_groups_without_variance_may_be_passed_over() -> None:
+    scene = Scene(
+        scene_job(train__steps=1, rollout={"groups_per_step": 2, "zero_variance": "skip"}),
+        reward=lambda trajectory: float(trajectory.id.member) if trajectory.id.group == "g0" else 1.0,
+    )
+    assert scene.play().finished
+    batch = scene.journal.all[0]
+    assert [group.id for group in batch.groups] == ["g0", "g1"], "both count"
+    assert {sample.trajectory.group for sample in filled(batch).samples} == {"g0", "g1"}
+    assert {sample.trajectory.group for sample in filled(batch, skip_zero_variance=True).samples} == {"g0"}

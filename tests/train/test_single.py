@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -170,6 +170,17 @@ def test_kl_holds_the_policy_back(settings: SingleSettings) -> None:
 def test_warm_up_rises_linearly(settings: SingleSettings) -> None:
     _, metrics = train_bandit(replace(settings, warmup_steps=4), 6)
     assert [step["actor/lr"] for step in metrics] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [("linear", [0.01, 0.0075, 0.005, 0.0025]), ("cosine", [0.01, 0.0085355, 0.005, 0.0014645])],
+)
+def test_the_learning_rate_falls_to_zero_over_the_steps(
+    settings: SingleSettings, decay: Literal["linear", "cosine"], expected: list[float]
+) -> None:
+    _, metrics = train_bandit(replace(settings, lr_decay=decay, steps=4), 4)
+    assert [step["actor/lr"] for step in metrics] == pytest.approx(expected, rel=1e-4)
 
 
 def test_steps_run_in_order_only(settings: SingleSettings) -> None:

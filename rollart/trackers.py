@@ -1,0 +1,112 @@
+"""TensorBoard and Weights & Biases: metrics and evaluations beside `metrics.jsonl`.
+
+A tracker is a reader of the run. One that fails is warned about and left out: watching never ends the run.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollart.config import Job
+from rollart.errors import JobError
+from rollart.events import Event
+
+INSTALL = "install it with: pip install 'rollart[logging]'"
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files that `tensorboard --logdir RUN` shows."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event as TbEvent
+            from tensorboard.compat.proto.summary_pb2 import Summary as TbSummary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise JobError(f"track.tensorboard: tensorboard is not installed; {INSTALL}") from None
+        self._event: Any = TbEvent
+        self._summary: Any = TbSummary
+        self._writer: Any = EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """One W&B run per run directory; a resumed job goes on in it."""
+
+    def __init__(self, job: Job, out: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise JobError(f"track.wandb: wandb is not installed; {INSTALL}") from None
+        if job.track.wandb == "online" and not os.environ.get("WANDB_API_KEY"):
+            raise JobError("track.wandb: online needs WANDB_API_KEY in the environment; set it, or track.wandb=offline")
+        mode: Any = job.track.wandb
+        self._run: Any = wandb.init(
+            project=job.track.project,
+            name=out.name,
+            id=out.name,
+            resume="allow",
+            dir=str(out),
+            mode=mode,
+            config=job.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tracking:
+    """All trackers of a job. `row` takes a step's metrics, `read` the events."""
+
+    def __init__(self, trackers: list[Tracker], warn: Callable[[str], object]) -> None:
+        self._trackers = trackers
+        self._warn = warn
+
+    def row(self, row: Mapping[str, float]) -> None:
+        self._log(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+
+    def read(self, event: Event) -> None:
+        if event["e"] == "eval" and event["versions"]:
+            self._log(event["versions"][1], {f"eval/{event['task']}/{event['play']}": event["reward"]})
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.log(step, values))
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:  # the boundary of other people's code: a tracker is never worth a run
+                self._trackers.remove(tracker)
+                self._warn(f"{type(tracker).__name__} failed and is left out from here on: {error}")
+
+
+def trackers(job: Job, out: Path) -> list[Tracker]:
+    """What the job asks for. Raises JobError where it is not installed, before anything starts."""
+    found: list[Tracker] = []
+    if job.track.tensorboard:
+        found.append(TensorBoard(out / "tensorboard"))
+    if job.track.wandb != "off":
+        found.append(WandB(job, out))
+    return found

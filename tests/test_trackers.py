@@ -1,0 +1,84 @@
+"""Metrics reach TensorBoard and W&B as themselves; a tracker that breaks is left out, and the run goes on."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rollart.config import build_job
+from rollart.errors import JobError
+from rollart.trackers import Tracking, trackers
+from tests.test_training import JOB
+
+ROW = {"step": 3, "reward/mean": 0.5, "timing_s/step": 1.25}
+EVAL = {"e": "eval", "name": "eval4", "task": "lake", "play": "greedy", "reward": 0.75, "versions": [4, 4]}
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    job = build_job({**JOB, "track": {"tensorboard": True}})
+    tracking = Tracking(trackers(job, tmp_path), pytest.fail)
+    tracking.row(ROW)
+    tracking.read(EVAL)
+    tracking.close()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    found = {
+        (event.step, value.tag): value.simple_value
+        for event in LegacyEventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    }
+    assert found == {(3, "reward/mean"): 0.5, (3, "timing_s/step"): 1.25, (4, "eval/lake/greedy"): 0.75}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_wandb_offline_writes_a_run_into_the_run_directory(tmp_path: Path) -> None:
+    job = build_job({**JOB, "track": {"wandb": "offline"}})
+    tracking = Tracking(trackers(job, tmp_path / "real-1"), pytest.fail)
+    tracking.row(ROW)
+    tracking.close()
+    assert list((tmp_path / "real-1").rglob("*.wandb"))
+
+
+def test_wandb_online_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", object())
+    with pytest.raises(JobError, match=r"^track\.wandb: online needs WANDB_API_KEY"):
+        trackers(build_job({**JOB, "track": {"wandb": "online"}}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("track", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")]
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
+    track: dict[str, object], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(JobError, match=rf"^track\.{package}: .*pip install 'rollart\[logging\]'"):
+        trackers(build_job({**JOB, "track": track}), tmp_path)
+
+
+class Broken:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.asked += 1
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        raise AssertionError("it was left out")
+
+
+def test_a_tracker_that_breaks_is_left_out_with_one_warning() -> None:
+    broken, warned = Broken(), list[str]()
+    tracking = Tracking([broken], warned.append)
+    tracking.row(ROW)
+    tracking.row(ROW)
+    tracking.close()
+    assert broken.asked == 1
+    assert warned == ["Broken failed and is left out from here on: disk full"]
