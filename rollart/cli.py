@@ -293,10 +293,10 @@ def _task(arguments: argparse.Namespace) -> int:
 
     findings = check_task(arguments.use)
     if arguments.json:
-        _print_json([str(finding) for finding in findings])
+        _print_json([{"level": finding.level, "text": finding.text} for finding in findings])
     else:
-        print("\n".join(str(finding) for finding in findings) or "nothing is wrong with it")
-    return 1 if findings else 0
+        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def _reward(arguments: argparse.Namespace) -> int:
