@@ -3,6 +3,7 @@
     RollartError
     |- JobError        the user's job cannot run: says the key and the fix (exit code 2)
     |- JobStopped      a running job gave up: says why and what to do (exit code 1)
+    |  `- Interrupted  the user stopped it at once (exit code 130)
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
        |- EngineError  |- RequestError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError  |- ClusterError
@@ -24,6 +25,10 @@ class JobError(RollartError, ValueError):
 
 class JobStopped(RollartError):
     """The job stopped by itself for the reason given."""
+
+
+class Interrupted(JobStopped):
+    """The user stopped the job at once."""
 
 
 class Deadlock(RollartError):

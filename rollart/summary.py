@@ -8,6 +8,10 @@ from typing import Any
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
+FAILURES = ("engine", "trainer", "worker", "attempt", "reward")
+MOST_REASONS = 5
+"""Different reasons kept for each kind of failure: the first ones say more than the last ones."""
+REASON_CHARACTERS = 400
 
 
 @dataclass(slots=True)
@@ -90,6 +94,9 @@ class Summary:
         self._reward = {"calls": 0, "failed": 0, "seconds": 0.0, "cold_starts": 0, "cold_start_s": 0.0}
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
+        self._failures: dict[str, tuple[int, list[str]]] = {kind: (0, []) for kind in FAILURES}
+        self._unwritten: dict[int, Event] = {}
+        """Batches whose place in the journal is not confirmed, by step."""
         self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
         self._at_checkpoint: dict[str, None] = {}
         self._late = 0
@@ -155,6 +162,8 @@ class Summary:
         if work.evaluation:
             return
         status = event["status"]
+        if status == "failed":
+            self._failed("attempt", event["id"], event["reason"])
         self._statuses[status] = self._statuses.get(status, 0) + 1
         task = self._tasks[work.task]
         task.cost += work.cost
@@ -194,6 +203,10 @@ class Summary:
             self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
             self._close(group_id, "trained")
         self._trained_tokens += event["tokens"]
+        self._unwritten[event["step"]] = event
+
+    def _on_written(self, event: Event) -> None:
+        self._unwritten.pop(event["step"], None)
 
     def _on_replayed(self, event: Event) -> None:
         """A resumed job made again what was lost; a step that had not ended before counts now."""
@@ -213,7 +226,7 @@ class Summary:
     def _on_push(self, event: Event) -> None:
         self._push_began[event["version"]] = event["t"]
 
-    def _on_manifest(self, event: Event) -> None:
+    def _on_pushed(self, event: Event) -> None:
         began_s = self._push_began.pop(event["version"], None)
         if began_s is not None:
             self._pushes.append(event["t"] - began_s)
@@ -237,6 +250,10 @@ class Summary:
 
     def _on_reward_failed(self, event: Event) -> None:
         self._reward["failed"] += 1
+        self._failed("reward", event["id"], event["reason"])
+
+    def _on_worker_lost(self, event: Event) -> None:
+        self._failed("worker", event["worker"], event["reason"])
 
     def _on_fault(self, event: Event) -> None:
         self._faults[event["fault"]] = self._faults.get(event["fault"], 0) + 1
@@ -250,10 +267,12 @@ class Summary:
     def _on_engine_down(self, event: Event) -> None:
         self._restarts["engines"] += 1
         self._metrics.add("error/engine", Sum(1))
+        self._failed("engine", event["engine"], event["reason"])
 
     def _on_trainer_down(self, event: Event) -> None:
         self._restarts["trainer"] += 1
         self._metrics.add("error/trainer", Sum(1))
+        self._failed("trainer", "trainer", event["reason"])
 
     def _on_killed(self, event: Event) -> None:
         """The coordinator is gone, and with it every attempt under way."""
@@ -264,6 +283,12 @@ class Summary:
 
     def _on_resumed(self, event: Event) -> None:
         """History goes back to the checkpoint: what was admitted since, and not trained on, never was."""
+        for batch in self._unwritten.values():  # killed between forming it and writing it: it will be formed again
+            for group_id, task_id in zip(batch["groups"], batch["tasks"], strict=True):
+                self._fate[group_id] = "restart"
+                self._trained_tasks[task_id] -= 1
+            self._trained_tokens -= batch["tokens"]
+        self._unwritten.clear()
         for group_id in list(self._new):
             if self._fate.get(group_id) != "trained":
                 self._close(group_id, "restart")
@@ -292,9 +317,17 @@ class Summary:
         self._state, self._reason = "running", ""
 
     def _on_stopped(self, event: Event) -> None:
-        self._state, self._reason = "stopped", event["reason"]
+        self._state = "interrupted" if event.get("user") else "stopped"
+        self._reason = event["reason"]
 
     # --- the result -----------------------------------------------------------------------------------------
+
+    def _failed(self, kind: str, who: str, reason: str) -> None:
+        count, reasons = self._failures[kind]
+        text = reason[:REASON_CHARACTERS]
+        if len(reasons) < MOST_REASONS and not any(text in known for known in reasons):
+            reasons.append(f"{who}: {text}" if who not in text else text)
+        self._failures[kind] = (count + 1, reasons)
 
     def _close(self, group_id: str, how: str) -> None:
         self._fate[group_id] = how
@@ -365,6 +398,9 @@ class Summary:
             "evaluations": self._evals,
             "eval": self._before_and_after(),
             "restarts": dict(self._restarts),
+            "failures": {
+                kind: {"count": count, "reasons": reasons} for kind, (count, reasons) in self._failures.items()
+            },
             "faults": dict(sorted(self._faults.items())),
             "warnings": self._warnings,
         }

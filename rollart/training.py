@@ -6,9 +6,10 @@ history.
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import yaml
 
 from rollart.audit import Audit
 from rollart.config import Job
-from rollart.control.coordinator import Coordinator
-from rollart.errors import JobError, RollartError
+from rollart.control.coordinator import Coordinator, checkpoint_facts
+from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections
 from rollart.summary import Summary
@@ -48,7 +49,7 @@ def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) 
     if not resume:
         out.mkdir(parents=True, exist_ok=False)
         (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
-    with rare_collections():
+    with _alone(out), rare_collections():
         result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
     (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
     return result
@@ -58,6 +59,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     loop = asyncio.get_running_loop()
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
+    journal = FileJournal(out / "journal")
     last = _read_again(path, summary, audit) if resume else None
     log = EventLog(loop.time, path, after=last)
     tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
@@ -68,22 +70,37 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         if last is None:
             log.emit("run", facts(job, clock="real"))
         else:
+            _complete(log, path, journal)
             log.emit("killed", {})
         (out / "pid").write_text(str(os.getpid()))
-        real = real_world(job, out, FileJournal(out / "journal"))
+
+        def lost(worker: str, reason: str) -> None:
+            log.emit("worker.lost", {"worker": worker, "reason": reason})
+            coordinator.lost(worker, reason)
+
+        real = real_world(job, out, journal, lost)
         coordinator = Coordinator(job, real.world, LogHandle(log))
         _stop_on_signals(loop, coordinator)
         try:
             await work(coordinator)
         except RollartError as error:
-            log.emit("stopped", {"reason": str(error)})
+            log.emit("stopped", {"reason": str(error), "user": isinstance(error, Interrupted)})
         finally:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(signal.SIGINT)
             await real.close()
             tracking.close()
             log.close()
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold the run directory: two coordinators over one journal would destroy it."""
+    with open(out / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"--resume: {out} is still running; stop it first, or wait until it has ended") from None
+        yield
 
 
 def _read_again(path: Path, summary: Summary, audit: Audit) -> Event:
@@ -104,14 +121,40 @@ def _read_again(path: Path, summary: Summary, audit: Audit) -> Event:
     return last
 
 
+def _complete(log: EventLog, path: Path, journal: FileJournal) -> None:
+    """Say what the journal knows and the events do not: the run was killed between the one and the other."""
+    written: dict[int, None] = {}
+    committed: Event = {}
+    for event in read_events(path):
+        if event["e"] == "written":
+            written[event["step"]] = None
+        elif event["e"] == "checkpoint":
+            committed = event
+    checkpoint = journal.latest()
+    for batch in journal.batches(0):
+        if batch.step not in written:
+            log.emit("written", {"step": batch.step})
+    if checkpoint is not None:
+        held = checkpoint_facts(checkpoint)
+        if any(committed.get(key) != value for key, value in held.items()):
+            log.emit("checkpoint", held)
+
+
 def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) -> None:
-    """The first Ctrl-C stops with a checkpoint; the second stops at once."""
+    """The first Ctrl-C (or SIGTERM) stops with a checkpoint; the second stops at once."""
+    asked = 0
 
     def stop() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        coordinator.stop()
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            coordinator.stop()
+        else:
+            loop.remove_signal_handler(signal.SIGINT)  # a third one is Python's own
+            coordinator.stop_now("stopped at once by the user; `rollart train --resume` goes on from the journal")
 
-    loop.add_signal_handler(signal.SIGINT, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
 
 
 def resumed_job(out: Path) -> dict[str, Any]:

@@ -7,27 +7,21 @@ parent holds.
 
 import asyncio
 import os
-import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from rollart.cluster.link import LENGTH
+from rollart.tasks.child import die_with_parent
 from rollart.wire import pack, unpack
 
 
 def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_die_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    die_with_parent(int(sys.argv[2]))
     asyncio.run(_serve(link))
-
-
-def _die_with_parent(life: int) -> None:
-    os.read(life, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def _serve(link: socket.socket) -> None:
@@ -74,16 +68,17 @@ async def _build(setup: Mapping[str, Any]) -> Any:
         case "engine":
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings
             from rollart.engines.threaded import ThreadedEngine
+            from rollart.weights.ahead import FetchAhead
             from rollart.weights.shm import ShmStore
 
-            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            ahead = FetchAhead(ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"]))
             core = EmbeddedEngine.from_directory(
                 setup["model"],
                 device=setup["device"],
                 engine_id=setup["id"],
                 settings=EngineSettings(**setup["settings"]),
             )
-            return ThreadedEngine(core, fetch=store.fetch)
+            return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
         case "trainer":
             from rollart.train.losses import LossSettings
             from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer

@@ -127,8 +127,14 @@ class RealWorld:
     """Awaitable: ends every process and frees shared memory."""
 
 
-def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
-    """Local processes for engines, trainer, environments and rewards; weights through shared memory."""
+Lost = Callable[[str, str], None]
+
+
+def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) -> RealWorld:
+    """Local processes for engines, trainer, environments and rewards; weights through shared memory.
+
+    `lost` is told at once when any of these processes dies by itself: the worker's name, and how it ended.
+    """
     from rollart.cluster.local import LocalCluster
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
@@ -144,17 +150,23 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     run_id = f"{job.name}-{os.getpid()}"
     bucket_bytes = job.weights.bucket_mb * 1_000_000
     store = ShmStore(run_id, bucket_bytes=bucket_bytes)
+    before = [ShmStore(dead) for dead in _shm_runs(out, run_id)]
+    for dead in [*before, store]:
+        dead.close()
     cluster = LocalCluster(
-        out / "logs", _engine_setups(job, run_id, bucket_bytes), _trainer_setup(job, out, run_id, bucket_bytes)
+        out / "logs",
+        _engine_setups(job, run_id, bucket_bytes),
+        _trainer_setup(job, out, run_id, bucket_bytes),
+        lost,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
     processes: ProcessEnvHost | InlineEnvHost = (
-        ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed)
+        ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed, lost=lost)
         if isolated
         else InlineEnvHost(task_sets, slots=slots)
     )
-    scorer = _rewards(job, functions, tokenizer.decode, out / "logs")
+    scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = processes
     rewards: RewardBackend = scorer
     if job.rollout.stepping == "batched":
@@ -166,7 +178,9 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
         await cluster.close()
         await processes.close()
         await scorer.close()
-        store.close()
+        for run in [*before, store]:  # a dying trainer may still have written after the first time
+            run.close()
+        (out / "shm").unlink(missing_ok=True)
 
     world = World(
         cluster=cluster,
@@ -217,7 +231,15 @@ def refuse_what_is_not_there(job: Job) -> None:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
 
-def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path) -> Any:
+def _shm_runs(out: Path, run_id: str) -> list[str]:
+    """Names in shared memory of earlier lives of this run that could not clean up; and note this life's own."""
+    path = out / "shm"
+    before = [name for name in path.read_text().split("\n") if name and name != run_id] if path.exists() else []
+    path.write_text("\n".join([*before, run_id]))
+    return before
+
+
+def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path, lost: Lost | None) -> Any:
     settings = job.rewards
     if settings.type == "http":
         from rollart.rewards.http import HttpRewards
@@ -233,7 +255,7 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path)
     from rollart.rewards.local import LocalRewards
 
     return LocalRewards(
-        functions, decode=decode, log_dir=log_dir, workers=settings.workers, timeout_s=settings.timeout_s
+        functions, decode=decode, log_dir=log_dir, workers=settings.workers, timeout_s=settings.timeout_s, lost=lost
     )
 
 

@@ -31,6 +31,7 @@ NAMES = {
     "evaluations": ["<name>", "<task>", "<play>"],
     "eval": ["<task>"],
     "faults": ["<kind>"],
+    "failures": ["<what>"],
 }
 """Where the summary has names instead of fixed keys, and how the page writes them, level by level."""
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from rollart.types import (
     WeightVersion,
 )
 
+LAST_BREATH_S = 2.0
+"""How long a worker whose socket is closed may take to have an exit status."""
 TAIL_BYTES = 1500
 """How much of a dead worker's stderr goes into the error."""
 _ERRORS: dict[str, type[BoundaryError]] = {
@@ -36,11 +38,18 @@ _ERRORS: dict[str, type[BoundaryError]] = {
 }
 
 
+Lost = Callable[[str, str], None]
+"""Told at once when a worker dies by itself: its name, and how."""
+
+
 class Worker:
     """One process and the link to it."""
 
-    def __init__(self, name: str, log_dir: Path) -> None:
+    def __init__(self, name: str, log_dir: Path, lost: Lost | None = None) -> None:
         self.name = name
+        self._lost = lost
+        self._stopped = False
+        self._mourning: asyncio.Task[None] | None = None
         self._log = log_dir / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._life: int | None = None
@@ -71,8 +80,11 @@ class Worker:
         _, self.link = await asyncio.get_running_loop().create_unix_connection(Link, sock=ours)
         try:
             await self.link.call("setup", dict(setup))
-        except (WorkerGone, WorkerFailed) as error:
-            raise ClusterError(f"{self.name} could not start: {error or self.last_words()}") from error
+        except WorkerFailed as error:
+            raise ClusterError(f"{self.name} could not start: {error}") from error
+        except WorkerGone:
+            raise ClusterError(f"{self.name} could not start: {await self.last_words()}") from None
+        self.link.lost.add_done_callback(self._gone)
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
@@ -80,18 +92,32 @@ class Worker:
         try:
             return await self.link.call(method, *arguments)
         except WorkerGone:
-            raise error(f"{self.name}: its process has ended; {self.last_words()}") from None
+            raise error(f"{self.name}: its process has ended; {await self.last_words()}") from None
         except WorkerFailed as failure:
             raise _ERRORS.get(failure.kind, error)(f"{self.name}: {failure.kind}: {failure}") from None
 
-    def last_words(self) -> str:
-        status = self._process.poll() if self._process is not None else None
+    def _gone(self, _: object) -> None:
+        if self._lost is not None and not self._stopped:
+            self._mourning = asyncio.get_running_loop().create_task(self._mourn(self._lost))
+
+    async def _mourn(self, lost: Lost) -> None:
+        words = await self.last_words()
+        if not self._stopped:
+            lost(self.name, f"its process has ended; {words}")
+
+    async def last_words(self) -> str:
+        """How it ended, and what it said last."""
+        status = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = await asyncio.to_thread(self._process.wait, LAST_BREATH_S)
         how = "no exit status yet" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
         tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip().replace("\n", " | ")
         return f"{how}; see {self._log}" + (f"; it last said: {tail}" if tail else "")
 
     async def stop(self) -> None:
         """End the process and all it started, and wait until it is gone."""
+        self._stopped = True
         if self._process is None:
             return
         if self.link is not None:
@@ -149,9 +175,14 @@ class LocalCluster:
     """Starts workers as child processes. `engine_setup` and `trainer_setup` are what each is built from."""
 
     def __init__(
-        self, log_dir: Path, engine_setup: Mapping[str, Mapping[str, Any]], trainer_setup: Mapping[str, Any]
+        self,
+        log_dir: Path,
+        engine_setup: Mapping[str, Mapping[str, Any]],
+        trainer_setup: Mapping[str, Any],
+        lost: Lost | None = None,
     ) -> None:
         self._log_dir = log_dir
+        self._lost = lost
         self._engine_setup = engine_setup
         self._trainer_setup = trainer_setup
         self.workers: dict[str, Worker] = {}
@@ -173,6 +204,6 @@ class LocalCluster:
         if before is not None:
             await before.stop()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        worker = self.workers[name] = Worker(name, self._log_dir)
+        worker = self.workers[name] = Worker(name, self._log_dir, self._lost)
         await worker.start(setup)
         return worker

@@ -20,12 +20,12 @@ from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
-from rollart.errors import ClusterError, JobStopped, boundary
-from rollart.events import LogHandle
+from rollart.errors import ClusterError, Interrupted, boundary
+from rollart.events import Event, LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
 from rollart.ports import Cluster, Engine, EnvHost, Journal, RewardBackend, TaskSet, Tokenizer, Trainer, WeightStore
-from rollart.types import Batch, EngineSpec, StepResult, WeightManifest, WeightVersion
+from rollart.types import Batch, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,15 @@ class World:
     journal: Journal
     affinity: Affinity
     agent: Agent | None = None
+
+
+def checkpoint_facts(checkpoint: Checkpoint) -> Event:
+    """What the log says of a checkpoint."""
+    return {
+        "step": checkpoint.step,
+        "ready": [group.id for group in checkpoint.ready],
+        "open": [group.id for group in checkpoint.open],
+    }
 
 
 class Coordinator:
@@ -120,13 +129,23 @@ class Coordinator:
         if hasattr(self, "rollout"):
             self.rollout.stop()
         else:
-            self.crew.fail(JobStopped("stopped before it had begun"))
+            self.stop_now("stopped before it had begun")
+
+    def stop_now(self, reason: str) -> None:
+        """Give up at once; the last checkpoint and the batches since are what a resumed job goes on from."""
+        self.crew.fail(Interrupted(reason))
+
+    def lost(self, engine: str, reason: str) -> None:
+        """The cluster saw this engine die, though nobody may be calling it now."""
+        if hasattr(self, "fleet") and engine in self.fleet.seats:
+            self.fleet.down(self.fleet.seats[engine], reason)
 
     async def learn(self) -> None:
         """The steps of the job: batch, weights of the step before, train, publish."""
         for step in range(self.trainer.version, self._job.train.steps):
             await self.weights.ready_for(step)
             batch = await self.rollout.batch(step)
+            self._log.flush(durable=True)  # what the journal knows, the events before it know as well
             self._world.journal.write_batch(batch)
             self._log.emit("written", {"step": step})
             if self._plan.before_step:
@@ -163,15 +182,9 @@ class Coordinator:
         """Trainer, task cursor, buffer and open groups, together. Called between two batches."""
         reference = await self.trainer.save()
         checkpoint = self.rollout.snapshot(self.trainer.version, reference)
+        self._log.flush(durable=True)
         self._world.journal.commit(checkpoint)
-        self._log.emit(
-            "checkpoint",
-            {
-                "step": checkpoint.step,
-                "ready": [group.id for group in checkpoint.ready],
-                "open": [group.id for group in checkpoint.open],
-            },
-        )
+        self._log.emit("checkpoint", checkpoint_facts(checkpoint))
         self._log.flush(durable=True)
 
     async def _evaluate(self, version: WeightVersion, *, last: bool) -> None:

@@ -56,9 +56,10 @@ class WeightDriver:
     async def _push(self, version: WeightVersion, previous: "asyncio.Future[WeightManifest] | None") -> None:
         if previous is not None:
             await asyncio.wait([previous])
-        self._log.emit("push", {"version": version})
+        began = self._log.emit("push", {"version": version})
         await self._fleet.stage(version)
         manifest = await self._trainer.publish(version)
+        self._log.emit("pushed", {"version": version, "bytes": manifest.num_bytes, "cause": began})
         self._manifests[version].set_result(manifest)
         if self._plan.when_published:
             await self.to(version)

@@ -24,6 +24,8 @@ Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
 """Gets a version's tensors, by name, from wherever the manifest says they are. Raises WeightError."""
 Stage = Callable[[WeightVersion], None]
 """Begins to fetch a coming version. Returns at once."""
+Spent = Callable[[WeightVersion], float]
+"""Seconds that went into fetching a version before its swap."""
 
 Result = TypeVar("Result")
 
@@ -31,10 +33,13 @@ Result = TypeVar("Result")
 class ThreadedEngine:
     """Runs an `EmbeddedEngine` in a thread of its own. Start and close it on the event loop that uses it."""
 
-    def __init__(self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None) -> None:
+    def __init__(
+        self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None, spent_s: Spent | None = None
+    ) -> None:
         self._core = core
         self._fetch = fetch
         self._stage = stage
+        self._spent_s = spent_s
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, asyncio.Future[Completion]] = {}
@@ -83,6 +88,8 @@ class ThreadedEngine:
         with boundary(WeightError, "engine.swap"):
             weights = await asyncio.to_thread(self._fetch, manifest)
         pull_s = time.perf_counter() - started
+        if self._spent_s is not None:
+            pull_s += self._spent_s(manifest.version)
         report = await self._call(lambda: self._core.swap(manifest.version, weights))
         return replace(report, pull_s=pull_s)
 

@@ -13,7 +13,7 @@ from typing import Any
 from rollart.envs.codec import observation_from_wire
 from rollart.errors import EnvError
 from rollart.tasks.api import task_to_json
-from rollart.tasks.pool import Child, ChildError, ChildPool
+from rollart.tasks.pool import Child, ChildError, ChildPool, Lost
 from rollart.types import Observation, Task, TrajectoryId
 
 CLOSE_GRACE_S = 5.0
@@ -23,7 +23,9 @@ CLOSE_GRACE_S = 5.0
 class ProcessEnvHost:
     """Opens environments in worker processes. `uses` says where each domain's task set is."""
 
-    def __init__(self, uses: Mapping[str, str], *, slots: int, log_dir: str | Path, seed: int = 0) -> None:
+    def __init__(
+        self, uses: Mapping[str, str], *, slots: int, log_dir: str | Path, seed: int = 0, lost: Lost | None = None
+    ) -> None:
         self._uses = dict(uses)
         self._pool = ChildPool(
             "rollart.envs.worker",
@@ -31,6 +33,7 @@ class ProcessEnvHost:
             size=slots,
             log_dir=Path(log_dir),
             name="env",
+            lost=lost,
         )
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollart.errors import RewardError
 from rollart.rewards.wire import Decode, episode_of, score_from_json
-from rollart.tasks.pool import ChildError, ChildPool
+from rollart.tasks.pool import ChildError, ChildPool, Lost
 from rollart.types import Score, Trajectory
 
 
@@ -21,6 +21,7 @@ class LocalRewards:
         log_dir: str | Path,
         workers: int = 4,
         timeout_s: float = 30.0,
+        lost: Lost | None = None,
     ) -> None:
         self._functions = dict(functions)
         self._decode = decode
@@ -31,6 +32,7 @@ class LocalRewards:
             size=workers,
             log_dir=Path(log_dir),
             name="reward",
+            lost=lost,
         )
 
     @property

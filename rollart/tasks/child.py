@@ -7,6 +7,8 @@ thread reads a pipe whose other end only the parent holds, and at its end kills 
 This module stays light, so that a child is up fast.
 """
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -21,6 +23,8 @@ import msgpack
 
 LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal to get when the parent dies."""
 
 Handler = Callable[[Mapping[str, Any]], Any]
 
@@ -29,7 +33,7 @@ def serve(start: Callable[[Mapping[str, Any]], Handler]) -> None:
     """Run until the parent goes away. `start` makes the handler from the set-up message."""
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
-    threading.Thread(target=_die_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    die_with_parent(int(sys.argv[2]))
     handler: Handler | None = None
     while (request := _receive(link)) is not None:
         try:
@@ -98,7 +102,18 @@ def _exactly(link: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
-def _die_with_parent(life: int) -> None:
+def die_with_parent(life: int) -> None:
+    """From now on this process, and all that it starts, ends when its parent does.
+
+    A thread reads the pipe that only the parent holds. It needs the interpreter, which a call that never gives it back
+    (a regular expression that explodes) keeps from it: so the kernel is asked to kill this process as well.
+    """
     os.set_inheritable(life, False)
-    os.read(life, 1)
-    os.killpg(0, signal.SIGKILL)
+
+    def wait() -> None:
+        os.read(life, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,28 @@ class ChildError(Exception):
         self.gone = gone
 
 
+Lost = Callable[[str, str], None]
+"""Told when a child dies by itself, at work or idle: its name, and how."""
+
+
 class ChildPool:
     """At most `size` children at a time, all made from the same set-up."""
 
-    def __init__(self, module: str, setup: Mapping[str, Any], *, size: int, log_dir: Path, name: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        setup: Mapping[str, Any],
+        *,
+        size: int,
+        log_dir: Path,
+        name: str,
+        lost: Lost | None = None,
+    ) -> None:
         self._module = module
         self._setup = setup
         self._log_dir = log_dir
         self._name = name
+        self._lost = lost
         self._slots = asyncio.Semaphore(size)
         self._idle: list[Child] = []
         self._all: dict[int, Child] = {}
@@ -55,6 +69,8 @@ class ChildPool:
                 child = self._idle.pop()
                 if child.ready and child.running():
                     return child
+                if child.ready:
+                    child.died_idle()  # the end of its socket has not been seen yet
                 self._forget(child)
             return await self._start()
         except BaseException:
@@ -94,7 +110,7 @@ class ChildPool:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._life = os.pipe()
         slot = next(number for number in range(len(self._all) + 1) if number not in self._all)
-        child = Child(self._module, self._log_dir / f"{self._name}-{slot}", life=self._life[0])
+        child = Child(self._module, self._log_dir / f"{self._name}-{slot}", life=self._life[0], lost=self._lost)
         self._all[slot] = child
         began_s = time.monotonic()
         try:
@@ -114,7 +130,10 @@ class ChildPool:
 class Child:
     """One process; one call at a time."""
 
-    def __init__(self, module: str, log: Path, *, life: int) -> None:
+    def __init__(self, module: str, log: Path, *, life: int, lost: Lost | None = None) -> None:
+        self._name, self._lost = log.name, lost
+        self._mourning: asyncio.Task[str] | None = None
+        self._killed_alive = False
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         self._err_start = self._err.stat().st_size if self._err.exists() else 0
         self._sock, theirs = socket.socketpair()
@@ -151,7 +170,7 @@ class Child:
     async def connect(self) -> None:
         self._sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, self._link = await loop.create_unix_connection(_Link, sock=self._sock)
+        _, self._link = await loop.create_unix_connection(lambda: _Link(self.died_idle), sock=self._sock)
 
     async def call(self, request: Mapping[str, Any]) -> Any:
         """The handler's value. Raises ChildError with its error, or with how the process ended."""
@@ -179,6 +198,7 @@ class Child:
         """End it and all that it started, at once, whatever it is doing."""
         if self._reaped is not None:
             return
+        self._killed_alive = self._process.poll() is None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._link is not None:
@@ -201,8 +221,15 @@ class Child:
                     os.truncate(path, 0)
                     self._err_start = 0
 
+    def died_idle(self) -> None:
+        """Say so, when its exit status is known."""
+        if self._lost is not None:
+            self._mourning = asyncio.get_running_loop().create_task(self._obituary())
+
     async def _obituary(self) -> str:
         """How it ended, and its last words. It closed its socket, so it is dead or as good as dead."""
+        if self._killed_alive:
+            return "its process was killed"
         for _ in range(20):  # give it the time to be a proper corpse, with its own exit status
             if (status := self._process.poll()) is not None:
                 break
@@ -217,13 +244,17 @@ class Child:
         with self._err.open("rb") as file:
             file.seek(max(self._err_start, self._err.stat().st_size - TAIL_BYTES))
             tail = file.read().decode(errors="replace").strip()
-        return f"its process {how}" + (f"; the end of its stderr:\n{tail}" if tail else "")
+        words = f"its process {how}" + (f"; the end of its stderr:\n{tail}" if tail else "")
+        if self._lost is not None:
+            self._lost(self._name, words)
+        return words
 
 
 class _Link(asyncio.Protocol):
     """The socket's parent end: puts frames together and hands each to who asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, died_idle: Callable[[], None]) -> None:
+        self._died_idle = died_idle
         self.answer: asyncio.Future[bytes] | None = None
         self.closed = False
         self._transport: asyncio.WriteTransport | None = None
@@ -263,6 +294,8 @@ class _Link(asyncio.Protocol):
                 self.answer.set_result(body)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self.answer is None and not self.closed:
+            self._died_idle()
         self.closed = True
         self._fail(EOFError())
 

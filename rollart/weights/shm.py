@@ -19,6 +19,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ CHUNK_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 RUN_ID = re.compile(r"[A-Za-z0-9._+-]+")
 VERSION = re.compile(r"v(\d{8,})")
+
+
+class Mapped(NamedTuple):
+    """One bucket in this process's memory, and the digest of what it holds."""
+
+    data: mmap.mmap | bytes
+    num_bytes: int
+    digest: str
 
 
 class ShmStore:
@@ -76,15 +85,33 @@ class ShmStore:
         with boundary(WeightError, f"manifest of version {version} in {self._dir}"):
             return _from_json(text)
 
-    def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
+    def fetch(self, manifest: WeightManifest, ahead: "Mapping[str, Mapped] | None" = None) -> dict[str, Tensor]:
         """Map a version's tensors, digests checked. No copy: they are views of shared pages.
 
-        Writing to one changes a private page, never the store. Raises WeightError that names a missing or damaged
-        bucket.
+        Writing to one changes a private page, never the store. `ahead`: buckets that were mapped before, by name; one
+        that is not what the manifest says is mapped again. Raises WeightError that names a missing or damaged bucket.
         """
-        maps = [self._map(bucket) for bucket in manifest.buckets]
+        maps = [self._checked(bucket, (ahead or {}).get(bucket.name)) for bucket in manifest.buckets]
         with boundary(WeightError, f"manifest of version {manifest.version}"):
             return {name: _view(name, maps[place.bucket], place) for name, place in manifest.tensors.items()}
+
+    def appeared(self, version: WeightVersion) -> list[str]:
+        """The names of the buckets of a version that are there by now, in order."""
+        folder = self._folder(version)
+        return [f"{folder.name}/{path.name}" for path in sorted(folder.glob("[0-9]*.bucket"))]
+
+    def map_bucket(self, name: str) -> "Mapped":
+        """Map one bucket as it is, and take its digest. Raises WeightError where it is not there."""
+        try:
+            with open(self._dir / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # Copy-on-write: torch wants writable memory, and pages stay shared until someone writes.
+                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+        except FileNotFoundError:
+            raise WeightError(f"weight bucket {name}: missing from {self._dir}") from None
+        except OSError as error:
+            raise WeightError(f"weight bucket {name}: cannot be mapped ({error.strerror})") from error
+        return Mapped(mapped, size, f"crc32:{zlib.crc32(mapped):08x}")
 
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
@@ -143,25 +170,18 @@ class ShmStore:
         os.replace(hidden, path)
         return Bucket(name=name, num_bytes=offset, digest=f"crc32:{digest:08x}")
 
-    def _map(self, bucket: Bucket) -> mmap.mmap | bytes:
-        path = self._dir / bucket.name
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != bucket.num_bytes:
-                    raise WeightError(
-                        f"weight bucket {bucket.name}: damaged, {size} bytes instead of {bucket.num_bytes}"
-                    )
-                # Copy-on-write: torch wants writable memory, and pages stay shared until someone writes.
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
-        except FileNotFoundError:
-            raise WeightError(f"weight bucket {bucket.name}: missing from {self._dir}") from None
-        except OSError as error:
-            raise WeightError(f"weight bucket {bucket.name}: cannot be mapped ({error.strerror})") from error
-        digest = f"crc32:{zlib.crc32(mapped):08x}"
-        if digest != bucket.digest:
-            raise WeightError(f"weight bucket {bucket.name}: damaged, digest {digest} instead of {bucket.digest}")
-        return mapped
+    def _checked(self, bucket: Bucket, known: "Mapped | None") -> mmap.mmap | bytes:
+        """The bucket's bytes, which are what the manifest says; or WeightError."""
+        if known is not None and (known.num_bytes, known.digest) == (bucket.num_bytes, bucket.digest):
+            return known.data
+        found = self.map_bucket(bucket.name)
+        if found.num_bytes != bucket.num_bytes:
+            raise WeightError(
+                f"weight bucket {bucket.name}: damaged, {found.num_bytes} bytes instead of {bucket.num_bytes}"
+            )
+        if found.digest != bucket.digest:
+            raise WeightError(f"weight bucket {bucket.name}: damaged, digest {found.digest} instead of {bucket.digest}")
+        return found.data
 
 
 def _aligned(size: int) -> int:
