@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rollart.engines.attention import StepPlan
+from rollart.engines.dense import dense_forward
 from rollart.engines.kv import KvCache, KvShape
 from rollart.engines.sampler import sample
 from rollart.engines.scheduler import Scheduler
@@ -92,6 +93,8 @@ class EmbeddedEngine:
             device=model.device,
         )
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
+        self._dense = dense_forward(model, self._max_context)
+        """None where only transformers' own code will do."""
         self._scheduler = Scheduler(self.kv, max_batch=settings.max_batch, step_tokens=settings.step_tokens)
         self._live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []
@@ -187,6 +190,8 @@ class EmbeddedEngine:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
         started = time.perf_counter()
         load_weights_(self._model, weights)
+        if self._dense is not None:
+            self._dense.refresh()
         self.version = version
         rebuilt = 0
         for seq in self._live.values():
@@ -211,7 +216,10 @@ class EmbeddedEngine:
         if num_tokens == 0:
             return ended
         plan = StepPlan(self.kv.slabs, self._shape, self._num_query_heads)
-        hidden_TH = forward_hidden(self._model, plan.tokens_T, plan.positions_T, plan)
+        if self._dense is not None:
+            hidden_TH = self._dense(plan.tokens_T, plan.positions_T, plan)
+        else:
+            hidden_TH = forward_hidden(self._model, plan.tokens_T, plan.positions_T, plan)
         sampling, last_rows, row = [], [], -1
         for seq in plan.seqs:
             row += seq.take

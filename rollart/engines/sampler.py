@@ -25,14 +25,12 @@ def sample(logits_NV: Tensor, seqs: Row[Sequence]) -> tuple[list[int], list[floa
     if any(temperature != 1.0 and temperature > 0.0 for temperature in temperatures):
         scale = np.array([1.0 / t if t > 0.0 else 1.0 for t in temperatures], dtype=np.float32)
         logits_NV.mul_(torch.from_numpy(scale).to(logits_NV.device)[:, None])
-    peak_N, best_N = logits_NV.max(dim=-1)
+    peak_N = logits_NV.amax(dim=-1)  # on a CPU ten times as fast as `max`, which also says where
+    weights_NV = logits_NV.sub(peak_N[:, None]).exp_()
+    total_N = weights_NV.sum(-1)
     if not any(temperatures):
-        weights_NV = logits_NV.sub(peak_N[:, None]).exp_()
-        chosen_N = best_N
-        total_N = weights_NV.sum(-1)
+        chosen_N = logits_NV.argmax(dim=-1)
     else:
-        weights_NV = logits_NV.sub(peak_N[:, None]).exp_()
-        total_N = weights_NV.sum(-1)
         for row, sampling in enumerate(samplings):
             if sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
                 _truncate_(weights_NV[row], sampling.top_k, sampling.top_p)
@@ -43,7 +41,7 @@ def sample(logits_NV: Tensor, seqs: Row[Sequence]) -> tuple[list[int], list[floa
         chosen_N.clamp_(max=logits_NV.shape[1] - 1)
         if not all(temperatures):
             greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits_NV.device)
-            chosen_N = torch.where(greedy, best_N, chosen_N)
+            chosen_N = torch.where(greedy, logits_NV.argmax(dim=-1), chosen_N)
     logprobs_N = logits_NV.gather(1, chosen_N[:, None])[:, 0] - peak_N - total_N.log()
     return chosen_N.tolist(), logprobs_N.tolist()
 
