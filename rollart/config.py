@@ -6,9 +6,11 @@ checked before anything starts. It imports nothing heavy.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
@@ -21,6 +23,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+_NORMAL = NormalDist()
 
 Mode = Literal["sync", "sync+", "one-off", "areal", "rollart"]
 Swap = Literal["between_batches", "drain", "when_published", "after_batch"]
@@ -41,6 +45,36 @@ MODES: dict[str, dict[str, Any]] = {
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Spread(Settings):
+    """A distribution: values are drawn, then cut to [low, high]."""
+
+    kind: Literal["constant", "normal", "lognormal", "uniform"] = "constant"
+    mean: NonNegative = 0.0
+    sigma: NonNegative = 0.0
+    """normal: standard deviation; lognormal: sigma of the logarithm; uniform: half width."""
+    low: NonNegative = 0.0
+    high: NonNegative = 1e12
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def value(self, uniform: float) -> float:
+        """The value that this share of all draws, in (0, 1), lie below: a draw, where the share is random."""
+        if self.kind == "constant":
+            return self.mean
+        if self.kind == "uniform":
+            value = self.mean + (2 * uniform - 1) * self.sigma
+        else:
+            z = _NORMAL.inv_cdf(uniform)
+            if self.kind == "normal":
+                value = self.mean + z * self.sigma
+            else:
+                value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
+        return min(self.high, max(self.low, value))
 
 
 class ModelSettings(Settings):
@@ -73,6 +107,9 @@ class TaskSettings(Settings):
     temperature: NonNegative = 1.0
     affinity: str = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
+    latency: Spread | None = None
+    """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
+    `rollart sim`, which has `sim.tasks.<name>.step_s`."""
 
 
 class RolloutSettings(Settings):
@@ -121,6 +158,8 @@ class EngineSettings(Settings):
     """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
     """`embedded`: CPU threads of one engine's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """`embedded`: the CPU cores, by number, that each engine's process keeps to; none given means any."""
 
 
 class PoolSettings(Settings):
@@ -198,6 +237,8 @@ class TrainSettings(Settings):
     """`cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
     """CPU threads of the trainer's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
 
 
 class WeightSettings(Settings):
@@ -255,22 +296,6 @@ class LimitSettings(Settings):
     """Restarts in a row before the job stops; a finished step resets the count."""
     stall_s: Positive = 900.0
     """Nothing has moved for this long: the watchdog names who waits on whom."""
-
-
-class Spread(Settings):
-    """A distribution in the simulator: values are drawn, then cut to [low, high]."""
-
-    kind: Literal["constant", "normal", "lognormal", "uniform"] = "constant"
-    mean: NonNegative = 0.0
-    sigma: NonNegative = 0.0
-    """normal: standard deviation; lognormal: sigma of the logarithm; uniform: half width."""
-    low: NonNegative = 0.0
-    high: NonNegative = 1e12
-
-    @model_validator(mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class SimTaskSettings(Settings):
