@@ -338,6 +338,8 @@ class SimTrainSettings(Settings):
 
     fixed_s: NonNegative = 1.0
     """Each step, whatever its tokens."""
+    token_s: NonNegative | None = None
+    """Each token of the batch, prompts included, instead of the roofline."""
     step_s: NonNegative | None = None
     """The whole step, instead of the roofline."""
     save_s: NonNegative = 1.0
@@ -353,14 +355,37 @@ class SimLinkSettings(Settings):
     """Store to one engine."""
 
 
+class MeasuredEngineSettings(Settings):
+    """What the steps of a pool's engines were measured to cost; `rollart sim fit` writes it."""
+
+    step_s: NonNegative = 0.0
+    """Each step, whatever is in it."""
+    sequence_s: NonNegative = 0.0
+    """For each sequence that decodes in it."""
+    kv_token_s: NonNegative = 0.0
+    """For each token in the caches of these."""
+    prefill_token_s: Positive = 1e-9
+    """For each prompt token computed; all that decode wait meanwhile."""
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if not self.step_s + self.sequence_s:
+            raise ValueError("sim.engine.measured: a decode step must take time; give step_s or sequence_s")
+        return self
+
+
 class SimEngineSettings(Settings):
     start_s: NonNegative = 30.0
     load_gb_s: Positive = 50.0
     """Staged buckets into place, inside the swap."""
     overhead_s: NonNegative = 0.002
     """Each request, before its prefill."""
+    call_s: NonNegative = 0.0
+    """Each request, on its way to the engine; nobody else waits for that."""
     chunk_tokens: Count = 2048
     """Prefill tokens beside one decode step."""
+    measured: dict[str, MeasuredEngineSettings] = Field(default_factory=dict)
+    """By pool: measured costs in place of the roofline. `chunk_tokens` has no effect there."""
 
 
 FaultKind = Literal[
@@ -576,6 +601,10 @@ def _problems(job: Job) -> list[str]:
         if name not in [task.name for task in job.tasks]:
             near = _nearest(name, [task.name for task in job.tasks])
             found.append(f"sim.tasks.{name}: the job has no task of that name{near}; rename or remove it")
+    for name in job.sim.engine.measured:
+        if name not in engine_pools:
+            near = _nearest(name, engine_pools)
+            found.append(f"sim.engine.measured.{name}: no pool with engines has that name{near}; rename or remove it")
     if job.sim.model not in MODELS:
         found.append(
             f"sim.model: {job.sim.model!r} is not known{_nearest(job.sim.model, MODELS)}; one of {', '.join(MODELS)}"
