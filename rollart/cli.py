@@ -151,7 +151,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure a part of the system here.",
         epilog="Example: rollart bench control --json",
     )
-    bench.add_argument("what", choices=["control"], help="control: cost of the control plane per generate call")
+    bench.add_argument(
+        "what",
+        choices=["control", "modes"],
+        help="control: cost of the control plane per generate call; modes: step times of the five modes, real and "
+        "simulated (about ten minutes, two cores to itself)",
+    )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
     bench.set_defaults(run=_bench)

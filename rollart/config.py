@@ -6,9 +6,11 @@ checked before anything starts. It imports nothing heavy.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
@@ -21,6 +23,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+_NORMAL = NormalDist()
 
 Mode = Literal["sync", "sync+", "one-off", "areal", "rollart"]
 Swap = Literal["between_batches", "drain", "when_published", "after_batch"]
@@ -41,6 +45,36 @@ MODES: dict[str, dict[str, Any]] = {
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Spread(Settings):
+    """A distribution: values are drawn, then cut to [low, high]."""
+
+    kind: Literal["constant", "normal", "lognormal", "uniform"] = "constant"
+    mean: NonNegative = 0.0
+    sigma: NonNegative = 0.0
+    """normal: standard deviation; lognormal: sigma of the logarithm; uniform: half width."""
+    low: NonNegative = 0.0
+    high: NonNegative = 1e12
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def value(self, uniform: float) -> float:
+        """The value that this share of all draws, in (0, 1), lie below: a draw, where the share is random."""
+        if self.kind == "constant":
+            return self.mean
+        if self.kind == "uniform":
+            value = self.mean + (2 * uniform - 1) * self.sigma
+        else:
+            z = _NORMAL.inv_cdf(uniform)
+            if self.kind == "normal":
+                value = self.mean + z * self.sigma
+            else:
+                value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
+        return min(self.high, max(self.low, value))
 
 
 class ModelSettings(Settings):
@@ -73,6 +107,9 @@ class TaskSettings(Settings):
     temperature: NonNegative = 1.0
     affinity: str = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
+    latency: Spread | None = None
+    """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
+    `rollart sim`, which has `sim.tasks.<name>.step_s`."""
 
 
 class RolloutSettings(Settings):
@@ -121,6 +158,8 @@ class EngineSettings(Settings):
     """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
     """`embedded`: CPU threads of one engine's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """`embedded`: the CPU cores, by number, that each engine's process keeps to; none given means any."""
 
 
 class PoolSettings(Settings):
@@ -198,6 +237,8 @@ class TrainSettings(Settings):
     """`cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
     """CPU threads of the trainer's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
 
 
 class WeightSettings(Settings):
@@ -270,22 +311,6 @@ class LimitSettings(Settings):
     """Nothing has moved for this long: the watchdog names who waits on whom."""
 
 
-class Spread(Settings):
-    """A distribution in the simulator: values are drawn, then cut to [low, high]."""
-
-    kind: Literal["constant", "normal", "lognormal", "uniform"] = "constant"
-    mean: NonNegative = 0.0
-    sigma: NonNegative = 0.0
-    """normal: standard deviation; lognormal: sigma of the logarithm; uniform: half width."""
-    low: NonNegative = 0.0
-    high: NonNegative = 1e12
-
-    @model_validator(mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
 class SimTaskSettings(Settings):
     """How one task behaves in the simulator."""
 
@@ -326,6 +351,8 @@ class SimTrainSettings(Settings):
 
     fixed_s: NonNegative = 1.0
     """Each step, whatever its tokens."""
+    token_s: NonNegative | None = None
+    """Each token of the batch, prompts included, instead of the roofline."""
     step_s: NonNegative | None = None
     """The whole step, instead of the roofline."""
     save_s: NonNegative = 1.0
@@ -341,14 +368,37 @@ class SimLinkSettings(Settings):
     """Store to one engine."""
 
 
+class MeasuredEngineSettings(Settings):
+    """What the steps of a pool's engines were measured to cost; `rollart sim fit` writes it."""
+
+    step_s: NonNegative = 0.0
+    """Each step, whatever is in it."""
+    sequence_s: NonNegative = 0.0
+    """For each sequence that decodes in it."""
+    kv_token_s: NonNegative = 0.0
+    """For each token in the caches of these."""
+    prefill_token_s: Positive = 1e-9
+    """For each prompt token computed; all that decode wait meanwhile."""
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if not self.step_s + self.sequence_s:
+            raise ValueError("sim.engine.measured: a decode step must take time; give step_s or sequence_s")
+        return self
+
+
 class SimEngineSettings(Settings):
     start_s: NonNegative = 30.0
     load_gb_s: Positive = 50.0
     """Staged buckets into place, inside the swap."""
     overhead_s: NonNegative = 0.002
     """Each request, before its prefill."""
+    call_s: NonNegative = 0.0
+    """Each request, on its way to the engine; nobody else waits for that."""
     chunk_tokens: Count = 2048
     """Prefill tokens beside one decode step."""
+    measured: dict[str, MeasuredEngineSettings] = Field(default_factory=dict)
+    """By pool: measured costs in place of the roofline. `chunk_tokens` has no effect there."""
 
 
 FaultKind = Literal[
@@ -565,6 +615,10 @@ def _problems(job: Job) -> list[str]:
         if name not in [task.name for task in job.tasks]:
             near = _nearest(name, [task.name for task in job.tasks])
             found.append(f"sim.tasks.{name}: the job has no task of that name{near}; rename or remove it")
+    for name in job.sim.engine.measured:
+        if name not in engine_pools:
+            near = _nearest(name, engine_pools)
+            found.append(f"sim.engine.measured.{name}: no pool with engines has that name{near}; rename or remove it")
     if job.sim.model not in MODELS:
         found.append(
             f"sim.model: {job.sim.model!r} is not known{_nearest(job.sim.model, MODELS)}; one of {', '.join(MODELS)}"

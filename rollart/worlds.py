@@ -12,6 +12,7 @@ from typing import Any
 from rollart.config import Job, SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.events import EventLog
 from rollart.hardware import HARDWARE, MODELS, ModelShape
@@ -169,6 +170,9 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = processes
     rewards: RewardBackend = scorer
+    latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
+    if latencies:
+        host = DelayedHost(host, latencies, seed=job.seed)
     if job.rollout.stepping == "batched":
         lockstep = Lockstep()
         host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
@@ -227,8 +231,17 @@ def refuse_what_is_not_there(job: Job) -> None:
     for key, given, there in wanted:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
+    _refuse_missing_cores(job)
     if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_missing_cores(job: Job) -> None:
+    most = os.cpu_count() or 1
+    asked = [(f"pools.{pool.name}.engines.cores", pool.engines.cores) for pool in job.pools if pool.engines]
+    for key, cores in [*asked, ("train.cores", job.train.cores)]:
+        if cores and max(cores) >= most:
+            raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
 
 
 def _shm_runs(out: Path, run_id: str) -> list[str]:
@@ -267,6 +280,7 @@ def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[s
             "bucket_bytes": bucket_bytes,
             "threads": pool.engines.threads,
             "device": pool.engines.device,
+            "cores": pool.engines.cores,
             "settings": {
                 "kv_tokens": pool.engines.kv_tokens,
                 "max_batch": pool.engines.max_batch,
@@ -285,6 +299,7 @@ def _trainer_setup(job: Job, out: Path, run_id: str, bucket_bytes: int) -> dict[
         "run_id": run_id,
         "bucket_bytes": bucket_bytes,
         "threads": train.threads,
+        "cores": train.cores,
         "settings": {
             "model_path": job.model.path,
             "checkpoint_dir": str(out / "checkpoints"),

@@ -5,13 +5,9 @@ for, so one run's draws never shift another's. A hash takes the place of a gener
 to share.
 """
 
-import math
 from hashlib import blake2b
-from statistics import NormalDist
 
 from rollart.config import Spread
-
-_NORMAL = NormalDist()
 
 
 class Dice:
@@ -27,17 +23,7 @@ class Dice:
         return int(self.uniform(name) * below)
 
     def draw(self, spread: Spread, name: str) -> float:
-        if spread.kind == "constant":
-            return spread.mean
-        if spread.kind == "uniform":
-            value = spread.mean + (2 * self.uniform(name) - 1) * spread.sigma
-        else:
-            z = _NORMAL.inv_cdf(self.uniform(name))
-            if spread.kind == "normal":
-                value = spread.mean + z * spread.sigma
-            else:
-                value = spread.mean * math.exp(z * spread.sigma - spread.sigma**2 / 2)
-        return min(spread.high, max(spread.low, value))
+        return spread.mean if spread.kind == "constant" else spread.value(self.uniform(name))
 
     def count(self, spread: Spread, name: str) -> int:
         """At least 1."""

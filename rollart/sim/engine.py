@@ -102,7 +102,12 @@ class SimEngine:
         self._died = died
         hardware = world.hardware[spec.pool]
         self._hardware = hardware
-        self._prefill_s = prefill_s_per_token(world.model, hardware, spec.gpus)
+        self._measured = world.settings.measured.get(spec.pool)
+        self._prefill_s = (
+            self._measured.prefill_token_s
+            if self._measured is not None
+            else prefill_s_per_token(world.model, hardware, spec.gpus)
+        )
         self._overhead_tokens = world.settings.overhead_s / self._prefill_s
         self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
         self._max_batch = world.max_batch[spec.pool]
@@ -139,6 +144,9 @@ class SimEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         await self._alive()
         world = self._world
+        if world.settings.call_s:
+            await asyncio.sleep(world.settings.call_s)
+            await self._alive()
         task = world.tasks[request.domain]
         need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
         if request.prompt_tokens + need > self._capacity:
@@ -256,10 +264,11 @@ class SimEngine:
             if not self._admit() or self._prefilling[0].prefill > ALMOST:
                 break
         batch = self._num_decoding
+        if self._measured is not None and self._prefilling:
+            batch = 0  # what prefill costs was measured as seconds by which a step takes longer for all
         decode_s = chunk_s = 0.0
         if batch:
-            context = self._shift + batch * self._steps
-            decode_s = decode_step_s(self._world.model, self._hardware, self.spec.gpus, batch, context)
+            decode_s = self._decode_s(batch, self._shift + batch * self._steps)
         if self._prefilling:
             chunk = min(float(self._world.settings.chunk_tokens), max(1.0, self._prefilling[0].prefill))
             chunk_s = chunk * self._prefill_s
@@ -278,6 +287,12 @@ class SimEngine:
                 heapq.heappop(self._decoding)
             wait_s = min(wait_s, (self._decoding[0][0] - self._steps) * cycle_s)
         self._look_at(self._at_s + wait_s)
+
+    def _decode_s(self, batch: int, context: float) -> float:
+        measured = self._measured
+        if measured is not None:
+            return measured.step_s + measured.sequence_s * batch + measured.kv_token_s * context
+        return decode_step_s(self._world.model, self._hardware, self.spec.gpus, batch, context)
 
     def _look_at(self, when_s: float) -> None:
         """Keep a timer that fires early enough; one that fires too early just plans again."""

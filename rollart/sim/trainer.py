@@ -135,7 +135,9 @@ class SimCluster:
     ) -> None:
         self._world = engines
         self._train = train
-        self._token_s = train_s_per_token(engines.model, train_hardware, train_gpus)
+        self._token_s = (
+            train_s_per_token(engines.model, train_hardware, train_gpus) if train.token_s is None else train.token_s
+        )
         self._bucket_bytes = bucket_bytes
         self._push = push
         self._faults = faults

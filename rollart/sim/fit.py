@@ -1,0 +1,316 @@
+"""`rollart sim fit`: from a real run's events to the simulator's settings (`sim:` of a job file).
+
+Reads the run's job and its `events.jsonl`, and nothing else. Every figure is what the run itself showed from the
+coordinator's side, so the control plane's own time is in it: between an answer and the next call, between a call and
+its answer. Best fitted on a run in which generation and training take turns (`sync+`): where they overlap, what they
+cost each other is in the figures.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from rollart.config import Job, Spread, build_job
+from rollart.errors import JobError
+from rollart.events import Event, read_events
+from rollart.hardware import MODELS
+from rollart.sim.steps import Call, StepCosts, fit_steps
+
+SAME = 0.01
+"""Values that spread by less than this share of their mean are taken for constant."""
+SKEWED = 1.0
+"""Skewness from which on a lognormal is taken instead of a normal distribution."""
+SHORTEST_S = 1e-6
+"""For a rate: no transfer is taken to be shorter than this."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of one attempt so far."""
+
+    task: str
+    started_s: float
+    free_s: float | None = None
+    """When the last answer came."""
+    said: int = 0
+    """Tokens of that answer."""
+    prompt: int = 0
+    """Of the last call."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """What was seen of one task."""
+
+    turns: list[float] = field(default_factory=list)
+    prompt: list[float] = field(default_factory=list)
+    observation: list[float] = field(default_factory=list)
+    answer: list[float] = field(default_factory=list)
+    reset_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    reward_s: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+
+class Fit:
+    """Feed it every event of a run, in order; then ask for the `profile`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tasks = {task.name: _Task() for task in job.tasks}
+        self._live: dict[str, _Attempt] = {}
+        self._calls: dict[str, Call] = {}
+        """Sent and not answered."""
+        self._done: list[Call] = []
+        self._run = 0
+        self._swap_s: list[float] = []
+        self._swap_began: float | None = None
+        self._swapped_s = -1.0
+        """When the last swap ended."""
+        self._began: dict[str, float] = {}
+        """By kind: when it was last seen."""
+        self._pushed: dict[int, float] = {}
+        self._push_s: list[float] = []
+        self._pull_s: list[float] = []
+        self._save_s: list[float] = []
+        self._cold_s: list[float] = []
+        self._steps: list[tuple[float, float]] = []
+        """(tokens, seconds) of each train step, writing the batch down included."""
+        self._written_s = 0.0
+        self._start_s: list[float] = []
+
+    def next_run(self) -> None:
+        """Times and ids begin anew."""
+        self._run += 1
+        self._live.clear()
+        self._calls.clear()
+        self._began.clear()
+        self._pushed.clear()
+        self._swap_began = None
+        self._swapped_s = -1.0
+
+    def read(self, event: Event) -> None:
+        kind = event["e"]
+        handler = getattr(self, f"_on_{kind.replace('.', '_')}", None)
+        if handler is not None:
+            handler(event)
+        self._began[kind] = event["t"]
+
+    # --- trajectories -----------------------------------------------------------------------------------------
+
+    def _on_start(self, event: Event) -> None:
+        self._live[event["id"]] = _Attempt(event["task"].split("/", 1)[0], event["t"])
+
+    def _on_send(self, event: Event) -> None:
+        attempt = self._live[event["id"].rpartition("/")[0]]
+        task, undisturbed = self._tasks[attempt.task], not self._swapped_since(attempt.free_s or attempt.started_s)
+        if attempt.free_s is None:
+            task.prompt.append(event["prompt"])
+            if undisturbed:
+                task.reset_s.append(event["t"] - attempt.started_s)
+        else:
+            task.observation.append(event["prompt"] - attempt.prompt - attempt.said)
+            if undisturbed:
+                task.step_s.append(event["t"] - attempt.free_s)
+        attempt.prompt = event["prompt"]
+        self._calls[event["id"]] = Call(engine=f"{self._run}/{event['engine']}", pool=event["pool"], sent_s=event["t"])
+
+    def _on_said(self, event: Event) -> None:
+        call = self._calls.pop(event["id"])
+        attempt = self._live.get(event["id"].rpartition("/")[0])
+        call.said_s, call.tokens, call.prefill = event["t"], event["tokens"], event["prefill"]
+        call.whole = len(event["spans"]) == 1 and event["finish"] != "abort"
+        if attempt is not None:
+            call.prompt = attempt.prompt
+            attempt.free_s, attempt.said = event["t"], event["tokens"]
+            if call.whole:
+                self._tasks[attempt.task].answer.append(event["tokens"])
+        self._done.append(call)
+
+    def _on_reward(self, event: Event) -> None:
+        attempt = self._live.get(event["id"])
+        if attempt is not None:
+            self._tasks[attempt.task].reward_s.append(event["s"] - event["cold_s"])
+            self._tasks[attempt.task].rewards.append(event["value"])
+        if event["cold_s"] > 0:
+            self._cold_s.append(event["cold_s"])
+
+    def _on_end(self, event: Event) -> None:
+        attempt = self._live.pop(event["id"], None)
+        if attempt is not None and event["status"] in ("done", "truncated"):
+            self._tasks[attempt.task].turns.append(event["turns"])
+        for key in [key for key in self._calls if key.rpartition("/")[0] == event["id"]]:
+            self._give_up(key, event["t"])
+
+    def _on_lost(self, event: Event) -> None:
+        self._give_up(event["id"], event["t"])
+
+    def _give_up(self, key: str, at_s: float) -> None:
+        """Aborted, or lost with its engine: it was in the batch, but how many tokens it got is not known."""
+        call = self._calls.pop(key, None)
+        if call is not None:
+            call.said_s, call.whole = at_s, False
+            self._done.append(call)
+
+    # --- steps and weights --------------------------------------------------------------------------------------
+
+    def _on_started(self, event: Event) -> None:
+        self._start_s.append(event["t"] - self._began["starting"])
+
+    def _on_written(self, event: Event) -> None:
+        self._written_s = event["t"] - self._began["batch"]
+
+    def _on_step_end(self, event: Event) -> None:
+        self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
+
+    def _on_push(self, event: Event) -> None:
+        self._pushed[event["version"]] = event["t"]
+
+    def _on_swap_start(self, event: Event) -> None:
+        self._swap_began = event["t"]
+        if event["version"] in self._pushed:
+            self._push_s.append(event["t"] - self._pushed[event["version"]])
+
+    def _on_swap_end(self, event: Event) -> None:
+        assert self._swap_began is not None
+        self._swap_s.append(event["t"] - self._swap_began)
+        self._swap_began, self._swapped_s = None, event["t"]
+
+    def _on_engine_swap(self, event: Event) -> None:
+        self._pull_s.append(event["pull_s"])
+
+    def _on_checkpoint(self, event: Event) -> None:
+        """What lies between the last thing that was done and this is the save."""
+        before = [self._began[kind] for kind in ("started", "swap.end", "step.end", "push") if kind in self._began]
+        self._save_s.append(event["t"] - max(before, default=event["t"]))
+
+    def _swapped_since(self, since_s: float) -> bool:
+        """Whether a swap was under way between then and now: a call may have waited for it."""
+        return self._swap_began is not None or self._swapped_s > since_s
+
+    # --- the profile ----------------------------------------------------------------------------------------------
+
+    def profile(self) -> dict[str, Any]:
+        """The `sim` settings. Raises JobError where the run is too short to say anything."""
+        if len(self._steps) < 2 or not any(call.whole for call in self._done):
+            raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
+        weight_bytes = MODELS[self._job.sim.model].weight_bytes
+        costs = self.engines()
+        fixed_s, token_s = _linear(self._steps)
+        return {
+            "model": self._job.sim.model,
+            "tasks": {name: _task_settings(task) for name, task in self._tasks.items() if task.answer},
+            "engine": {
+                "start_s": _rounded(max(0.0, statistics.fmean(self._start_s) - fixed_s)),
+                "load_gb_s": _rate_gb_s(weight_bytes, self._swap_s),
+                "overhead_s": 0.0,
+                "call_s": _rounded(statistics.fmean(cost.call_s for cost in costs.values())),
+                "measured": {
+                    pool: {
+                        "step_s": _rounded(cost.step_s),
+                        "sequence_s": _rounded(cost.sequence_s),
+                        "kv_token_s": _rounded(cost.kv_token_s),
+                        "prefill_token_s": _rounded(max(cost.prefill_token_s, 1e-9)),
+                    }
+                    for pool, cost in costs.items()
+                },
+            },
+            "train": {
+                "fixed_s": _rounded(fixed_s),
+                "token_s": _rounded(token_s),
+                "save_s": _rounded(statistics.median(self._save_s) if self._save_s else 0.0),
+            },
+            "links": {
+                "push_gb_s": _rate_gb_s(weight_bytes, self._push_s),
+                "pull_gb_s": _rate_gb_s(weight_bytes, self._pull_s),
+            },
+            "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if self._cold_s else {},
+        }
+
+    def engines(self) -> dict[str, StepCosts]:
+        """By pool: what an engine step costs, and how well that explains the calls."""
+        pools = dict.fromkeys(call.pool for call in self._done)
+        return {pool: fit_steps([call for call in self._done if call.pool == pool]) for pool in pools}
+
+
+def fit_runs(runs: Sequence[Path]) -> Fit:
+    """Read run directories, of one job with different seeds; their figures are taken together."""
+    fit: Fit | None = None
+    for run in runs:
+        try:
+            job = build_job(yaml.safe_load((run / "job.yaml").read_text()))
+            if job.rollout.stepping == "batched":
+                raise JobError(
+                    f"sim fit: in {run} environments waited for each other (rollout.stepping: batched), which hides "
+                    "how long each took; fit a run of another mode, such as sync+"
+                )
+            fit = fit or Fit(job)
+            fit.next_run()
+            for event in read_events(run / "events.jsonl"):
+                fit.read(event)
+        except OSError as error:
+            raise JobError(f"{run}: is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
+    assert fit is not None
+    return fit
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """The distribution these look like: constant, normal or lognormal, cut to what was seen."""
+    mean = statistics.fmean(values)
+    deviation = statistics.pstdev(values)
+    if deviation <= SAME * mean:
+        return Spread(mean=_rounded(mean))
+    low, high = _rounded(min(values)), _rounded(max(values))
+    skewness = statistics.fmean(((value - mean) / deviation) ** 3 for value in values)
+    if skewness <= SKEWED or low <= 0:
+        return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=max(0.0, low), high=high)
+    logs = [float(np.log(value)) for value in values]
+    return Spread(kind="lognormal", mean=_rounded(mean), sigma=_rounded(statistics.pstdev(logs)), low=low, high=high)
+
+
+def _task_settings(task: _Task) -> dict[str, Any]:
+    seen = {
+        "turns": task.turns,
+        "prompt_tokens": task.prompt,
+        "observation_tokens": task.observation,
+        "answer_tokens": task.answer,
+        "reset_s": task.reset_s,
+        "step_s": task.step_s,
+        "reward_s": task.reward_s,
+    }
+    settings: dict[str, Any] = {
+        name: spread_of(values).model_dump(exclude_defaults=True) for name, values in seen.items() if values
+    }
+    if task.rewards:
+        settings["success"] = _rounded(min(1.0, max(0.0, statistics.fmean(task.rewards))))
+        settings["success_gain"] = 0.0
+    return settings
+
+
+def _linear(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(fixed seconds, seconds per token). Batches of one size cannot tell these apart: then all is per token."""
+    tokens: npt.NDArray[np.float64] = np.array([count for count, _ in steps])
+    seconds: npt.NDArray[np.float64] = np.array([taken_s for _, taken_s in steps])
+    if tokens.min() <= 0:
+        return float(np.median(seconds)), 0.0
+    if tokens.std() > 0.05 * tokens.mean():
+        slope, fixed = np.polyfit(tokens, seconds, 1)
+        if slope > 0 and fixed >= 0:
+            return float(fixed), float(slope)
+    return 0.0, float(np.mean(seconds) / tokens.mean())
+
+
+def _rate_gb_s(num_bytes: float, seconds: Sequence[float]) -> float:
+    """The rate at which the simulated model takes the median of these times."""
+    return _rounded(num_bytes / 1e9 / max(SHORTEST_S, statistics.median(seconds) if seconds else SHORTEST_S))
+
+
+def _rounded(value: float) -> float:
+    """Five digits say more than a run can."""
+    return float(f"{value:.5g}")
