@@ -325,6 +325,27 @@ class EngineSpec:
     gpus: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What one worker takes of a machine."""
+
+    resource: str = ""
+    """A name that machines of its kind carry; empty where any machine will do."""
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a cluster."""
+
+    name: str
+    resources: Mapping[str, float]
+    """All it has, in use or not: `CPU`, `GPU`, `memory` (bytes), and the names of its kinds."""
+    taken_on_trust: bool = False
+    """Everything runs here whatever its kind, and shares the cores: this machine, without a cluster."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineView:
     """All that a routing policy may see of one engine. Kept by the proxy, the only mutable type here."""

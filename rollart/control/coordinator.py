@@ -41,6 +41,8 @@ class World:
     journal: Journal
     affinity: Affinity
     agent: Agent | None = None
+    further_engines: tuple[EngineSpec, ...] = ()
+    """May join while the job runs."""
 
 
 class Coordinator:
@@ -223,6 +225,8 @@ class Coordinator:
             world.agent,
         )
         self.rollout.manager = manager
+        for spec in world.further_engines:
+            self.fleet.expect(spec)
         self.weights = WeightDriver(
             self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
         )
