@@ -20,6 +20,7 @@ from rollart.config import Job
 from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, read_events
+from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, facts, metric_rows, rare_collections
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
@@ -30,6 +31,7 @@ Reader = Callable[[Event], None]
 
 def train(job: Job, out: Path, *, resume: bool = False, readers: tuple[Reader, ...] = ()) -> RunResult:
     """Run a job to its end, or until the user stops it. `readers` see every event as it happens."""
+    refuse_unplaceable(job)
     if not resume:
         out.mkdir(parents=True, exist_ok=False)
         (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))

@@ -1,9 +1,9 @@
 """The composition root of a worker, and the local process around it: one worker behind the socket its parent gave it.
 
 `build` makes a worker from its set-up, a mapping of plain values; `cluster/ray.py` calls it inside an actor and
-`cluster/inline.py` in the coordinator. `python -m rollart.worker SOCKET LIFE` is the process of `cluster/local.py`. The first call is `setup`, which builds the worker; every later one is a
-method of its port. Calls run side by side. The process ends with its parent: it reads a pipe whose other end only the
-parent holds.
+`cluster/inline.py` in the coordinator. `python -m rollart.worker SOCKET LIFE` is the process of
+`cluster/local.py`: the first call is `setup`, which builds the worker; every later one is a method of its port. Calls
+run side by side. The process ends with its parent: it reads a pipe whose other end only the parent holds.
 """
 
 import asyncio

@@ -27,9 +27,7 @@ class InlineCluster:
         """By name: the engines' ids, and `trainer`."""
 
     async def engine(self, spec: EngineSpec) -> Engine:
-        engine: Engine = await self._start(
-            spec.id, {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id}
-        )
+        engine: Engine = await self._start(spec.id, {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id})
         return engine
 
     async def trainer(self) -> Trainer:

@@ -9,9 +9,10 @@ weights it must load first. A worker no machine has room for waits `wait_s` for 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,7 +31,6 @@ KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 MOST_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
-ENV_SLOT_CPUS = 1.0
 
 
 class Host:
@@ -107,7 +107,7 @@ class RayWorker:
 
 
 class RayCluster:
-    """Starts workers as actors. `needs` says what a worker of each pool takes, `trainer_needs` what the trainer does."""
+    """Starts workers as actors. `room` is what all workers of the job need, for a cluster of its own."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class RayCluster:
         *,
         engine_needs: Mapping[str, Needs],
         trainer_needs: Needs,
+        room: Sequence[Needs],
         address: str | None,
         wait_s: float,
     ) -> None:
@@ -128,7 +129,7 @@ class RayCluster:
         self._wait_s = wait_s
         self.workers: dict[str, RayWorker] = {}
         """By name: the engines' ids, `trainer`, and the environment workers'."""
-        connect(address, [*engine_needs.values(), trainer_needs])
+        connect(address, room)
 
     async def engine(self, spec: EngineSpec) -> WorkerEngine:
         setup = {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id}
@@ -182,8 +183,8 @@ class RayCluster:
         return RayWorker(name, actor, group)
 
 
-def connect(address: str | None, needs: list[Needs]) -> None:
-    """Join the cluster at this address; without one, start a cluster of this machine alone, with room for `needs`."""
+def connect(address: str | None, room: Sequence[Needs]) -> None:
+    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -197,18 +198,22 @@ def connect(address: str | None, needs: list[Needs]) -> None:
                 "`ray start --head`, or remove the address to have one for this job alone"
             ) from None
         return
-    kinds = {need.resource: 1.0 for need in needs if need.resource}
-    cpus = max(os.cpu_count() or 1, sum(need.cpus for need in needs))
-    ray.init(address="local", num_cpus=int(cpus), resources=kinds, include_dashboard=False, **quiet)
+    kinds = {need.resource: 1.0 for need in room if need.resource}
+    cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
+    ray.init(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False, **quiet)
 
 
-def nodes() -> list[Node]:
-    """The machines of the cluster that this process has joined."""
-    return [
-        Node(name=f"{node['NodeManagerHostname']} {node['NodeManagerAddress']}", resources=dict(node["Resources"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+def nodes_at(address: str) -> list[Node]:
+    """The machines of the cluster at this address."""
+    connect(address, ())
+    try:
+        return [
+            Node(name=f"{node['NodeManagerHostname']}/{node['NodeID'][:8]}", resources=dict(node["Resources"]))
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"]
+        ]
+    finally:
+        ray.shutdown()
 
 
 def described(needs: Needs) -> str:

@@ -8,7 +8,7 @@ elsewhere or waits. `service.py` is the other end.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from rollart.errors import BoundaryError, EnvError, NoRoom
@@ -33,10 +33,11 @@ Launch = Callable[[int], Awaitable[EnvWorker]]
 
 
 class _Seat:
-    __slots__ = ("free", "life", "number", "worker")
+    __slots__ = ("free", "life", "number", "size", "worker")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, size: int) -> None:
         self.number = number
+        self.size = size
         self.worker: EnvWorker | None = None
         self.free = 0
         self.life = 0
@@ -44,12 +45,11 @@ class _Seat:
 
 
 class RemoteEnvHost:
-    """`workers` workers of `slots` slots each, started at the first open."""
+    """One worker for each number in `slots`, with so many slots. All are started at the first open."""
 
-    def __init__(self, launch: Launch, *, workers: int, slots: int) -> None:
+    def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
         self._launch = launch
-        self._slots = slots
-        self._seats = [_Seat(number) for number in range(workers)]
+        self._seats = [_Seat(number, size) for number, size in enumerate(slots)]
         self._waiters: deque[asyncio.Future[_Seat]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
@@ -135,7 +135,7 @@ class RemoteEnvHost:
                     self._fail(f"open: no environment worker is up: {error}")
                 await asyncio.sleep(RETRY_S)
         seat.worker = worker
-        seat.free = self._slots
+        seat.free = seat.size
         self._serve(seat)
 
     def _fail(self, reason: str) -> None:
