@@ -135,6 +135,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print the resolved job, its bindings and warnings as JSON")
     check.set_defaults(run=_check)
 
+    pools = commands.add_parser(
+        "pools",
+        help="show where a job's workers would run, and what is missing",
+        description="Show a job's pools, what is bound to them, what the cluster has, and what would stand in.",
+        epilog="Example: rollart pools jobs/quickstart.yaml cluster.type=ray cluster.address=auto",
+    )
+    _job_arguments(pools)
+    pools.add_argument("--json", action="store_true")
+    pools.set_defaults(run=_pools)
+
     audit = commands.add_parser(
         "audit",
         help="check the promises of a run by its events",
@@ -153,9 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument(
         "what",
-        choices=["control", "modes"],
-        help="control: cost of the control plane per generate call; modes: step times of the five modes, real and "
-        "simulated (about ten minutes, two cores to itself)",
+        choices=["control", "engine", "modes", "cluster"],
+        help="control: cost of the control plane per generate call; engine: the embedded engine beside others; modes: step "
+        "times of the five modes, real and simulated; cluster: cost of a call over Ray and local processes",
     )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
@@ -358,6 +368,20 @@ def _check(arguments: argparse.Namespace) -> int:
     for text in found:
         print(f"rollart: warning: {text}", file=sys.stderr)
     return 0
+
+
+def _pools(arguments: argparse.Namespace) -> int:
+    from rollart.config import load_job
+    from rollart.resources import report
+
+    found = report(load_job(arguments.job, arguments.overrides))
+    if arguments.json:
+        _print_json(found)
+    else:
+        from rollart.show import show_pools
+
+        show_pools(found)
+    return 1 if found["missing"] else 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -146,6 +146,9 @@ class EngineSettings(Settings):
 
     type: Literal["embedded", "vllm", "sglang"] = "embedded"
     count: Count = 1
+    most: Count | None = None
+    """Cluster `ray`: engines beyond `count`, up to this many in all, join when a machine of the pool's kind has room
+    for them and leave with it. Default: `count`, no more."""
     gpus: Count = 1
     """GPUs of one engine: tensor parallel."""
     max_batch: Count = 256
@@ -170,11 +173,17 @@ class PoolSettings(Settings):
     """A kind from `rollart.hardware`: h800, h100, h200, h20, a100, l40s, cpu."""
     cost: NonNegative | None = None
     """Price of one device-hour. Default: the kind's relative cost."""
+    resource: str | None = None
+    """Cluster `ray`: the resource by which this pool's machines are known, a custom one or such as
+    `accelerator_type:H100`. Default: the hardware's name; for `cpu` none, so that any machine will do."""
     engines: EngineSettings | None = None
     slots: Count | None = None
     """Environments that run here at a time."""
+    slots_per_worker: Count = 32
+    """Cluster `ray`: environments in one worker; the workers are spread over the pool's machines, one CPU each."""
     isolation: Literal["process", "inline"] = "process"
-    """Of environments: each slot a process of its own, or all in the coordinator's (cheap, trusted ones)."""
+    """Of environments: each slot a process of its own, or all in one (cheap, trusted ones): the coordinator's, and on
+    the cluster `ray` each worker's."""
 
 
 class RewardSettings(Settings):
@@ -245,13 +254,34 @@ class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
     type: Literal["shm", "files", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share."""
+    path: str | None = None
+    """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     bucket_mb: Count = 1024
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> Self:
+        if self.path is not None and self.type != "files":
+            raise ValueError(
+                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
+            )
+        return self
 
 
 class ClusterSettings(Settings):
     """What runs the workers."""
 
     type: Literal["inline", "local", "ray"] = "local"
+    """`inline`: all in the coordinator's process, for debugging. `local`: each worker a process of this machine.
+    `ray`: each worker an actor, on the machines of its pool."""
+    address: str | None = None
+    """`ray`: an existing cluster, `host:port` or `auto`. Default: one of this machine alone, for this job alone."""
+    wait_s: Positive = 300.0
+    """`ray`: how long a worker waits for a machine with room before its start counts as failed. At the start of a job
+    that ends it; later it waits again."""
+    check: bool = True
+    """`ray` with an address: refuse a job that does not fit the machines there now. Switch it off where machines come
+    when they are asked for."""
 
 
 class CheckpointSettings(Settings):
@@ -597,6 +627,7 @@ def _problems(job: Job) -> list[str]:
             f"tasks: every task has a quota and they add up to {quotas}, not rollout.groups_per_step "
             f"{job.rollout.groups_per_step}; make them equal, or give one task a weight instead"
         )
+    found += _cluster_problems(job)
     rollout = job.rollout
     if rollout.staleness == 0 and rollout.swap != "between_batches":
         found.append(
@@ -625,6 +656,31 @@ def _problems(job: Job) -> list[str]:
         )
     if job.sim.chaos.faults[0] > job.sim.chaos.faults[1]:
         found.append("sim.chaos.faults: the first number is the fewest, the second the most; swap them")
+    return found
+
+
+def _cluster_problems(job: Job) -> list[str]:
+    found: list[str] = []
+    cluster = job.cluster
+    if cluster.address is not None and cluster.type != "ray":
+        found.append(
+            f"cluster.address: has no effect with type {cluster.type}; set cluster.type to ray, or remove the address"
+        )
+    if cluster.address is not None and cluster.address.startswith("ray://"):
+        found.append(
+            "cluster.address: ray:// is Ray Client, which the coordinator cannot use; start `rollart train` on a "
+            "machine of the cluster, with host:port or auto"
+        )
+    if cluster.type == "ray" and cluster.wait_s >= job.limits.start_s:
+        found.append(
+            f"cluster.wait_s: {cluster.wait_s:g} leaves no time to start in limits.start_s {job.limits.start_s:g}; "
+            "lower wait_s or raise start_s"
+        )
+    for position, pool in enumerate(job.pools):
+        if pool.engines and pool.engines.most is not None and pool.engines.most < pool.engines.count:
+            found.append(
+                f"pools.{position}.engines.most: {pool.engines.most} is less than count {pool.engines.count}; raise it"
+            )
     return found
 
 

@@ -6,8 +6,9 @@
     |  `- Interrupted  the user stopped it at once (exit code 130)
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
-       |- EngineError  |- RequestError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError  |- ClusterError
-       `- WeightError  `- VersionGone
+       |- EngineError  |- RequestError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
+       |- WeightError  `- VersionGone
+       `- ClusterError `- NoRoom
 
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
 """
@@ -77,6 +78,10 @@ class VersionGone(WeightError):
 
 class ClusterError(BoundaryError):
     """A worker could not be started."""
+
+
+class NoRoom(ClusterError):
+    """No machine of the right kind has room for a worker now; one may join."""
 
 
 class boundary:  # noqa: N801 - reads as a statement: `with boundary(EnvError, "env.step"):`

@@ -78,6 +78,35 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     console.print(f"run directory: {out}", markup=False)
 
 
+def show_pools(report: dict[str, Any]) -> None:
+    console = Console()
+    nodes = Table("machine", "has", title=f"cluster: {report['cluster']['type']}", title_justify="left")
+    for node in report["nodes"]:
+        has = {key: value / 2**30 if "memory" in key else value for key, value in node["resources"].items()}
+        nodes.add_row(
+            node["name"], ", ".join(f"{key} {value:.4g}{' GiB' * ('memory' in key)}" for key, value in has.items())
+        )
+    console.print(nodes)
+    pools = Table("pool", "hardware", "role", "workers", "each needs", "tasks", "stand-ins", title="pools")
+    for pool in report["pools"]:
+        for role in pool["roles"]:
+            each = f"{role['each']['cpus']:g} CPU" + (f", {role['each']['gpus']:g} GPU" if role["each"]["gpus"] else "")
+            pools.add_row(
+                pool["name"],
+                pool["hardware"],
+                role["role"],
+                f"{role['placed']} of {role['workers']}",
+                each + (f", {pool['resource']}" if pool["resource"] else ""),
+                ", ".join(pool["tasks"]) if role["role"] == "rollout" else "",
+                ", ".join(pool["stand_ins"]) if role["role"] == "rollout" else "",
+            )
+    console.print(pools)
+    for text in report["missing"]:
+        console.print(f"missing: {text}", style="red", markup=False)
+    for pool, other in report["fallbacks"].items():
+        console.print(f"pool {pool} has no engine: {other or 'nobody'} would serve its tasks", markup=False)
+
+
 def show_chaos(report: dict[str, Any]) -> None:
     console = Console()
     console.print(

@@ -21,6 +21,7 @@ from rollart.config import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events
+from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections
 from rollart.summary import Summary
 from rollart.trackers import Tracking, trackers
@@ -46,6 +47,7 @@ def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
 
 def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
     check_real(job)
+    refuse_unplaceable(job)
     if not resume:
         out.mkdir(parents=True, exist_ok=False)
         (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))

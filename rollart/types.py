@@ -288,6 +288,14 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Probe(NamedTuple):
+    """What a version's weights say of one fixed sequence: proof, for an engine that loads them by other means."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token but the first, given those before it; temperature 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """Says that a version is complete. It appears in a store only after all its buckets."""
@@ -295,6 +303,8 @@ class WeightManifest:
     version: WeightVersion
     buckets: tuple[Bucket, ...]
     tensors: Mapping[str, TensorPlace] = field(default_factory=dict)
+    probe: Probe | None = None
+    """By the trainer's own model code."""
 
     @property
     def num_bytes(self) -> int:
@@ -323,6 +333,27 @@ class EngineSpec:
     type: str
     hardware: str
     gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What one worker takes of a machine."""
+
+    resource: str = ""
+    """A name that machines of its kind carry; empty where any machine will do."""
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a cluster."""
+
+    name: str
+    resources: Mapping[str, float]
+    """All it has, in use or not: `CPU`, `GPU`, `memory` (bytes), and the names of its kinds."""
+    taken_on_trust: bool = False
+    """Everything runs here whatever its kind, and shares the cores: this machine, without a cluster."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""The composition root of a worker process: one engine or one trainer, behind the socket its parent gave it.
+"""The composition root of a worker, and the local process around it: one worker behind the socket its parent gave it.
 
-`python -m rollart.worker SOCKET LIFE`. The first call is `setup`, which builds the worker; every later one is a
-method of its port. Calls run side by side. The process ends with its parent: it reads a pipe whose other end only the
-parent holds.
+`build` makes a worker from its set-up, a mapping of plain values; `cluster/ray.py` calls it inside an actor and
+`cluster/inline.py` in the coordinator. `python -m rollart.worker SOCKET LIFE` is the process of
+`cluster/local.py`: the first call is `setup`, which builds the worker; every later one is a method of its port. Calls
+run side by side. The process ends with its parent: it reads a pipe whose other end only the parent holds.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ async def _serve(link: socket.socket) -> None:
         nonlocal worker
         try:
             if method == "setup":
-                worker = await _build(arguments[0])
+                worker = await build(arguments[0])
                 value = None
             else:
                 value = await getattr(worker, method)(*arguments)
@@ -55,10 +56,17 @@ async def _serve(link: socket.socket) -> None:
         task.add_done_callback(running.discard)
 
 
-async def _build(setup: Mapping[str, Any]) -> Any:
-    """The port's implementation that this process runs."""
+async def build(setup: Mapping[str, Any]) -> Any:
+    """The implementation that this process runs: an engine, a trainer, or environments. Every cluster calls this."""
     if setup.get("cores"):
         os.sched_setaffinity(0, setup["cores"])
+    match setup["role"]:
+        case "environments":
+            return _environments(setup)
+        case "stub":
+            from rollart.bench.stub import StubEngine
+
+            return StubEngine(setup["id"])
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -69,9 +77,9 @@ async def _build(setup: Mapping[str, Any]) -> Any:
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings
             from rollart.engines.threaded import ThreadedEngine
             from rollart.weights.ahead import FetchAhead
-            from rollart.weights.shm import ShmStore
+            from rollart.weights.kinds import open_store
 
-            ahead = FetchAhead(ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"]))
+            ahead = FetchAhead(open_store(setup["store"]))
             core = EmbeddedEngine.from_directory(
                 setup["model"],
                 device=setup["device"],
@@ -82,12 +90,26 @@ async def _build(setup: Mapping[str, Any]) -> Any:
         case "trainer":
             from rollart.train.losses import LossSettings
             from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
-            from rollart.weights.shm import ShmStore
+            from rollart.weights.kinds import open_store
 
-            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            store = open_store(setup["store"])
             settings = SingleSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
             return AsyncTrainer(SingleTrainer(settings), store)
     raise ValueError(f"no such worker: {setup['role']}")
+
+
+def _environments(setup: Mapping[str, Any]) -> Any:
+    """So many slots, each isolated as the job says."""
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+    from rollart.envs.service import EnvService
+    from rollart.tasks.load import load_task_set
+
+    uses, seed, slots = setup["uses"], setup["seed"], setup["slots"]
+    if setup["isolation"] == "process":
+        return EnvService(ProcessEnvHost(uses, slots=slots, log_dir=setup["log_dir"], seed=seed))
+    task_sets = {name: load_task_set(use, seed=seed, domain=name) for name, use in uses.items()}
+    return EnvService(InlineEnvHost(task_sets, slots=slots))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """From a job to everything outside the control plane: the adapters of each world, behind ports.
 
-`simulated_world` is on the virtual clock; `real_world` has local processes, a Hugging Face model, real environments.
+`simulated_world` is on the virtual clock; `real_world` has real workers, a Hugging Face model, real environments.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollart.config import Job, SimTaskSettings
+import orjson
+
+from rollart.config import Job, PoolSettings, SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.envs.delayed import DelayedHost
@@ -18,8 +21,8 @@ from rollart.events import EventLog
 from rollart.hardware import HARDWARE, MODELS, ModelShape
 from rollart.policy.affinity import Affinity, PoolSpeed
 from rollart.policy.mix import shares
-from rollart.policy.placement import PoolOffer, engine_specs, stand_ins
-from rollart.ports import EnvHost, Journal, RewardBackend
+from rollart.policy.placement import Demand, PoolOffer, engine_specs, further_specs, stand_ins
+from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
@@ -27,6 +30,21 @@ from rollart.sim.faults import Faults
 from rollart.sim.links import Link, SimStore
 from rollart.sim.rewards import SimRewards
 from rollart.sim.trainer import SimCluster
+from rollart.types import Needs
+
+if TYPE_CHECKING:
+    from rollart.cluster.ray import RayCluster, RayWorker
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+    from rollart.envs.remote import RemoteEnvHost
+    from rollart.tasks.api import TaskSet
+
+ENV_WORKER_CPUS = 1.0
+"""What an environment worker asks of a cluster, whatever its slots: most environments wait most of the time."""
+
+
+STORES = "stores.jsonl"
+"""In the run directory while it runs: where its weights are, so that a resumed run can remove what a killed one left."""
 
 
 def offers(job: Job) -> list[PoolOffer]:
@@ -35,12 +53,48 @@ def offers(job: Job) -> list[PoolOffer]:
             name=pool.name,
             hardware=HARDWARE[pool.hardware],
             engines=pool.engines.count if pool.engines else 0,
+            most_engines=(pool.engines.most or pool.engines.count) if pool.engines else 0,
             engine_type=pool.engines.type if pool.engines else "",
             gpus_per_engine=pool.engines.gpus if pool.engines else 1,
             env_slots=pool.slots or 0,
         )
         for pool in job.pools
     ]
+
+
+def demands(job: Job) -> list[Demand]:
+    """The workers that need machines, pool by pool. Engines that may join later ask for none now."""
+    found: list[Demand] = []
+    for pool in job.pools:
+        kind = _kind_of(pool)
+        if pool.engines:
+            found.append(
+                Demand(
+                    pool=pool.name,
+                    role="rollout",
+                    count=pool.engines.count,
+                    needs=_needs(kind, pool.engines.threads, pool.engines.gpus, pool.engines.device),
+                )
+            )
+        if pool.slots:
+            workers = math.ceil(pool.slots / pool.slots_per_worker)
+            needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
+            found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
+        if pool is job.train_pool:
+            needs = _needs(kind, job.train.threads, job.train.gpus, job.train.device)
+            found.append(Demand(pool=pool.name, role="train", count=1, needs=needs))
+    return found
+
+
+def _needs(kind: str, threads: int, gpus: int, device: str) -> Needs:
+    return Needs(resource=kind, cpus=float(threads), gpus=0.0 if device == "cpu" else float(gpus))
+
+
+def _kind_of(pool: PoolSettings) -> str:
+    """The resource by which a pool's machines are known."""
+    if pool.resource is not None:
+        return pool.resource
+    return "" if pool.hardware == "cpu" else pool.hardware
 
 
 def task_shares(job: Job) -> dict[str, float]:
@@ -116,6 +170,7 @@ def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, p
         store=store,
         journal=journal,
         affinity=build_affinity(job, MODELS[sim.model]),
+        further_engines=tuple(further_specs(offers(job))),
     )
 
 
@@ -132,43 +187,27 @@ Lost = Callable[[str, str], None]
 
 
 def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) -> RealWorld:
-    """Local processes for engines, trainer, environments and rewards; weights through shared memory.
+    """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
 
-    `lost` is told at once when any of these processes dies by itself: the worker's name, and how it ended.
+    `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
     """
-    from rollart.cluster.local import LocalCluster
-    from rollart.envs.inline import InlineEnvHost
-    from rollart.envs.process import ProcessEnvHost
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
-    from rollart.weights.shm import ShmStore
+    from rollart.weights.kinds import open_store
 
     model_path = Path(job.model.path)
     uses = {task.name: task.use for task in job.tasks}
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     functions = {name: reward_of(use) for name, use in uses.items()}
     tokenizer = ChatTokenizer(model_path)
-    run_id = f"{job.name}-{os.getpid()}"
-    bucket_bytes = job.weights.bucket_mb * 1_000_000
-    store = ShmStore(run_id, bucket_bytes=bucket_bytes)
-    before = [ShmStore(dead) for dead in _shm_runs(out, run_id)]
+    store_setup = _store_setup(job, out)
+    store = open_store(store_setup)
+    before = [open_store(setup) for setup in _stores_before(out, store_setup)]
     for dead in [*before, store]:
         dead.close()
-    cluster = LocalCluster(
-        out / "logs",
-        _engine_setups(job, run_id, bucket_bytes),
-        _trainer_setup(job, out, run_id, bucket_bytes),
-        lost,
-    )
-    slots = sum(pool.slots or 0 for pool in job.pools)
-    isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
-    processes: ProcessEnvHost | InlineEnvHost = (
-        ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed, lost=lost)
-        if isolated
-        else InlineEnvHost(task_sets, slots=slots)
-    )
+    cluster, rooms = _workers(job, out, store_setup, uses, task_sets, lost)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
-    host: EnvHost = processes
+    host: EnvHost = rooms
     rewards: RewardBackend = scorer
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     if latencies:
@@ -179,12 +218,12 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
         rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
 
     async def close() -> None:
+        await rooms.close()
         await cluster.close()
-        await processes.close()
         await scorer.close()
         for run in [*before, store]:  # a dying trainer may still have written after the first time
             run.close()
-        (out / "shm").unlink(missing_ok=True)
+        (out / STORES).unlink(missing_ok=True)
 
     world = World(
         cluster=cluster,
@@ -196,6 +235,7 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
         store=store,
         journal=journal,
         affinity=build_affinity(job, _shape_of(model_path)),
+        further_engines=tuple(further_specs(offers(job))),
     )
     return RealWorld(world=world, close=close)
 
@@ -216,11 +256,95 @@ def check_real(job: Job) -> None:
         )
 
 
+def _workers(
+    job: Job,
+    out: Path,
+    store: Mapping[str, Any],
+    uses: Mapping[str, str],
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
+    """Who starts engines and the trainer, and where environments run."""
+    from rollart.worker import build
+
+    engines, trainer = _engine_setups(job, store), _trainer_setup(job, out, store)
+    if job.cluster.type == "ray":
+        from rollart.cluster.ray import RayCluster
+
+        wanted = demands(job)
+        on_ray = RayCluster(
+            build,
+            engines,
+            trainer,
+            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
+            trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
+            room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
+            address=job.cluster.address,
+            wait_s=job.cluster.wait_s,
+        )
+        return on_ray, _rooms_on(on_ray, job, out, uses)
+    rooms = _rooms_here(job, out, uses, task_sets, lost)
+    if job.cluster.type == "inline":
+        from rollart.cluster.inline import InlineCluster
+
+        return InlineCluster(build, engines, trainer), rooms
+    from rollart.cluster.local import LocalCluster
+
+    return LocalCluster(out / "logs", engines, trainer, lost), rooms
+
+
+def _most_wanted(job: Job) -> list[Demand]:
+    """With the engines that may join."""
+    most = {offer.name: offer.most_engines for offer in offers(job)}
+    return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
+
+
+def _rooms_here(
+    job: Job, out: Path, uses: Mapping[str, str], task_sets: "Mapping[str, TaskSet]", lost: Lost | None
+) -> "InlineEnvHost | ProcessEnvHost":
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    if any(pool.slots and pool.isolation == "process" for pool in job.pools):
+        return ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed, lost=lost)
+    return InlineEnvHost(task_sets, slots=slots)
+
+
+def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str]) -> "RemoteEnvHost":
+    """Environment workers on the machines of their pools."""
+    from rollart.envs.remote import RemoteEnvHost
+
+    pools = {pool.name: pool for pool in job.pools}
+    seats = [
+        (pools[demand.pool], demand.needs, number)
+        for demand in demands(job)
+        if demand.role == "environments"
+        for number in range(demand.count)
+    ]
+
+    async def launch(seat: int) -> "RayWorker":
+        pool, needs, number = seats[seat]
+        name = f"{pool.name}-env-{number}"
+        setup = {
+            "role": "environments",
+            "uses": dict(uses),
+            "seed": job.seed,
+            "slots": pool.slots_per_worker,
+            "isolation": pool.isolation,
+            "log_dir": str((out / "logs" / name).absolute()),
+        }
+        return await cluster.worker(name, setup, needs)
+
+    sizes = [
+        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in seats
+    ]
+    return RemoteEnvHost(launch, slots=sizes)
+
+
 def refuse_what_is_not_there(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     wanted = [
-        ("cluster.type", job.cluster.type, "local"),
-        ("weights.type", job.weights.type, "shm"),
         ("train.type", job.train.type, "single"),
         *(
             (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
@@ -232,7 +356,15 @@ def refuse_what_is_not_there(job: Job) -> None:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
     _refuse_missing_cores(job)
-    if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+    if job.weights.type == "mooncake":
+        raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
+            raise JobError(
+                f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
+                "set cluster.type to ray, or remove it"
+            )
+    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
 
@@ -244,11 +376,12 @@ def _refuse_missing_cores(job: Job) -> None:
             raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
 
 
-def _shm_runs(out: Path, run_id: str) -> list[str]:
-    """Names in shared memory of earlier lives of this run that could not clean up; and note this life's own."""
-    path = out / "shm"
-    before = [name for name in path.read_text().split("\n") if name and name != run_id] if path.exists() else []
-    path.write_text("\n".join([*before, run_id]))
+def _stores_before(out: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+    """The weight stores of earlier lives of this run that could not clean up; and note this life's own."""
+    path = out / STORES
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    before = [found for found in map(orjson.loads, lines) if found != setup]
+    path.write_bytes(b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in [*before, setup]))
     return before
 
 
@@ -272,12 +405,21 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path,
     )
 
 
-def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[str, Any]]:
+def _store_setup(job: Job, out: Path) -> dict[str, Any]:
+    """A store of this run alone: its name holds the process that runs the job."""
+    run_id = f"{job.name}-{os.getpid()}"
+    common = {"type": job.weights.type, "bucket_bytes": job.weights.bucket_mb * 1_000_000}
+    if job.weights.type == "shm":
+        return {**common, "run_id": run_id}
+    parent = Path(job.weights.path) if job.weights.path else out / "weights"
+    return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
+
+
+def _engine_setups(job: Job, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         pool.name: {
             "model": job.model.path,
-            "run_id": run_id,
-            "bucket_bytes": bucket_bytes,
+            "store": store,
             "threads": pool.engines.threads,
             "device": pool.engines.device,
             "cores": pool.engines.cores,
@@ -293,16 +435,15 @@ def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[s
     }
 
 
-def _trainer_setup(job: Job, out: Path, run_id: str, bucket_bytes: int) -> dict[str, Any]:
+def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
     train = job.train
     return {
-        "run_id": run_id,
-        "bucket_bytes": bucket_bytes,
+        "store": store,
         "threads": train.threads,
         "cores": train.cores,
         "settings": {
             "model_path": job.model.path,
-            "checkpoint_dir": str(out / "checkpoints"),
+            "checkpoint_dir": str((out / "checkpoints").absolute()),
             "lr": train.lr,
             "warmup_steps": train.warmup_steps,
             "lr_decay": train.lr_decay,

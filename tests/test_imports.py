@@ -20,7 +20,7 @@ ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster
 FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "summary", "audit", "trackers"}
-ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker"})
+ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources"})
 """Composition: the few modules that know everything."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {

@@ -12,37 +12,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
 from rollart.cluster.link import Link, WorkerFailed, WorkerGone
-from rollart.errors import BoundaryError, ClusterError, EngineError, RequestError, TrainerError, WeightError
-from rollart.types import (
-    Batch,
-    Completion,
-    EngineSpec,
-    GenerateRequest,
-    StepResult,
-    SwapReport,
-    WeightManifest,
-    WeightVersion,
-)
+from rollart.errors import BoundaryError, ClusterError
+from rollart.types import EngineSpec
 
 LAST_BREATH_S = 2.0
 """How long a worker whose socket is closed may take to have an exit status."""
 TAIL_BYTES = 1500
 """How much of a dead worker's stderr goes into the error."""
-_ERRORS: dict[str, type[BoundaryError]] = {
-    error.__name__: error for error in (EngineError, RequestError, WeightError, TrainerError)
-}
 
 
 Lost = Callable[[str, str], None]
 """Told at once when a worker dies by itself: its name, and how."""
 
 
-class Worker:
+class Process:
     """One process and the link to it."""
 
     def __init__(self, name: str, log_dir: Path, lost: Lost | None = None) -> None:
@@ -94,7 +82,7 @@ class Worker:
         except WorkerGone:
             raise error(f"{self.name}: its process has ended; {await self.last_words()}") from None
         except WorkerFailed as failure:
-            raise _ERRORS.get(failure.kind, error)(f"{self.name}: {failure.kind}: {failure}") from None
+            raise as_raised(self.name, failure.kind, str(failure), error) from None
 
     def _gone(self, _: object) -> None:
         if self._lost is not None and not self._stopped:
@@ -130,47 +118,6 @@ class Worker:
             self._life = None
 
 
-class LocalEngine:
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        whole = replace(request, prompt=(request.tokens(),))
-        completion: Completion = await self._worker.call(EngineError, "generate", whole)
-        return completion
-
-    async def abort(self, request_id: str) -> None:
-        await self._worker.call(EngineError, "abort", request_id)
-
-    async def stage(self, version: WeightVersion) -> None:
-        await self._worker.call(EngineError, "stage", version)
-
-    async def swap(self, manifest: WeightManifest) -> SwapReport:
-        report: SwapReport = await self._worker.call(EngineError, "swap", manifest)
-        return report
-
-
-class LocalTrainer:
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    async def train_step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._worker.call(TrainerError, "train_step", batch)
-        return result
-
-    async def publish(self, version: WeightVersion) -> WeightManifest:
-        manifest: WeightManifest = await self._worker.call(TrainerError, "publish", version)
-        return manifest
-
-    async def save(self) -> str:
-        reference: str = await self._worker.call(TrainerError, "save")
-        return reference
-
-    async def restore(self, reference: str) -> WeightVersion:
-        version: WeightVersion = await self._worker.call(TrainerError, "restore", reference)
-        return version
-
-
 class LocalCluster:
     """Starts workers as child processes. `engine_setup` and `trainer_setup` are what each is built from."""
 
@@ -185,25 +132,25 @@ class LocalCluster:
         self._lost = lost
         self._engine_setup = engine_setup
         self._trainer_setup = trainer_setup
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Process] = {}
         """By name: the engines' ids, and `trainer`."""
 
-    async def engine(self, spec: EngineSpec) -> LocalEngine:
-        return LocalEngine(
-            await self._start(spec.id, {**self._engine_setup[spec.pool], "role": "engine", "id": spec.id})
+    async def engine(self, spec: EngineSpec) -> WorkerEngine:
+        return WorkerEngine(
+            await self._start(spec.id, {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id})
         )
 
-    async def trainer(self) -> LocalTrainer:
-        return LocalTrainer(await self._start("trainer", {**self._trainer_setup, "role": "trainer"}))
+    async def trainer(self) -> WorkerTrainer:
+        return WorkerTrainer(await self._start("trainer", {**self._trainer_setup, "role": "trainer"}))
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
 
-    async def _start(self, name: str, setup: Mapping[str, Any]) -> Worker:
+    async def _start(self, name: str, setup: Mapping[str, Any]) -> Process:
         before = self.workers.pop(name, None)
         if before is not None:
             await before.stop()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        worker = self.workers[name] = Worker(name, self._log_dir, self._lost)
+        worker = self.workers[name] = Process(name, self._log_dir, self._lost)
         await worker.start(setup)
         return worker

@@ -42,6 +42,8 @@ class World:
     journal: Journal
     affinity: Affinity
     agent: Agent | None = None
+    further_engines: tuple[EngineSpec, ...] = ()
+    """May join while the job runs."""
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> Event:
@@ -241,6 +243,8 @@ class Coordinator:
             world.agent,
         )
         self.rollout.manager = manager
+        for spec in world.further_engines:
+            self.fleet.expect(spec)
         self.evaluation = Evaluation(job, world.task_sets, world.affinity, manager, self._log)
         if trainers:
             self._drive_trainer(trainers[0])

@@ -11,7 +11,16 @@ from typing import Any
 
 from rollart.control.crew import Crew
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, ClusterError, EngineError, JobStopped, VersionGone, WeightError, boundary
+from rollart.errors import (
+    BoundaryError,
+    ClusterError,
+    EngineError,
+    JobStopped,
+    NoRoom,
+    VersionGone,
+    WeightError,
+    boundary,
+)
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.swap import waves
@@ -35,13 +44,15 @@ class Call:
 
 
 class Seat:
-    """One engine's place in the fleet; the engine in it may change."""
+    """One engine's place in the fleet; the engine in it may change. A `further` one is filled when there is room."""
 
-    __slots__ = ("boundary", "calls", "engine", "gone", "restarts", "spec", "view")
+    __slots__ = ("boundary", "calls", "engine", "further", "gone", "restarts", "spec", "view")
 
-    def __init__(self, spec: EngineSpec, engine: Engine) -> None:
+    def __init__(self, spec: EngineSpec, engine: Engine | None) -> None:
         self.spec = spec
-        self.engine = engine
+        self.further = engine is None
+        if engine is not None:
+            self.engine: Engine = engine
         self.view = EngineView(id=spec.id, pool=spec.pool)
         self.boundary = boundary(EngineError, spec.id)
         self.calls: dict[str, Call] = {}
@@ -81,6 +92,14 @@ class Fleet:
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
+
+    def expect(self, spec: EngineSpec) -> None:
+        """One more engine may come: it joins when a machine has room for it, and leaves with its machine."""
+        seat = self.seats[spec.id] = Seat(spec, None)
+        seat.view.up = seat.view.serving = False
+        self.pools.setdefault(spec.pool, []).append(seat.view)
+        cause = self._log.emit("engine.expected", {"engine": spec.id, "pool": spec.pool})
+        self._crew.spawn(self._revive(seat, cause))
 
     # --- who takes requests -------------------------------------------------------------------------------
 
@@ -126,6 +145,8 @@ class Fleet:
                 if isinstance(error, VersionGone):
                     seat.restarts -= 1
                     await self._waiting.guard(seat.spec.id, self.changed())
+                elif isinstance(error, NoRoom) and (seat.further or any(view.up for view in self._views())):
+                    seat.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
                 continue
             seat.view.up = seat.view.serving = True
             self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
@@ -134,13 +155,16 @@ class Fleet:
         seat.gone = True
         self._log.emit("engine.gone", {"engine": seat.spec.id, "restarts": seat.restarts, "cause": cause})
         self._wake()
-        if all(other.gone for other in self.seats.values()):
+        if all(other.gone or (other.further and not other.view.up) for other in self.seats.values()):
             self._crew.fail(
                 JobStopped(
                     f"no engine is left: each was restarted {self._restarts} times; "
                     "see engine.down in events.jsonl for the reasons"
                 )
             )
+
+    def _views(self) -> list[EngineView]:
+        return [seat.view for seat in self.seats.values()]
 
     # --- weights --------------------------------------------------------------------------------------------
 

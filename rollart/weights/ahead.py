@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollart.errors import WeightError
 from rollart.types import WeightManifest, WeightVersion
-from rollart.weights.shm import Mapped, ShmStore
+from rollart.weights.buckets import BucketStore, Mapped
 
 POLL_S = 0.01
 """How often the store is looked at while a version is awaited. Files have no portable way to call."""
@@ -21,7 +21,7 @@ POLL_S = 0.01
 class FetchAhead:
     """`stage` and `fetch` of an engine, over a store. `fetch` may be called from any thread."""
 
-    def __init__(self, store: ShmStore) -> None:
+    def __init__(self, store: BucketStore) -> None:
         self._store = store
         self._changed = threading.Condition()
         """Held while a bucket is mapped: whoever fetches waits for the one under way, and no longer."""

@@ -1,0 +1,75 @@
+"""Engine and trainer as seen from the coordinator, over any worker that can be called by method name.
+
+Each kind of cluster brings its own `Worker`; what crosses, and how a worker's error becomes the port's, is the same.
+"""
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rollart.errors import BoundaryError, EngineError, EnvError, RequestError, TrainerError, WeightError
+from rollart.types import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    StepResult,
+    SwapReport,
+    WeightManifest,
+    WeightVersion,
+)
+
+_ERRORS: dict[str, type[BoundaryError]] = {
+    error.__name__: error for error in (EngineError, RequestError, WeightError, TrainerError, EnvError)
+}
+
+
+class Worker(Protocol):
+    """One engine, trainer or set of environments, wherever it runs."""
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        """One call of the worker's port; what goes wrong is raised as the port's error."""
+
+
+def as_raised(worker: str, kind: str, text: str, otherwise: type[BoundaryError]) -> BoundaryError:
+    """What a call raised inside a worker, by its class name, as an error of ours."""
+    return _ERRORS.get(kind, otherwise)(f"{worker}: {kind}: {text}")
+
+
+class WorkerEngine:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        whole = replace(request, prompt=(request.tokens(),))
+        completion: Completion = await self._worker.call(EngineError, "generate", whole)
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        await self._worker.call(EngineError, "abort", request_id)
+
+    async def stage(self, version: WeightVersion) -> None:
+        await self._worker.call(EngineError, "stage", version)
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        report: SwapReport = await self._worker.call(EngineError, "swap", manifest)
+        return report
+
+
+class WorkerTrainer:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        result: StepResult = await self._worker.call(TrainerError, "train_step", batch)
+        return result
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        manifest: WeightManifest = await self._worker.call(TrainerError, "publish", version)
+        return manifest
+
+    async def save(self) -> str:
+        reference: str = await self._worker.call(TrainerError, "save")
+        return reference
+
+    async def restore(self, reference: str) -> WeightVersion:
+        version: WeightVersion = await self._worker.call(TrainerError, "restore", reference)
+        return version

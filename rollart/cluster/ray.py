@@ -1,0 +1,225 @@
+"""The same workers as Ray actors, placed on the machines that their pool names. The only file that imports ray.
+
+An actor hosts what `rollart.worker.build` makes. Calls carry `rollart.wire` bytes; Ray wraps them in its own
+serialisation, between our own processes only, behind the cluster's authentication token. An actor that dies raises the
+port's error in every call under way, and is never restarted by Ray: control does that, because only control knows which
+weights it must load first. A worker no machine has room for waits `wait_s` for one to join, then raises NoRoom.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
+from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
+from rollart.types import EngineSpec, Needs, Node
+from rollart.wire import pack, unpack
+
+Build = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Makes a worker from its set-up: `rollart.worker.build`."""
+KIND_SHARE = 0.001
+"""What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
+MOST_CALLS = 100_000
+"""Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
+
+
+class Host:
+    """The inside of an actor: one worker, called by method name."""
+
+    def __init__(self, build: Build, directory: str) -> None:
+        self._build = build
+        self._worker: Any = None
+        with contextlib.suppress(OSError):
+            os.chdir(directory)  # relative paths of the job mean the same here, where the directory is shared
+
+    async def where(self) -> str:
+        """Answers as soon as the actor has a machine."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def setup(self, body: bytes) -> bytes:
+        return await self._answer(self._set_up(unpack(body)))
+
+    async def call(self, method: str, body: bytes) -> bytes:
+        return await self._answer(getattr(self._worker, method)(*unpack(body)))
+
+    async def _set_up(self, setup: Mapping[str, Any]) -> None:
+        self._worker = await self._build(setup)
+
+    async def _answer(self, work: Awaitable[Any]) -> bytes:
+        try:
+            return pack([True, await work])
+        except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
+            if not type(error).__module__.startswith("rollart."):
+                traceback.print_exc()
+            return pack([False, [type(error).__name__, str(error) or type(error).__name__]])
+
+
+class RayWorker:
+    """One actor, seen from the coordinator."""
+
+    def __init__(self, name: str, actor: Any, group: Any = None) -> None:
+        self.name = name
+        self.gone = False
+        """A call has found that it is lost."""
+        self.node = ""
+        self._actor = actor
+        self._group = group
+
+    async def start(self, setup: Mapping[str, Any], wait_s: float, wanted: str) -> None:
+        """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built."""
+        try:
+            async with asyncio.timeout(wait_s):
+                self.node = await self._actor.where.remote()
+        except TimeoutError:
+            raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
+        except RayError as error:
+            raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
+        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup))))
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        """One call of the worker's port; what goes wrong is raised as the port's error."""
+        return await self._answer(error, self._actor.call.remote(method, pack(list(arguments))))
+
+    async def _answer(self, error: type[BoundaryError], answer: Any) -> Any:
+        try:
+            ok, value = unpack(await answer)
+        except RayError as lost:
+            self.gone = True
+            raise error(f"{self.name}: its actor is lost: {_one_line(lost)}") from None
+        if not ok:
+            raise as_raised(self.name, value[0], value[1], error)
+        return value
+
+    def stop(self) -> None:
+        ray.kill(self._actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+
+class RayCluster:
+    """Starts workers as actors. `room` is what all workers of the job need, for a cluster of its own."""
+
+    def __init__(
+        self,
+        build: Build,
+        engine_setup: Mapping[str, Mapping[str, Any]],
+        trainer_setup: Mapping[str, Any],
+        *,
+        engine_needs: Mapping[str, Needs],
+        trainer_needs: Needs,
+        room: Sequence[Needs],
+        address: str | None,
+        wait_s: float,
+    ) -> None:
+        self._build = build
+        self._engine_setup = engine_setup
+        self._trainer_setup = trainer_setup
+        self._engine_needs = engine_needs
+        self._trainer_needs = trainer_needs
+        self._wait_s = wait_s
+        self.workers: dict[str, RayWorker] = {}
+        """By name: the engines' ids, `trainer`, and the environment workers'."""
+        connect(address, room)
+
+    async def engine(self, spec: EngineSpec) -> WorkerEngine:
+        setup = {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id}
+        return WorkerEngine(await self.worker(spec.id, setup, self._engine_needs[spec.pool]))
+
+    async def trainer(self) -> WorkerTrainer:
+        setup = {**self._trainer_setup, "role": "trainer"}
+        return WorkerTrainer(await self.worker("trainer", setup, self._trainer_needs, reserve=True))
+
+    async def worker(self, name: str, setup: Mapping[str, Any], needs: Needs, *, reserve: bool = False) -> RayWorker:
+        """Start, or start again, the worker of this name. `reserve`: its place is a placement group."""
+        before = self.workers.pop(name, None)
+        if before is not None:
+            before.stop()
+        worker = self.workers[name] = self._create(name, needs, reserve=reserve)
+        try:
+            await worker.start(setup, self._wait_s, f"it needs {described(needs)}")
+        except BaseException:
+            worker.stop()
+            raise
+        return worker
+
+    async def close(self) -> None:
+        """Stop all workers and let go of the cluster; an embedded one ends."""
+        for worker in self.workers.values():
+            worker.stop()
+        self.workers.clear()
+        await asyncio.to_thread(ray.shutdown)
+
+    def _create(self, name: str, needs: Needs, *, reserve: bool) -> RayWorker:
+        kinds = {needs.resource: KIND_SHARE} if needs.resource else {}
+        strategy: Any = "SPREAD"
+        group = None
+        if reserve:
+            bundle = {"CPU": needs.cpus, "GPU": needs.gpus, **kinds}
+            group = placement_group([{key: value for key, value in bundle.items() if value}], strategy="STRICT_PACK")
+            strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        actor = (
+            ray.remote(Host)
+            .options(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                resources=kinds,
+                scheduling_strategy=strategy,
+                max_concurrency=MOST_CALLS,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(self._build, os.getcwd())
+        )
+        return RayWorker(name, actor, group)
+
+
+def connect(address: str | None, room: Sequence[Needs]) -> None:
+    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise JobError(
+                f"cluster.address: no Ray cluster answers at {address!r} ({_one_line(error)}); start one with "
+                "`ray start --head`, or remove the address to have one for this job alone"
+            ) from None
+        return
+    kinds = {need.resource: 1.0 for need in room if need.resource}
+    cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
+    ray.init(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False, **quiet)
+
+
+def nodes_at(address: str) -> list[Node]:
+    """The machines of the cluster at this address."""
+    connect(address, ())
+    try:
+        return [
+            Node(name=f"{node['NodeManagerHostname']}/{node['NodeID'][:8]}", resources=dict(node["Resources"]))
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"]
+        ]
+    finally:
+        ray.shutdown()
+
+
+def described(needs: Needs) -> str:
+    parts = [f"{needs.cpus:g} CPU", *([f"{needs.gpus:g} GPU"] if needs.gpus else [])]
+    return " and ".join(parts) + (f" on a machine with the resource {needs.resource!r}" if needs.resource else "")
+
+
+def _one_line(error: BaseException) -> str:
+    return " | ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__

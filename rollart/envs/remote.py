@@ -1,0 +1,201 @@
+"""An EnvHost whose environments run in workers on other machines, so many slots in each.
+
+The nearest worker is the one with most free slots. A worker that is lost takes its environments with it, each an
+EnvError of its own trajectory; it is started again in the background, and whoever wants to open one meanwhile goes
+elsewhere or waits. `service.py` is the other end.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from rollart.errors import BoundaryError, EnvError, NoRoom
+from rollart.types import Observation, Task, TrajectoryId
+
+RETRY_S = 2.0
+"""Between two tries to start a worker that could not start."""
+
+
+class EnvWorker(Protocol):
+    """An `EnvService` somewhere."""
+
+    @property
+    def gone(self) -> bool:
+        """A call has found that it is lost."""
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any: ...
+
+
+Launch = Callable[[int], Awaitable[EnvWorker]]
+"""Starts, or starts again, the worker of this number. Raises ClusterError; NoRoom while no machine has room for it."""
+
+
+class _Seat:
+    __slots__ = ("free", "life", "number", "size", "worker")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.worker: EnvWorker | None = None
+        self.free = 0
+        self.life = 0
+        """How often it was lost: slots of an earlier life are not given back."""
+
+
+class RemoteEnvHost:
+    """One worker for each number in `slots`, with so many slots. All are started at the first open."""
+
+    def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
+        self._launch = launch
+        self._seats = [_Seat(number, size) for number, size in enumerate(slots)]
+        self._waiters: deque[asyncio.Future[_Seat]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keys = itertools.count()
+        self._started = False
+
+    async def open(self, task: Task, trajectory: TrajectoryId) -> "RemoteEnv":
+        """Wait for a slot and start one environment. Raises EnvError."""
+        while True:
+            seat = await self._seat()
+            worker, life = seat.worker, seat.life
+            assert worker is not None
+            env = RemoteEnv(self, seat, worker, f"{trajectory}~{next(self._keys)}")
+            try:
+                await worker.call(EnvError, "open", env.key, task, trajectory)
+            except EnvError:
+                self.release(seat, life)
+                if not worker.gone:
+                    raise
+                self.lost(seat, life)  # no fault of this environment: another worker takes it
+                continue
+            except BaseException:
+                self._spawn(env.end())
+                raise
+            return env
+
+    async def close(self) -> None:
+        """Stop starting workers. Those that run end with their cluster."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def release(self, seat: _Seat, life: int) -> None:
+        """A slot of this life of the seat is free again."""
+        if life != seat.life:
+            return
+        seat.free += 1
+        self._serve(seat)
+
+    def lost(self, seat: _Seat, life: int) -> None:
+        """Its worker is gone: start another."""
+        if life == seat.life:
+            seat.life += 1
+            seat.free = 0
+            seat.worker = None
+            self._spawn(self._revive(seat))
+
+    async def _seat(self) -> _Seat:
+        """A seat with a slot that is now ours. First come, first served."""
+        if not self._started:
+            self._started = True
+            for seat in self._seats:
+                self._spawn(self._revive(seat))
+        best = max(self._seats, key=lambda seat: seat.free)
+        if best.free and not self._waiters:
+            best.free -= 1
+            return best
+        waiter: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                seat = waiter.result()
+                self.release(seat, seat.life)
+            raise
+
+    def _serve(self, seat: _Seat) -> None:
+        while seat.free and self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                seat.free -= 1
+                waiter.set_result(seat)
+
+    async def _revive(self, seat: _Seat) -> None:
+        while True:
+            try:
+                worker = await self._launch(seat.number)
+                break
+            except NoRoom:
+                continue  # it has waited long enough in there
+            except BoundaryError as error:
+                if all(other.worker is None for other in self._seats):
+                    self._fail(f"open: no environment worker is up: {error}")
+                await asyncio.sleep(RETRY_S)
+        seat.worker = worker
+        seat.free = seat.size
+        self._serve(seat)
+
+    def _fail(self, reason: str) -> None:
+        """Nobody can be served now, and it is no lack of machines: do not let them wait in silence."""
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(EnvError(reason))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class RemoteEnv:
+    """One environment in a worker. Holds its slot until it is closed."""
+
+    def __init__(self, host: RemoteEnvHost, seat: _Seat, worker: EnvWorker, key: str) -> None:
+        self.key = key
+        self._host = host
+        self._seat = seat
+        self._life = seat.life
+        self._worker = worker
+        self._closed = False
+
+    async def reset(self) -> Observation:
+        return await self._observe("reset")
+
+    async def step(self, action: str) -> Observation:
+        return await self._observe("step", action)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._call("close")
+        finally:
+            self._host.release(self._seat, self._life)
+
+    async def end(self) -> None:
+        """Close it when nobody asks how that went."""
+        try:
+            await self.close()
+        except EnvError:
+            return
+
+    async def _observe(self, method: str, *arguments: Any) -> Observation:
+        if self._closed:
+            raise EnvError(f"{method}: this environment is closed")
+        observation = await self._call(method, *arguments)
+        if not isinstance(observation, Observation):
+            raise EnvError(f"{method}: the worker answered with a {type(observation).__name__}")
+        return observation
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await self._worker.call(EnvError, method, self.key, *arguments)
+        except EnvError:
+            if self._worker.gone:
+                self._host.lost(self._seat, self._life)
+            raise

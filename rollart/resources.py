@@ -1,0 +1,94 @@
+"""The resource manager's view of a job before anything starts: pools, what is bound to them, and what is missing.
+
+`rollart pools` shows it; `rollart train` refuses a job that cannot be placed, with the same words.
+"""
+
+from typing import Any
+
+from rollart.config import Job
+from rollart.errors import JobError
+from rollart.hardware import HARDWARE
+from rollart.policy.placement import Fit, fit, stand_ins
+from rollart.types import Node
+from rollart.worlds import demands, offers
+
+
+def nodes_for(job: Job) -> list[Node]:
+    """The machines a job would run on: those of a Ray cluster, or this one."""
+    if job.cluster.type == "ray" and job.cluster.address is not None:
+        from rollart.cluster.ray import nodes_at
+
+        return nodes_at(job.cluster.address)
+    from rollart.cluster.machine import this_machine
+
+    return [this_machine()]
+
+
+def refuse_unplaceable(job: Job) -> None:
+    """Raises JobError that names each pool and what it lacks."""
+    if job.cluster.type == "ray" and job.cluster.address is not None and not job.cluster.check:
+        return
+    lacking = [found for found in fit(demands(job), nodes_for(job)) if found.missing]
+    if lacking:
+        raise JobError(
+            "pools: the job cannot be placed. "
+            + " ".join(f"{_words(found)}." for found in lacking)
+            + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
+            + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
+        )
+
+
+def report(job: Job) -> dict[str, Any]:
+    """All that `rollart pools` shows, as JSON values."""
+    nodes = nodes_for(job)
+    fits = fit(demands(job), nodes)
+    order = stand_ins(offers(job))
+    return {
+        "cluster": {"type": job.cluster.type, "address": job.cluster.address},
+        "nodes": [{"name": node.name, "resources": _plain(node)} for node in nodes],
+        "pools": [
+            {
+                "name": pool.name,
+                "hardware": pool.hardware,
+                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                "resource": next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
+                "roles": [_row(found) for found in fits if found.demand.pool == pool.name],
+                "tasks": [task.name for task in job.tasks if task.affinity == pool.name],
+                "stand_ins": order.get(pool.name, [pool.name])[1:],
+            }
+            for pool in job.pools
+        ],
+        "missing": [_words(found) for found in fits if found.missing],
+        "fallbacks": _fallbacks(fits, order),
+    }
+
+
+def _row(found: Fit) -> dict[str, Any]:
+    demand = found.demand
+    return {
+        "role": demand.role,
+        "workers": demand.count,
+        "placed": found.placed,
+        "each": {"cpus": demand.needs.cpus, "gpus": demand.needs.gpus},
+        "missing": found.missing,
+    }
+
+
+def _words(found: Fit) -> str:
+    demand = found.demand
+    return f"Pool {demand.pool}, {demand.role}: {found.placed} of {demand.count} workers placed; {found.missing}"
+
+
+def _fallbacks(fits: list[Fit], order: dict[str, list[str]]) -> dict[str, str]:
+    """Pool without any engine -> the pool that would serve its tasks."""
+    serving = {found.demand.pool for found in fits if found.demand.role == "rollout" and found.placed}
+    found: dict[str, str] = {}
+    for pool, names in order.items():
+        if pool not in serving:
+            found[pool] = next((name for name in names if name in serving), "")
+    return found
+
+
+def _plain(node: Node) -> dict[str, float]:
+    """Without what Ray keeps for itself."""
+    return {key: value for key, value in sorted(node.resources.items()) if not key.startswith("node:")}
