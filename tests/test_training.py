@@ -16,7 +16,6 @@ JOB = {
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"cluster": {"type": "ray"}}, "cluster.type"),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "fsdp2"}}, "train.type"),
         ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "pools.cpu.engines.type"),
