@@ -21,7 +21,7 @@ from rollart.config import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, read_events
-from rollart.run import RunResult, facts, metric_rows, rare_collections
+from rollart.run import RunResult, facts, metric_rows, rare_collections, say
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
 from rollart.worlds import real_world
@@ -45,9 +45,10 @@ async def _train(job: Job, out: Path, *, resume: bool, readers: tuple[Reader, ..
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
     journal = FileJournal(out / "journal")
-    last = _read_again(path, summary, audit) if resume else None
+    everyone = (summary.read, audit.read, *(_harmless(reader) for reader in readers))
+    last = _read_again(path, everyone) if resume else None
     log = EventLog(loop.time, path, after=last)
-    for reader in (summary.read, audit.read, *readers):
+    for reader in everyone:
         log.read_by(reader)
     with open(out / "metrics.jsonl", "ab") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
         log.read_by(metric_rows(summary, metrics.write))
@@ -86,14 +87,30 @@ def _alone(out: Path) -> Iterator[None]:
         yield
 
 
-def _read_again(path: Path, summary: Summary, audit: Audit) -> Event:
+def _harmless(reader: Reader) -> Reader:
+    """Watching never ends a run: a watcher that raises is told of once, and watches no more."""
+    well = True
+
+    def read(event: Event) -> None:
+        nonlocal well
+        if well:
+            try:
+                reader(event)
+            except Exception as error:  # the boundary to whoever watches
+                well = False
+                say(f"rollart: the display broke and is off, the run goes on: {type(error).__name__}: {error}")
+
+    return read
+
+
+def _read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
     """Feed a run's history to its readers, and cut off a torn last line. Returns the last event."""
     if not path.exists():
         raise JobError(f"--resume: {path} is not there; give the run directory of a job that was stopped or killed")
     last: Event | None = None
     for event in read_events(path):
-        summary.read(event)
-        audit.read(event)
+        for reader in readers:
+            reader(event)
         last = event
     if last is None:
         raise JobError(f"--resume: {path} is empty; start the job anew without --resume")
