@@ -1,5 +1,6 @@
 """Values cross between our processes unchanged; junk is a ValueError and nothing else."""
 
+import contextlib
 import dataclasses
 import enum
 from typing import Any
@@ -142,10 +143,8 @@ def test_any_tree_of_values_comes_back_as_it_was(value: Any) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64))
 def test_random_bytes_are_a_value_error_or_plain_data(body: bytes) -> None:
-    try:
+    with contextlib.suppress(ValueError):
         unpack(body)
-    except ValueError:
-        pass
 
 
 @settings(max_examples=300, deadline=None)
@@ -154,19 +153,17 @@ def test_a_damaged_message_is_a_value_error_or_another_message(value: Any, data:
     body = bytearray(pack(value))
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ValueError):
         unpack(bytes(body))
-    except ValueError:
-        pass
 
 
 @pytest.mark.parametrize("value", [pytest.param(value, id=type(value).__name__) for value in VALUES])
 def test_a_message_cut_short_is_a_value_error(value: Any) -> None:
     body = pack(value)
     for end in {0, 1, len(body) // 2, len(body) - 1}:
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(ValueError, match=r"."):
             unpack(body[:end])
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         unpack(body + b"\x00")
 
 
@@ -198,7 +195,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in NONSENSE.items()])
 def test_nonsense_is_a_value_error(body: bytes) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         unpack(body)
 
 
@@ -206,7 +203,7 @@ def test_a_message_nested_without_end_is_a_value_error() -> None:
     body = msgpack.packb(1)
     for _ in range(2000):
         body = msgpack.packb(msgpack.ExtType(2, b"\x91" + body))
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         unpack(body)
 
 
