@@ -22,7 +22,7 @@ from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events
 from rollart.resources import refuse_unplaceable
-from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections
+from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
 from rollart.summary import Summary
 from rollart.trackers import Tracking, trackers
 from rollart.train.journal import FileJournal
@@ -62,10 +62,12 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
     journal = FileJournal(out / "journal")
-    last = _read_again(path, summary, audit) if resume else None
+    views = () if watch is None else (_harmless(watch(summary)),)
+    everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
+    last = _read_again(path, everyone) if resume else None
     log = EventLog(loop.time, path, after=last)
     tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
-    for reader in (summary.read, audit.read, tracking.read, *([watch(summary)] if watch is not None else [])):
+    for reader in (*everyone, tracking.read):
         log.read_by(reader)
     with open(out / "metrics.jsonl", "ab") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
         log.read_by(metric_rows(summary, as_lines(metrics), tracking.row))
@@ -105,14 +107,30 @@ def _alone(out: Path) -> Iterator[None]:
         yield
 
 
-def _read_again(path: Path, summary: Summary, audit: Audit) -> Event:
+def _harmless(reader: Reader) -> Reader:
+    """Watching never ends a run: a watcher that raises is told of once, and watches no more."""
+    well = True
+
+    def read(event: Event) -> None:
+        nonlocal well
+        if well:
+            try:
+                reader(event)
+            except Exception as error:  # the boundary to whoever watches
+                well = False
+                say(f"rollart: the display broke and is off, the run goes on: {type(error).__name__}: {error}")
+
+    return read
+
+
+def _read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
     """Feed a run's history to its readers, and cut off a torn last line. Returns the last event."""
     if not path.exists():
         raise JobError(f"--resume: {path} is not there; give the run directory of a job that was stopped or killed")
     last: Event | None = None
     for event in read_events(path):
-        summary.read(event)
-        audit.read(event)
+        for reader in readers:
+            reader(event)
         last = event
     if last is None:
         raise JobError(f"--resume: {path} is empty; start the job anew without --resume")

@@ -6,7 +6,9 @@ Nothing that is read can name anything else, so reading is safe whatever the byt
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -15,6 +17,10 @@ import numpy as np
 import rollart.types as types
 
 _RECORD, _TUPLE, _ENUM, _ARRAY = 1, 2, 3, 4
+MOST_DEPTH = 64
+"""Values within values; ours have a dozen."""
+_DTYPE = re.compile(r"[<>|][biuf][1248]")
+"""Booleans, integers and floats: what our arrays hold, and nothing that numpy would have to interpret."""
 
 _RECORDS: dict[str, Callable[..., Any]] = {
     name: kind
@@ -41,11 +47,17 @@ def pack(value: Any) -> bytes:
 
 def unpack(body: bytes | memoryview) -> Any:
     """Raises ValueError for anything that `pack` did not make."""
+    return _unpack(body, 0)
+
+
+def _unpack(body: bytes | memoryview, depth: int) -> Any:
+    if depth > MOST_DEPTH:  # each level is a frame of msgpack's C code: too many of them end the process
+        raise ValueError("not one of our messages: nested too deep")
     try:
         return msgpack.unpackb(
-            body, ext_hook=_decode, strict_map_key=False, max_ext_len=2**31 - 1, max_bin_len=2**31 - 1
+            body, ext_hook=partial(_decode, depth), strict_map_key=False, max_ext_len=2**31 - 1, max_bin_len=2**31 - 1
         )
-    except (msgpack.UnpackException, TypeError, KeyError, RecursionError) as error:
+    except (msgpack.UnpackException, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"not one of our messages: {error}") from error
 
 
@@ -54,8 +66,10 @@ def _encode(value: Any) -> Any:
     if kind is tuple:
         return msgpack.ExtType(_TUPLE, pack(list(value)))
     if isinstance(value, np.ndarray):
+        if not _DTYPE.fullmatch(value.dtype.str):
+            raise TypeError(f"an array of {value.dtype} may not cross between processes")
         array = np.ascontiguousarray(value)
-        return msgpack.ExtType(_ARRAY, pack([array.dtype.str, list(array.shape), array.tobytes()]))
+        return msgpack.ExtType(_ARRAY, pack([array.dtype.str, list(value.shape), array.tobytes()]))
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, enum.Enum):
@@ -70,8 +84,8 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a {kind.__name__} may not cross between processes")
 
 
-def _decode(code: int, data: bytes) -> Any:
-    content = unpack(data)
+def _decode(depth: int, code: int, data: bytes) -> Any:
+    content = _unpack(data, depth + 1)
     match code:
         case 1:
             name, fields = content
@@ -83,8 +97,7 @@ def _decode(code: int, data: bytes) -> Any:
             return _ENUMS[name](value)
         case 4:
             dtype, shape, raw = content
-            kind = np.dtype(dtype)
-            if kind.hasobject:
-                raise ValueError("an array of objects")
-            return np.frombuffer(raw, dtype=kind).reshape(shape)
+            if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
+                raise ValueError(f"an array of {dtype!r}")
+            return np.frombuffer(raw, dtype=dtype).reshape(shape)
     raise ValueError(f"unknown extension {code}")

@@ -12,6 +12,7 @@ from rollart.wire import pack, unpack
 
 LENGTH = struct.Struct(">I")
 MOST_BYTES = 2**31 - 1
+"""Of one message; a longer one is noise."""
 
 
 class WorkerGone(Exception):
@@ -43,9 +44,9 @@ class Link(asyncio.Protocol):
             raise WorkerGone
         self._numbers += 1
         number = self._numbers
+        body = pack([number, method, list(arguments)])
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        body = pack([number, method, list(arguments)])
         self._transport.write(LENGTH.pack(len(body)) + body)
         try:
             return await future
@@ -65,23 +66,28 @@ class Link(asyncio.Protocol):
         self._buffer += data
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
-            end = at + LENGTH.size + LENGTH.unpack_from(self._buffer, at)[0]
-            if len(self._buffer) < end:
+            count = LENGTH.unpack_from(self._buffer, at)[0]
+            end = at + LENGTH.size + count
+            if len(self._buffer) < end and count <= MOST_BYTES:
                 break
             try:
-                number, ok, value = unpack(bytes(self._buffer[at + LENGTH.size : end]))
-            except ValueError:
+                self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))
+            except (ValueError, TypeError):  # not one of our answers: nothing it says can be believed any more
                 self.close()
                 return
             at = end
-            future = self._calls.get(number)
-            if future is None or future.done():
-                continue
-            if ok:
-                future.set_result(value)
-            else:
-                future.set_exception(WorkerFailed(*value))
         del self._buffer[:at]
+
+    def _settle(self, answer: Any) -> None:
+        number, ok, value = answer
+        outcome = value if ok is True else WorkerFailed(*value)
+        future = self._calls.get(number)
+        if future is None or future.done():
+            return
+        if ok is True:
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end()

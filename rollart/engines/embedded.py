@@ -26,7 +26,7 @@ from rollart.engines.sampler import sample
 from rollart.engines.scheduler import Scheduler
 from rollart.engines.sequence import Sequence
 from rollart.engines.stops import Decode, StopFinder
-from rollart.errors import EngineError
+from rollart.errors import EngineError, RequestError
 from rollart.model import forward_hidden, load_model, load_weights_, project
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
@@ -140,7 +140,7 @@ class EmbeddedEngine:
     # --- between steps
 
     def add(self, request: GenerateRequest) -> None:
-        """Take a request. Raises EngineError for one that this engine can never serve."""
+        """Take a request. Raises RequestError for one that no engine like this can serve."""
         self._check(request)
         seed = request.sampling.seed
         seq = Sequence(
@@ -164,17 +164,17 @@ class EmbeddedEngine:
                 f"this engine serves {self.version}"
             )
         if not 0 < request.prompt_tokens < self._max_context:
-            raise EngineError(
+            raise RequestError(
                 f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
                 f"{self._max_context} tokens (the least of kv_tokens, the model's positions and max_context)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
-            raise EngineError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
+            raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
         if sampling.stop and self._stops is None:
-            raise EngineError(f"{self._id}: stop strings need a tokenizer, this engine has none")
+            raise RequestError(f"{self._id}: stop strings need a tokenizer, this engine has none")
         tokens = request.tokens()
         if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise EngineError(f"{self._id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
+            raise RequestError(f"{self._id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:

@@ -62,7 +62,7 @@ class ThreadedEngine:
         def add() -> None:
             try:
                 self._core.add(request)
-            except EngineError as error:
+            except BoundaryError as error:
                 self._answer(_settle, future, error)
 
         self._calls.put(add)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ class Strange(Environment):
             case "spin":
                 while True:
                     pass
+            case "hold":
+                re.match(r"(a+)+$", "a" * 64 + "b")  # never returns, and never lets another thread run
             case "raise":
                 raise KeyError("lost my keys")
             case "leave":

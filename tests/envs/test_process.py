@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from rollart.errors import EnvError
 from rollart.ports import EnvHost
 from rollart.tasks import pool
 from rollart.types import Observation, Task
+from tests.contracts.envs import EnvBench
+from tests.contracts.envs import EnvHostContract as PortContract
 from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,19 @@ async def one_step(host: ProcessEnvHost, of: Task) -> Observation:
         return await env.step("a")
     finally:
         await env.close()
+
+
+class TestProcessAsAPort(PortContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def play(self, work: Callable[[EnvBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with closing(make_host(self.folder, 2)) as host:
+                await work(EnvBench(host=host, slots=2, task=task("count")))
+
+        run(main)
 
 
 class TestProcessEnvHost(EnvHostContract):
@@ -85,6 +101,30 @@ class TestProcessEnvHost(EnvHostContract):
                 with pytest.raises(EnvError, match="SIGKILL"):
                     await asyncio.wait_for(step, SOON_S)
                 await env.close()
+
+        run(work)
+
+    def test_whoever_dies_at_work_or_idle_is_told_of_with_the_reason(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            told: list[tuple[str, str]] = []
+            host = ProcessEnvHost(
+                {DOMAIN: TASKS}, slots=1, log_dir=tmp_path, lost=lambda name, how: told.append((name, how))
+            )
+            async with closing(host):
+                with pytest.raises(EnvError, match="last words"):
+                    await one_step(host, task("die"))
+                await self.plays(host)
+                os.kill(host.pids[0], signal.SIGKILL)
+                async with asyncio.timeout(SOON_S):
+                    while len(told) < 2:  # noqa: ASYNC110 - told by a plain call
+                        await asyncio.sleep(0.01)
+                await self.plays(host)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(one_step(host, task("hang")), 0.3)
+                await self.plays(host)
+            assert [name for name, _ in told] == ["env-0", "env-0"], "those we killed ourselves are not lost"
+            assert "status 7" in told[0][1]
+            assert "signal 9" in told[1][1]
 
         run(work)
 
@@ -138,7 +178,8 @@ class TestProcessEnvHost(EnvHostContract):
 
         run(work)
 
-    def test_workers_and_what_they_started_die_with_the_parent(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", ["spin", "hold"])
+    def test_workers_and_what_they_started_die_with_the_parent(self, tmp_path: Path, kind: str) -> None:
         script = f"""
             import asyncio
             from tests.envs.contract import ID, task
@@ -150,7 +191,7 @@ class TestProcessEnvHost(EnvHostContract):
                 env = await host.open(task("grandchild"), ID)
                 await env.reset()
                 grandchild = (await env.step("a")).messages[0].content
-                hung = await host.open(task("spin"), ID)
+                hung = await host.open(task({kind!r}), ID)
                 await hung.reset()
                 step = asyncio.ensure_future(hung.step("a"))
                 await asyncio.sleep(0.1)

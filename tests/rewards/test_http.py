@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -20,7 +20,9 @@ from rollart.rewards.function import RewardService, parse_functions
 from rollart.rewards.http import HttpRewards, is_loopback
 from rollart.rewards.serve import serve
 from rollart.rewards.wire import episode_of
-from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, run, trajectory
+from tests.contracts.rewards import RewardBench
+from tests.contracts.rewards import RewardContract as PortContract
+from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, numbered, run, trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a secret of the tests"
@@ -49,6 +51,19 @@ def url() -> Iterator[str]:
                 time.sleep(0.1)
         yield address
         os.killpg(server.pid, signal.SIGKILL)
+
+
+class TestHttpAsAPort(PortContract):
+    @pytest.fixture(autouse=True)
+    def _url(self, url: str) -> None:
+        self.url = url
+
+    def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with closing(HttpRewards(self.url, decode=decode, token=TOKEN, concurrency=4)) as backend:
+                await work(RewardBench(backend=backend, trajectory=numbered, places=4))
+
+        run(main)
 
 
 class TestHttpRewards(RewardContract):

@@ -1,0 +1,221 @@
+"""Values cross between our processes unchanged; junk is a ValueError and nothing else."""
+
+import contextlib
+import dataclasses
+import enum
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollart.types as types
+from rollart.types import Bucket, Finish, Span, Status, TensorPlace, TrajectoryId
+from rollart.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
+
+TOKENS = np.array([3, 1, 2], dtype=np.int32)
+TASK = types.Task(id="a/7", domain="a", index=7, payload={"q": "2 + 3", "n": [1, 2.5, None, True]}, seed=4)
+COMPLETION = types.Completion(
+    tokens=TOKENS,
+    logprobs=np.array([-0.1, -2.0, -0.5], dtype=np.float32),
+    spans=(Span(0, 2), Span(1, 1)),
+    finish=Finish.LENGTH,
+    engine="e",
+    busy_s=0.25,
+)
+TRAJECTORY = types.Trajectory(
+    id=TrajectoryId("g1", 2, 3),
+    task=TASK,
+    turns=(types.Turn(context=TOKENS, fresh=True, completion=COMPLETION, reward=1.0),),
+    status=Status.DONE,
+    born=0,
+    oldest=None,
+    reward=0.5,
+    reward_parts={"right": 0.5},
+)
+GROUP = types.Group(id="g1", task=TASK, members=(TRAJECTORY,), born=0, advantages=(0.5,))
+SAMPLE = types.Sample(
+    trajectory=TRAJECTORY.id,
+    domain="a",
+    tokens=TOKENS,
+    mask=np.array([False, True, True]),
+    logprobs=np.zeros(3, dtype=np.float32),
+    versions=np.array([-1, 0, 0], dtype=np.int32),
+    advantages=np.zeros(3, dtype=np.float32),
+)
+SAMPLING = types.Sampling(stop=("x", "y"), seed=None)
+MANIFEST = types.WeightManifest(
+    version=3,
+    buckets=(Bucket("v3/0", 12, "crc32:0"),),
+    tensors={"w": TensorPlace(bucket=0, offset=0, num_bytes=12, dtype="float32", shape=(3, 1))},
+)
+VALUES: list[Any] = [
+    TASK,
+    TRAJECTORY.id,
+    types.Message(role="user", content="hé\n"),
+    types.Observation(messages=(types.Message(role="user", content="x"),), reward=-1.5, info={"a": 1}),
+    SAMPLING,
+    types.GenerateRequest(
+        id="x/0", session="x", domain="a", turn=0, prompt=(TOKENS, TOKENS), prompt_tokens=6, sampling=SAMPLING
+    ),
+    Span(1, 2),
+    COMPLETION,
+    TRAJECTORY.turns[0],
+    TRAJECTORY,
+    types.Score(value=1.0, parts={"a": 1.0}),
+    GROUP,
+    SAMPLE,
+    types.Batch(step=4, serving=3, groups=(GROUP,), samples=(SAMPLE,)),
+    types.StepResult(version=5, metrics={"loss": 0.5}),
+    MANIFEST.buckets[0],
+    MANIFEST.tensors["w"],
+    MANIFEST,
+    types.SwapReport(version=3, pull_s=0.1),
+    types.EngineSpec(id="e", pool="p", type="embedded", hardware="cpu", gpus=1),
+    types.EngineView(id="e", pool="p"),
+    types.OpenGroup(id="g1", task=TASK),
+    types.Checkpoint(
+        step=1, trainer="ref", mix={"a": {"cursor": 3}}, ready=(GROUP,), open=(), next_group=2, incarnation=0
+    ),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in value and in type, all the way down."""
+    if isinstance(one, np.ndarray):
+        return bool(
+            isinstance(other, np.ndarray)
+            and (one.dtype, one.shape) == (other.dtype, other.shape)
+            and one.tobytes() == other.tobytes()
+        )
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def test_there_is_an_example_of_every_type() -> None:
+    assert {type(value).__name__ for value in VALUES} == set(_RECORDS)
+    assert {Status, Finish} == set(_ENUMS.values()) - {enum.StrEnum}
+
+
+@pytest.mark.parametrize("value", [pytest.param(value, id=type(value).__name__) for value in VALUES])
+def test_every_type_comes_back_as_it_was(value: Any) -> None:
+    assert same(unpack(pack(value)), value)
+
+
+@pytest.mark.parametrize("value", [*Status, *Finish])
+def test_enums_come_back_as_themselves(value: enum.Enum) -> None:
+    assert unpack(pack(value)) is value
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+DTYPES = st.sampled_from(["<i4", "<i8", "<f4", "<f8", "|b1", "|u1", "<u2", "<f2"])
+ARRAYS = st.builds(
+    lambda dtype, shape: np.arange(int(np.prod(shape))).astype(dtype).reshape(shape),
+    DTYPES,
+    st.lists(st.integers(0, 4), max_size=3),
+)
+TREES = st.recursive(
+    SCALARS | ARRAYS | st.sampled_from(VALUES),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TREES)
+def test_any_tree_of_values_comes_back_as_it_was(value: Any) -> None:
+    assert same(unpack(pack(value)), value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64))
+def test_random_bytes_are_a_value_error_or_plain_data(body: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        unpack(body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(VALUES), st.data())
+def test_a_damaged_message_is_a_value_error_or_another_message(value: Any, data: st.DataObject) -> None:
+    body = bytearray(pack(value))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        unpack(bytes(body))
+
+
+@pytest.mark.parametrize("value", [pytest.param(value, id=type(value).__name__) for value in VALUES])
+def test_a_message_cut_short_is_a_value_error(value: Any) -> None:
+    body = pack(value)
+    for end in {0, 1, len(body) // 2, len(body) - 1}:
+        with pytest.raises(ValueError, match=r"."):
+            unpack(body[:end])
+    with pytest.raises(ValueError, match=r"."):
+        unpack(body + b"\x00")
+
+
+def ext(code: int, content: Any) -> bytes:
+    packed: bytes = msgpack.packb(msgpack.ExtType(code, msgpack.packb(content)))
+    return packed
+
+
+NONSENSE = {
+    "no such record": ext(1, ["Popen", {"args": "ls"}]),
+    "no such field": ext(1, ["Span", {"version": 1, "length": 2, "more": 3}]),
+    "a field is missing": ext(1, ["Span", {"version": 1}]),
+    "record without fields": ext(1, ["Span"]),
+    "record is a number": ext(1, 7),
+    "record name is a list": ext(1, [["Span"], {}]),
+    "no such enum": ext(3, ["Signals", 9]),
+    "no such member": ext(3, ["Status", "well"]),
+    "objects": ext(4, ["|O", [1], b"12345678"]),
+    "a structure": ext(4, ["i4,i4", [1], b"12345678"]),
+    "dtype is a mapping": ext(4, [{"names": ["a"]}, [1], b"12345678"]),
+    "too few bytes": ext(4, ["<i4", [3], b"1234"]),
+    "a shape beyond all bounds": ext(4, ["<i4", [2**62, 2**62], b"1234"]),
+    "a shape of text": ext(4, ["<i4", "ab", b"1234"]),
+    "bytes are text": ext(4, ["<i4", [1], "1234"]),
+    "unknown extension": ext(9, []),
+    "tuple of nothing": ext(2, None),
+}
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in NONSENSE.items()])
+def test_nonsense_is_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpack(body)
+
+
+def test_a_message_nested_without_end_is_a_value_error() -> None:
+    body = msgpack.packb(1)
+    for _ in range(2000):
+        body = msgpack.packb(msgpack.ExtType(2, b"\x91" + body))
+    with pytest.raises(ValueError, match=r"."):
+        unpack(body)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 3j, np.array([object()]), np.array(["a"]), Exception("x")])
+def test_what_may_not_cross_is_refused_at_the_sender(value: Any) -> None:
+    with pytest.raises(TypeError, match="may not cross"):
+        pack([value])
+
+
+def test_numpy_scalars_become_plain_numbers() -> None:
+    assert same(unpack(pack([np.float32(0.5), np.int64(3), np.bool_(True)])), [0.5, 3, True])
+
+
+def test_every_record_knows_its_fields() -> None:
+    assert all(hasattr(kind, "_fields") or kind in _FIELDS for kind in _RECORDS.values())
