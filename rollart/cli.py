@@ -164,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "what",
         choices=["control", "engine", "modes", "cluster"],
-        help="control: cost of the control plane per generate call; engine: the embedded engine beside others; modes: step "
-        "times of the five modes, real and simulated; cluster: cost of a call over Ray and local processes",
+        help="control: cost of the control plane per generate call; engine: the embedded engine beside others; "
+        "modes: step times of the five modes, real and simulated; cluster: cost of a call over Ray and local processes",
     )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")

@@ -2,13 +2,17 @@
 
 A closed set of types: the dataclasses, named tuples and enums of `rollart.types`, numpy arrays, and plain values.
 Nothing that is read can name anything else, so reading is safe whatever the bytes are. Never pickle.
+
+Whatever msgpack has no type for is a map of one entry whose key is a single byte: {kind: content}. So one pass of
+msgpack's own code packs a whole tree, and our mappings must not have bytes as keys. Records are lists of their fields'
+values in order; `SCHEMA` changes when a record's fields do.
 """
 
 import dataclasses
 import enum
 import re
+import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgpack
@@ -16,9 +20,7 @@ import numpy as np
 
 import rollart.types as types
 
-_RECORD, _TUPLE, _ENUM, _ARRAY = 1, 2, 3, 4
-MOST_DEPTH = 64
-"""Values within values; ours have a dozen."""
+_RECORD, _TUPLE, _ENUM, _ARRAY = b"r", b"t", b"e", b"a"
 _DTYPE = re.compile(r"[<>|][biuf][1248]")
 """Booleans, integers and floats: what our arrays hold, and nothing that numpy would have to interpret."""
 
@@ -32,11 +34,14 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 _ENUMS: dict[str, type[enum.Enum]] = {
     name: kind for name, kind in vars(types).items() if isinstance(kind, type) and issubclass(kind, enum.Enum)
 }
-_FIELDS: dict[type, tuple[str, ...]] = {
+_FIELDS: dict[Any, tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))
+    if dataclasses.is_dataclass(kind)
+    else tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
     for kind in _RECORDS.values()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
+SCHEMA = zlib.crc32(repr(sorted((kind.__name__, fields) for kind, fields in _FIELDS.items())).encode())
+"""Of all records: what one version of the code wrote, another with other fields must not read."""
 
 
 def pack(value: Any) -> bytes:
@@ -47,57 +52,54 @@ def pack(value: Any) -> bytes:
 
 def unpack(body: bytes | memoryview) -> Any:
     """Raises ValueError for anything that `pack` did not make."""
-    return _unpack(body, 0)
-
-
-def _unpack(body: bytes | memoryview, depth: int) -> Any:
-    if depth > MOST_DEPTH:  # each level is a frame of msgpack's C code: too many of them end the process
-        raise ValueError("not one of our messages: nested too deep")
     try:
-        return msgpack.unpackb(
-            body, ext_hook=partial(_decode, depth), strict_map_key=False, max_ext_len=2**31 - 1, max_bin_len=2**31 - 1
-        )
+        return msgpack.unpackb(body, object_hook=_decode, strict_map_key=False, max_bin_len=2**31 - 1)
     except (msgpack.UnpackException, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"not one of our messages: {error}") from error
 
 
 def _encode(value: Any) -> Any:
     kind = type(value)
-    if kind is tuple:
-        return msgpack.ExtType(_TUPLE, pack(list(value)))
-    if isinstance(value, np.ndarray):
-        if not _DTYPE.fullmatch(value.dtype.str):
-            raise TypeError(f"an array of {value.dtype} may not cross between processes")
-        array = np.ascontiguousarray(value)
-        return msgpack.ExtType(_ARRAY, pack([array.dtype.str, list(value.shape), array.tobytes()]))
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, enum.Enum):
-        return msgpack.ExtType(_ENUM, pack([kind.__name__, value.value]))
     fields = _FIELDS.get(kind)
     if fields is not None:
-        return msgpack.ExtType(_RECORD, pack([kind.__name__, {name: getattr(value, name) for name in fields}]))
-    if isinstance(value, tuple) and kind.__name__ in _RECORDS:
-        return msgpack.ExtType(_RECORD, pack([kind.__name__, dict(zip(value._fields, value, strict=True))]))  # type: ignore[attr-defined]
+        return {_RECORD: [kind.__name__, *[getattr(value, name) for name in fields]]}
+    if kind is tuple:
+        return {_TUPLE: list(value)}
+    if kind is np.ndarray:
+        dtype = value.dtype.str
+        if not _DTYPE.fullmatch(dtype):
+            raise TypeError(f"an array of {value.dtype} may not cross between processes")
+        return {_ARRAY: [dtype, list(value.shape), value.tobytes()]}
+    if isinstance(value, enum.Enum):
+        return {_ENUM: [kind.__name__, value.value]}
+    if isinstance(value, np.generic):
+        return value.item()
     if hasattr(value, "items"):
         return dict(value.items())
     raise TypeError(f"a {kind.__name__} may not cross between processes")
 
 
-def _decode(depth: int, code: int, data: bytes) -> Any:
-    content = _unpack(data, depth + 1)
-    match code:
-        case 1:
-            name, fields = content
-            return _RECORDS[name](**fields)
-        case 2:
-            return tuple(content)
-        case 3:
-            name, value = content
-            return _ENUMS[name](value)
-        case 4:
-            dtype, shape, raw = content
-            if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
-                raise ValueError(f"an array of {dtype!r}")
-            return np.frombuffer(raw, dtype=dtype).reshape(shape)
-    raise ValueError(f"unknown extension {code}")
+def _decode(found: dict[Any, Any]) -> Any:
+    if len(found) != 1:
+        return found
+    [(kind, content)] = found.items()
+    if type(kind) is not bytes:
+        return found
+    if type(content) is not list:
+        raise ValueError("a value of ours is not written so")
+    if kind == _RECORD:
+        record = _RECORDS[content[0]] if content else None
+        if record is None or len(content) - 1 != len(_FIELDS[record]):
+            raise ValueError("a record of other fields")
+        return record(**dict(zip(_FIELDS[record], content[1:], strict=True)))
+    if kind == _TUPLE:
+        return tuple(content)
+    if kind == _ARRAY:
+        dtype, shape, raw = content
+        if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
+            raise ValueError(f"an array of {dtype!r}")
+        return np.frombuffer(raw, dtype=dtype).reshape(shape)
+    if kind == _ENUM:
+        name, value = content
+        return _ENUMS[name](value)
+    raise ValueError(f"unknown kind {kind!r}")

@@ -44,7 +44,7 @@ ENV_WORKER_CPUS = 1.0
 
 
 STORES = "stores.jsonl"
-"""In the run directory while it runs: where its weights are, so that a resumed run can remove what a killed one left."""
+"""In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
 
 
 def offers(job: Job) -> list[PoolOffer]:

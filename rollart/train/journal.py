@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rollart.errors import JobError
 from rollart.types import Batch, Checkpoint
-from rollart.wire import pack, unpack
+from rollart.wire import SCHEMA, pack, unpack
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class FileJournal:
 def _write(path: Path, body: bytes) -> None:
     beside = path.with_name(path.name + ".new")
     with open(beside, "wb") as file:
-        file.write(body)
+        file.write(SCHEMA.to_bytes(4, "big") + body)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
@@ -54,8 +54,11 @@ def _write(path: Path, body: bytes) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T:
+    body = path.read_bytes()
+    if len(body) >= 4 and body[:4] != SCHEMA.to_bytes(4, "big"):
+        raise JobError(f"{path}: written by another version of rollart; resume with that one, or start anew")
     try:
-        value = unpack(path.read_bytes())
+        value = unpack(memoryview(body)[4:])
     except ValueError as error:
         raise JobError(f"{path}: damaged ({error}); remove it to go on without it") from None
     if not isinstance(value, kind):

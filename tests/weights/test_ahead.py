@@ -12,7 +12,8 @@ from rollart.errors import WeightError
 from rollart.types import WeightManifest
 from rollart.weights import ahead as module
 from rollart.weights.ahead import FetchAhead
-from rollart.weights.shm import Mapped, ShmStore
+from rollart.weights.buckets import Mapped
+from rollart.weights.shm import ShmStore
 from tests.contracts.store import StoreBench, StoreContract
 
 
