@@ -53,7 +53,7 @@ def pack(value: Any) -> bytes:
 def unpack(body: bytes | memoryview) -> Any:
     """Raises ValueError for anything that `pack` did not make."""
     try:
-        return msgpack.unpackb(body, object_hook=_decode, strict_map_key=False, max_bin_len=2**31 - 1)
+        return msgpack.unpackb(body, object_hook=_decode, ext_hook=_refuse, strict_map_key=False)
     except (msgpack.UnpackException, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"not one of our messages: {error}") from error
 
@@ -77,6 +77,10 @@ def _encode(value: Any) -> Any:
     if hasattr(value, "items"):
         return dict(value.items())
     raise TypeError(f"a {kind.__name__} may not cross between processes")
+
+
+def _refuse(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension {code} is not ours")
 
 
 def _decode(found: dict[Any, Any]) -> Any:
