@@ -1,10 +1,17 @@
-"""`rollart train` refuses what it would otherwise ignore, before anything starts."""
+"""`rollart train` refuses what it would otherwise ignore; its history is whole after a kill at any moment."""
+
+from pathlib import Path
 
 import pytest
 
 from rollart.config import build_job
 from rollart.errors import JobError
+from rollart.events import Event, EventLog, read_events
+from rollart.summary import Summary
+from rollart.train.journal import FileJournal
+from rollart.training import _alone, _complete, _harmless
 from rollart.worlds import refuse_what_is_not_there
+from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
     "name": "real",
@@ -37,3 +44,85 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
 
 def test_what_train_has_is_let_through() -> None:
     refuse_what_is_not_there(build_job(JOB))
+
+
+def completed(tmp_path: Path, *known: tuple[str, Event]) -> list[tuple[str, Event]]:
+    """What is added to the events of a run that knows these, over a journal of checkpoint 1 and batches 1 and 2."""
+    journal = FileJournal(tmp_path / "journal")
+    for step in (1, 2):
+        journal.write_batch(empty_batch(step))
+    journal.commit(checkpoint(1))
+    path = tmp_path / "events.jsonl"
+    log = EventLog(lambda: 0.0, path)
+    for kind, fields in known:
+        log.emit(kind, fields)
+    log.flush()
+    _complete(log, path, journal)
+    log.close()
+    said = [(event.pop("e"), event) for event in read_events(path)][len(known) :]
+    return [(kind, {key: event[key] for key in event if key not in ("n", "t")}) for kind, event in said]
+
+
+COMMITTED: Event = {"step": 1, "ready": [], "open": ["g7"]}
+WRITTEN: list[tuple[str, Event]] = [("written", {"step": 1}), ("written", {"step": 2})]
+
+
+def test_what_the_journal_knows_and_the_events_do_not_is_said_first(tmp_path: Path) -> None:
+    assert completed(tmp_path / "all", ("checkpoint", COMMITTED), *WRITTEN) == []
+    assert completed(tmp_path / "batch", ("checkpoint", COMMITTED), WRITTEN[0]) == [WRITTEN[1]]
+    assert completed(tmp_path / "checkpoint", *WRITTEN) == [("checkpoint", COMMITTED)]
+    other = {**COMMITTED, "open": ["g8"]}
+    assert completed(tmp_path / "older", ("checkpoint", other), *WRITTEN) == [("checkpoint", COMMITTED)]
+
+
+RUN: Event = {"e": "run", "t": 0.0, "pools": {}, "tasks": {"a": {"share": 1.0}}}
+BATCH: Event = {"step": 1, "serving": 1, "groups": ["g7"], "tasks": ["a/7"], "born": [0], "tokens": 9}
+
+
+@pytest.mark.parametrize(("was_written", "trained"), [(True, 1), (False, 0)])
+def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, trained: int) -> None:
+    summary = Summary()
+    events: list[tuple[str, Event]] = [
+        ("admit", {"group": "g7", "task": "a/7", "serving": 0}),
+        ("checkpoint", {"step": 1, "ready": ["g7"], "open": []}),
+        ("batch", BATCH),
+        *([("written", {"step": 1})] if was_written else []),
+        ("killed", {}),
+        ("resumed", {"step": 1 + was_written, "checkpoint": 1, "ready": ["g7"], "open": []}),
+    ]
+    for event in [RUN, *({"e": kind, "t": 1.0, **fields} for kind, fields in events)]:
+        summary.read(event)
+    groups = summary.result()["groups"]
+    assert (groups["trained"], groups["open"], groups["trained_twice"]) == (trained, 1 - trained, 0)
+    if not was_written:
+        summary.read({"e": "batch", "t": 2.0, **BATCH})
+        groups = summary.result()["groups"]
+        assert (groups["trained"], groups["trained_twice"]) == (1, 0)
+
+
+def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
+    with _alone(tmp_path), pytest.raises(JobError, match="still running"), _alone(tmp_path):
+        pass
+    with _alone(tmp_path):
+        pass
+
+
+def test_a_watcher_that_breaks_is_told_of_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(event: Event) -> None:
+        raise KeyError("no such task")
+
+    read = _harmless(broken)
+    for _ in range(3):
+        read({"e": "start"})
+    assert capsys.readouterr().err.count("the run goes on: KeyError") == 1
+
+
+def test_failures_are_counted_and_their_first_reasons_kept() -> None:
+    summary = Summary()
+    for number in range(30):
+        summary.read({"e": "worker.lost", "t": 0.0, "worker": "env-1", "reason": f"signal {number % 7}" + "x" * 1000})
+    failures = summary.result()["failures"]
+    assert failures["worker"]["count"] == 30
+    assert len(failures["worker"]["reasons"]) == 5
+    assert max(map(len, failures["worker"]["reasons"])) < 500
+    assert failures["engine"] == {"count": 0, "reasons": []}

@@ -197,6 +197,7 @@ def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> t
         }
         shares |= {name: value_N.sum() / totals.tokens for name, value_N in means.items()}
         maxima["actor/ratio_max"] = drift_N.max()
+        maxima["actor/logprob_diff_max"] = (inputs.proximal_N - inputs.behaviour_N).abs().max()
     return loss, LossReport(shares=shares, maxima=maxima)
 
 

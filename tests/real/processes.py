@@ -1,0 +1,48 @@
+"""A real engine and a real trainer, each in its process, for the tests of what is between them."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollart.cluster.local import LocalCluster
+from rollart.config import build_job
+from rollart.types import EngineSpec
+from rollart.weights.shm import ShmStore
+from rollart.worlds import _engine_setups, _trainer_setup
+from tests.real.harness import SOON_S, job
+
+SPEC = EngineSpec(id="cpu-0", pool="cpu", type="embedded", hardware="cpu", gpus=1)
+MAX_BATCH = 4
+
+
+@asynccontextmanager
+async def local_cluster(
+    model: Path, folder: Path, lost: Callable[[str, str], None] | None = None
+) -> AsyncIterator[tuple[LocalCluster, ShmStore]]:
+    """As `rollart train` makes it; and the store that its workers use."""
+    run_id = f"test-{uuid.uuid4().hex}"
+    settings = build_job(
+        job(
+            model,
+            pools=[
+                {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
+                {"name": "environments", "slots": 3},
+            ],
+            train={"pool": "cpu", "steps": 8, "lr": 1e-2},
+        )
+    )
+    store = ShmStore(run_id, bucket_bytes=1 << 18)
+    cluster = LocalCluster(
+        folder / "logs",
+        _engine_setups(settings, run_id, 1 << 18),
+        _trainer_setup(settings, folder, run_id, 1 << 18),
+        lost,
+    )
+    try:
+        async with asyncio.timeout(2 * SOON_S):
+            yield cluster, store
+    finally:
+        await cluster.close()
+        store.close()

@@ -1,0 +1,149 @@
+"""The contracts of cluster, engine and trainer on real processes; and what only processes can do: die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rollart.cluster.local import LocalCluster, LocalEngine, Worker
+from rollart.errors import ClusterError, EngineError, WeightError
+from rollart.ports import Trainer
+from rollart.types import Batch, WeightManifest, WeightVersion
+from tests.contracts.engine import EngineBench, EngineContract
+from tests.contracts.trainer import ClusterBench, ClusterContract, TrainerBench, TrainerContract
+from tests.real.processes import MAX_BATCH, SPEC, local_cluster
+from tests.train.samples import make_batch, random_samples
+
+
+def batch(step: int) -> Batch:
+    return make_batch(step, random_samples(step, 8))
+
+
+class Given:
+    @pytest.fixture(autouse=True)
+    def _given(self, model: Path, tmp_path: Path) -> None:
+        self.model, self.folder = model, tmp_path
+
+
+@pytest.mark.slow
+class TestLocalEngine(Given, EngineContract):
+    def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with local_cluster(self.model, self.folder) as (cluster, store):
+                weights = load_file(self.model / "model.safetensors")
+
+                async def put(version: WeightVersion) -> WeightManifest:
+                    return store.push(version, weights)
+
+                async def lose(manifest: WeightManifest) -> None:
+                    (store._dir / manifest.buckets[0].name).unlink()
+
+                engine = await cluster.engine(SPEC)
+                await work(
+                    EngineBench(
+                        engine=engine,
+                        max_batch=MAX_BATCH,
+                        domain="a",
+                        put=put,
+                        lose=lose,
+                        too_long=1024,
+                        long_answer=512,
+                    )
+                )
+
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+class TestLocalTrainer(Given, TrainerContract):
+    def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with local_cluster(self.model, self.folder) as (cluster, store):
+
+                async def another() -> Trainer:
+                    return await cluster.trainer()
+
+                def complete(manifest: WeightManifest) -> bool:
+                    try:
+                        return bool(store.fetch(manifest))
+                    except WeightError:
+                        return False
+
+                await work(
+                    TrainerBench(trainer=await cluster.trainer(), another=another, batch=batch, complete=complete)
+                )
+
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+class TestLocalCluster(Given, ClusterContract):
+    def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
+        async def generates(engine: object) -> int:
+            assert isinstance(engine, LocalEngine)
+            bench = EngineBench(engine, 1, "a", _nothing, _nothing, 0)
+            return (await engine.generate(bench.ask("x"))).spans[0].version
+
+        async def main() -> None:
+            async with local_cluster(self.model, self.folder) as (cluster, _):
+                await work(ClusterBench(cluster=cluster, spec=SPEC, generates=generates))
+
+        asyncio.run(main())
+
+
+async def _nothing(_: object) -> WeightManifest:  # type: ignore[return]
+    raise AssertionError("not asked for here")
+
+
+@pytest.mark.slow
+def test_the_death_of_an_idle_engine_is_told_at_once_and_one_that_was_stopped_is_not(
+    model: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        async with local_cluster(model, tmp_path, lambda *words: told.put_nowait(words)) as (cluster, _):
+            engine = await cluster.engine(SPEC)
+            await cluster.engine(SPEC)  # the first one is stopped for it
+            pid = cluster.workers["cpu-0"].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            name, how = await told.get()
+            assert name == "cpu-0"
+            assert "signal 9" in how
+            with pytest.raises(EngineError, match="its process has ended"):
+                await engine.stage(1)
+        assert told.empty()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        setup = {"threads": 1, "model": str(tmp_path / "nowhere"), "run_id": "x", "bucket_bytes": 1 << 20}
+        cluster = LocalCluster(tmp_path, {"cpu": {**setup, "device": "cpu", "settings": {}}}, setup)
+        try:
+            with pytest.raises(ClusterError, match=r"cpu-0 could not start: .*nowhere"):
+                await cluster.engine(SPEC)
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_dies_while_it_starts_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setenv("PYTHONHOME", str(tmp_path / "no python here"))
+        worker = Worker("w", tmp_path)
+        with pytest.raises(ClusterError, match=r"w could not start: exit status 1; see .*w\.log; it last said: "):
+            await worker.start({"threads": 1})
+        monkeypatch.delenv("PYTHONHOME")
+        await worker.stop()
+        await worker.stop()
+
+    asyncio.run(main())
