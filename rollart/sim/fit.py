@@ -233,6 +233,16 @@ class Fit:
             "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if self._cold_s else {},
         }
 
+    def quality(self) -> dict[str, Any]:
+        """How much was seen, and how well the engine's costs explain each call's time."""
+        return {
+            "steps": len(self._steps),
+            "engines": {
+                pool: {"calls": cost.calls, "median_error": round(cost.error, 4)}
+                for pool, cost in self.engines().items()
+            },
+        }
+
     def engines(self) -> dict[str, StepCosts]:
         """By pool: what an engine step costs, and how well that explains the calls."""
         pools = dict.fromkeys(call.pool for call in self._done)
@@ -258,6 +268,12 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
             raise JobError(f"{run}: is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
     assert fit is not None
     return fit
+
+
+def as_yaml(fit: Fit, runs: Sequence[str]) -> str:
+    """The profile as a file for `sim.profile`."""
+    head = f"# Made by `rollart sim fit {' '.join(runs)}`. Point sim.profile of a job file here.\n"
+    return head + yaml.safe_dump(fit.profile(), sort_keys=False)
 
 
 def spread_of(values: Sequence[float]) -> Spread:
