@@ -81,7 +81,7 @@ class Fit:
         self._save_s: list[float] = []
         self._cold_s: list[float] = []
         self._steps: list[tuple[float, float]] = []
-        """(tokens, seconds) of each train step, writing the batch down included."""
+        """(tokens, seconds) of each train step but the first, writing the batch down included."""
         self._written_s = 0.0
         self._start_s: list[float] = []
 
@@ -167,7 +167,8 @@ class Fit:
         self._written_s = event["t"] - self._began["batch"]
 
     def _on_step_end(self, event: Event) -> None:
-        self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
+        if event["step"]:  # the first step of a run also warms up what it runs on
+            self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
 
     def _on_push(self, event: Event) -> None:
         self._pushed[event["version"]] = event["t"]
@@ -198,7 +199,7 @@ class Fit:
 
     def profile(self) -> dict[str, Any]:
         """The `sim` settings. Raises JobError where the run is too short to say anything."""
-        if len(self._steps) < 2 or not any(call.whole for call in self._done):
+        if not self._steps or not any(call.whole for call in self._done):
             raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
         weight_bytes = MODELS[self._job.sim.model].weight_bytes
         costs = self.engines()
