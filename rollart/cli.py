@@ -44,12 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     sim = commands.add_parser(
         "sim",
         help="run a job on the virtual clock",
-        description="Run a job with every adapter simulated and the control plane real, on a clock that jumps.",
-        epilog="Example: rollart sim jobs/rollart.yaml rollout.staleness=2 --json",
+        description="Run a job with every adapter simulated and the control plane real, on a clock that jumps. "
+        "`rollart sim fit RUN` instead writes the simulator's settings as a real run showed them.",
+        epilog="Examples: rollart sim jobs/rollart.yaml rollout.staleness=2 --json; "
+        "rollart sim fit runs/NAME-TIME --out profile.yaml",
     )
     _job_arguments(sim)
     sim.add_argument(
-        "--out", type=Path, help="run directory (default: runs/NAME-TIME); with --chaos: where failing plans are kept"
+        "--out",
+        type=Path,
+        help="run directory (default: runs/NAME-TIME); with --chaos: where failing plans are kept; "
+        "with fit: the profile's file (default: standard output)",
     )
     sim.add_argument("--json", action="store_true", help="print summary.json instead of a table")
     sim.add_argument("--chaos", type=_count, metavar="N", help="draw N fault plans, run each, and check the promises")
@@ -190,6 +195,8 @@ def _count(text: str) -> int:
 def _sim(arguments: argparse.Namespace) -> int:
     from rollart.config import load_job
 
+    if str(arguments.job) == "fit":
+        return _fit(arguments)
     job = load_job(arguments.job, arguments.overrides)
     if arguments.chaos is not None:
         return _chaos(arguments)
@@ -210,6 +217,24 @@ def _sim(arguments: argparse.Namespace) -> int:
     if result.summary["state"] != "finished":
         print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
     return 0 if result.summary["state"] == "finished" and not result.violations else 1
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    if not arguments.overrides:
+        raise JobError("sim fit: no run is named; give run directories, such as rollart sim fit runs/NAME-TIME")
+    if arguments.out is not None and arguments.out.exists():
+        raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
+    from rollart.sim.fit import as_yaml, fit_runs
+
+    fit = fit_runs([Path(run) for run in arguments.overrides])
+    text = as_yaml(fit, arguments.overrides)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+    if arguments.json:
+        _print_json({"profile": fit.profile(), "quality": fit.quality()})
+    else:
+        print(text if arguments.out is None else arguments.out, end="" if arguments.out is None else "\n")
+    return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,8 @@ JOB = {
     [
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "fsdp2"}}, "train.type"),
+        ({"train": {"cores": [4096]}}, "train.cores"),
+        ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
         ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "pools.cpu.engines.type"),
         (
             {

@@ -91,11 +91,15 @@ def _job(overrides: Sequence[str], mode: str, number: int) -> Job:
 
 def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> dict[str, Any]:
     folder = out / f"{mode}-{number}"
-    cpu_s = time.process_time()
-    result = train(_job(overrides, mode, number), folder)
+    marks: dict[str, float] = {}
+    result = train(
+        _job(overrides, mode, number),
+        folder,
+        readers=(lambda event: marks.__setitem__(event["e"], time.process_time()),),
+    )
     if result.summary["state"] != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary['reason']} {result.violations}")
-    run = {**_figures(result.summary, folder), "cpu_s": time.process_time() - cpu_s}
+    run = {**_figures(result.summary, folder), "cpu_s": marks["step.end"] - marks["started"]}
     print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
     return run
 

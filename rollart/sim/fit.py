@@ -81,7 +81,7 @@ class Fit:
         self._save_s: list[float] = []
         self._cold_s: list[float] = []
         self._steps: list[tuple[float, float]] = []
-        """(tokens, seconds) of each train step, writing the batch down included."""
+        """(tokens, seconds) of each train step but the first, writing the batch down included."""
         self._written_s = 0.0
         self._start_s: list[float] = []
 
@@ -167,7 +167,8 @@ class Fit:
         self._written_s = event["t"] - self._began["batch"]
 
     def _on_step_end(self, event: Event) -> None:
-        self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
+        if event["step"]:  # the first step of a run also warms up what it runs on
+            self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
 
     def _on_push(self, event: Event) -> None:
         self._pushed[event["version"]] = event["t"]
@@ -198,7 +199,7 @@ class Fit:
 
     def profile(self) -> dict[str, Any]:
         """The `sim` settings. Raises JobError where the run is too short to say anything."""
-        if len(self._steps) < 2 or not any(call.whole for call in self._done):
+        if not self._steps or not any(call.whole for call in self._done):
             raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
         weight_bytes = MODELS[self._job.sim.model].weight_bytes
         costs = self.engines()
@@ -233,6 +234,16 @@ class Fit:
             "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if self._cold_s else {},
         }
 
+    def quality(self) -> dict[str, Any]:
+        """How much was seen, and how well the engine's costs explain each call's time."""
+        return {
+            "steps": len(self._steps),
+            "engines": {
+                pool: {"calls": cost.calls, "median_error": round(cost.error, 4)}
+                for pool, cost in self.engines().items()
+            },
+        }
+
     def engines(self) -> dict[str, StepCosts]:
         """By pool: what an engine step costs, and how well that explains the calls."""
         pools = dict.fromkeys(call.pool for call in self._done)
@@ -258,6 +269,12 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
             raise JobError(f"{run}: is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
     assert fit is not None
     return fit
+
+
+def as_yaml(fit: Fit, runs: Sequence[str]) -> str:
+    """The profile as a file for `sim.profile`."""
+    head = f"# Made by `rollart sim fit {' '.join(runs)}`. Point sim.profile of a job file here.\n"
+    return head + yaml.safe_dump(fit.profile(), sort_keys=False)
 
 
 def spread_of(values: Sequence[float]) -> Spread:

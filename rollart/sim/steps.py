@@ -1,8 +1,8 @@
 """What an engine's step costs, from when calls were sent and answered: a linear model by least squares.
 
 One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` for each cached token of these +
-`prefill_token_s` for each prompt token computed in it; a call takes as many steps as it has tokens, and `call_s` on the way.
-Which calls were in the engine together is known from their times, so each call is one row.
+`prefill_token_s` for each prompt token computed in it; a call takes as many steps as it has tokens, and `call_s` on
+the way. Which calls were in the engine together is known from their times, so each call is one row.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ Array = npt.NDArray[np.float64]
 
 FAR = 4.0
 """Calls whose error is more than so many times the typical one are left out of a second fit."""
+PASSES = 6
+"""Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,15 +48,19 @@ class StepCosts:
 
 def fit_steps(calls: Sequence[Call]) -> StepCosts:
     """`calls` of engines of one kind."""
-    rows, seconds = _rows(calls)
-    weights = _not_negative(rows, seconds)
-    error = np.abs(rows @ weights - seconds)
-    near = error <= FAR * max(float(np.median(error)), 1e-9)
-    weights = _not_negative(rows[near], seconds[near])
-    relative = np.abs(rows @ weights - seconds) / np.maximum(seconds, 1e-9)
+    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
+    seconds = np.concatenate([engine.seconds for engine in engines])
+    weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
+    for _ in range(PASSES):
+        rows = np.concatenate([engine.rows(weights) for engine in engines])
+        weights = _not_negative(rows, seconds)
+        error = np.abs(rows @ weights - seconds)
+        near = error <= FAR * max(float(np.median(error)), 1e-9)
+        weights = _not_negative(rows[near], seconds[near])
+        if weights[1] + weights[2] <= 0:  # too few calls to tell: all of a call's time is in its steps
+            weights = np.array([0.0, float(np.sum(seconds) / np.sum(rows[:, 1])), 0.0, 0.0, 0.0])
+    relative = np.abs(rows @ weights - seconds) / seconds
     call_s, step_s, sequence_s, kv_token_s, prefill_token_s = (float(weight) for weight in weights)
-    if step_s + sequence_s <= 0:  # too few calls to tell: all of a call's time is in its steps
-        step_s = float(np.sum(seconds) / np.sum(rows[:, 1]))
     return StepCosts(
         call_s=call_s,
         step_s=step_s,
@@ -66,34 +72,48 @@ def fit_steps(calls: Sequence[Call]) -> StepCosts:
     )
 
 
-def _rows(calls: Sequence[Call]) -> tuple[Array, Array]:
-    """For each whole call: [1, tokens, tokens x sequences beside it, tokens x their cached tokens, prompt tokens
-    computed while it was there], and its seconds."""
-    rows: list[list[float]] = []
-    seconds: list[float] = []
-    for engine in dict.fromkeys(call.engine for call in calls):
-        own = [call for call in calls if call.engine == engine]
-        sent = np.array([call.sent_s for call in own])
-        said = np.array([call.said_s for call in own])
-        context = np.array([call.prompt + call.tokens / 2 for call in own], dtype=np.float64)
-        prefill = np.array([call.prefill for call in own], dtype=np.float64)
-        for call in own:
-            length_s = call.said_s - call.sent_s
-            if not call.whole or length_s <= 0:
-                continue
-            beside = np.clip(np.minimum(said, call.said_s) - np.maximum(sent, call.sent_s), 0.0, None) / length_s
-            came = (sent >= call.sent_s) & (sent < call.said_s)
-            rows.append(
-                [
-                    1.0,
-                    call.tokens,
-                    call.tokens * float(beside.sum()),
-                    call.tokens * float(beside @ context),
-                    float(prefill[came].sum()),
-                ]
-            )
-            seconds.append(length_s)
-    return np.array(rows, dtype=np.float64).reshape(-1, 5), np.array(seconds, dtype=np.float64)
+class _Timeline:
+    """Who was in one engine when, between any two arrivals or answers."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        sent = np.array([call.sent_s for call in calls])
+        said = np.array([call.said_s for call in calls])
+        context = np.array([call.prompt + call.tokens / 2 for call in calls], dtype=np.float64)
+        times = np.unique(np.concatenate([sent, said]))
+        came, went = np.searchsorted(times, sent), np.searchsorted(times, said)
+        self._lengths_s = np.diff(times, append=times[-1])
+        self._number = _running(came, went, np.ones(len(calls)), len(times))
+        self._cached = _running(came, went, context, len(times))
+        prefilled = _sums(np.bincount(came, [call.prefill for call in calls], len(times)))
+        counted = np.array([call.whole and call.said_s > call.sent_s for call in calls], dtype=bool)
+        self._from, self._to = came[counted], went[counted]
+        self._tokens = np.array([call.tokens for call in calls], dtype=np.float64)[counted]
+        self._prefill = prefilled[self._to] - prefilled[self._from]
+        self.seconds: Array = (said - sent)[counted]
+
+    def rows(self, weights: Array) -> Array:
+        """For each whole call: [1, tokens, tokens x sequences beside it, tokens x their cached tokens, prompt tokens
+        computed while it was there]. What is beside it is averaged over steps, by what they cost as known so far."""
+        _, step_s, sequence_s, kv_token_s, _ = weights
+        steps = self._lengths_s / (step_s + sequence_s * self._number + kv_token_s * self._cached)
+        taken, beside, cached = (
+            total[self._to] - total[self._from]
+            for total in (_sums(steps), _sums(steps * self._number), _sums(steps * self._cached))
+        )
+        ones = np.ones(len(taken))
+        columns = [ones, self._tokens, self._tokens * beside / taken, self._tokens * cached / taken, self._prefill]
+        return np.stack(columns, axis=1)
+
+
+def _running(came: npt.NDArray[np.intp], went: npt.NDArray[np.intp], amounts: Array, count: int) -> Array:
+    """The sum of the amounts of those present, from each time to the next; at least 1 where nobody is there."""
+    total: Array = np.cumsum(np.bincount(came, amounts, count) - np.bincount(went, amounts, count))
+    return np.maximum(total, 1.0)
+
+
+def _sums(values: Array) -> Array:
+    """The sum of all values before each."""
+    return np.cumsum(values) - values
 
 
 def _not_negative(rows: Array, seconds: Array) -> Array:

@@ -34,13 +34,20 @@ def now() -> float:
 class Bench:
     """An engine, its store, and a way to ask it."""
 
-    def __init__(self, *, answer: Spread | None = None, max_batch: int = 16, model: str = "qwen3-8b") -> None:
+    def __init__(
+        self,
+        *,
+        answer: Spread | None = None,
+        max_batch: int = 16,
+        model: str = "qwen3-8b",
+        settings: SimEngineSettings | None = None,
+    ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
         world = EngineWorld(
             model=MODELS[model],
             hardware={"pool": HARDWARE["h20"]},
-            settings=SimEngineSettings(load_gb_s=10.0),
+            settings=settings or SimEngineSettings(load_gb_s=10.0),
             max_batch={"pool": max_batch},
             tasks={"a": SimTaskSettings(answer_tokens=answer or Spread(mean=100))},
             dice=Dice(0),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollart.config import Spread
+from rollart.config import MeasuredEngineSettings, SimEngineSettings, Spread
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.hardware import HARDWARE, MODELS, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.engine import SimEngine
@@ -251,5 +251,21 @@ def test_an_engine_that_hangs_answers_nobody() -> None:
         for call in (task, bench.engine.generate(ask("y")), bench.engine.abort("x/0"), bench.engine.swap(bench.put(1))):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call, 10_000.0)
+
+    run(work)
+
+
+def test_measured_costs_take_the_place_of_the_roofline() -> None:
+    cost = MeasuredEngineSettings(step_s=0.01, sequence_s=0.001, kv_token_s=1e-6, prefill_token_s=2e-4)
+    settings = SimEngineSettings(overhead_s=0.0, call_s=0.5, measured={"pool": cost})
+
+    async def work() -> None:
+        alone_s = await seconds(Bench(settings=settings).engine, ask("x", 1000))
+        assert alone_s == pytest.approx(0.5 + 1000 * 2e-4 + 100 * (0.01 + 0.001 + 1050e-6), rel=0.01)
+        requests = [ask(f"x{number}", 1000) for number in range(10)]
+        together_s = await seconds(Bench(settings=settings).engine, *requests)
+        assert together_s == pytest.approx(0.5 + 10 * 1000 * 2e-4 + 100 * (0.01 + 0.01 + 10 * 1050e-6), rel=0.01)
+        other_pool = settings.model_copy(update={"measured": {"other": cost}, "call_s": 0.0})
+        assert await seconds(Bench(settings=other_pool).engine, ask("x", 1000)) < alone_s / 2
 
     run(work)

@@ -1,0 +1,136 @@
+"""`rollart sim fit` on a simulated run finds the settings that run was made with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollart.cli import main
+from rollart.config import Job, build_job
+from rollart.errors import JobError
+from rollart.run import simulate
+from rollart.sim.fit import fit_runs, spread_of
+
+TASK = {
+    "turns": 4,
+    "prompt_tokens": {"kind": "normal", "mean": 60, "sigma": 20, "low": 20},
+    "observation_tokens": {"kind": "normal", "mean": 20, "sigma": 5, "low": 5},
+    "answer_tokens": {"kind": "normal", "mean": 30, "sigma": 10, "low": 8},
+    "reset_s": 0.05,
+    "step_s": {"kind": "normal", "mean": 0.4, "sigma": 0.1},
+    "reward_s": 0.01,
+    "success": 0.5,
+    "success_gain": 0.0,
+}
+ENGINE = {"step_s": 4e-3, "sequence_s": 2e-4, "kv_token_s": 1e-6, "prefill_token_s": 5e-5}
+
+
+def job(mode: str, **sim: Any) -> Job:
+    settings = {
+        "model": "qwen3-0.6b",
+        "tasks": {"game": TASK},
+        "engine": {"start_s": 3.0, "load_gb_s": 40.0, "overhead_s": 0.0, "call_s": 0.006, "measured": {"cpu": ENGINE}},
+        "train": {"fixed_s": 0.3, "token_s": 1e-4, "save_s": 0.1},
+        "links": {"push_gb_s": 30.0, "pull_gb_s": 100.0},
+    }
+    return build_job(
+        {
+            "name": "fitted",
+            "mode": mode,
+            "tasks": [{"name": "game", "group_size": 8, "max_turns": 8, "max_tokens": 256}],
+            "rollout": {"groups_per_step": 4, "zero_variance": "keep"},
+            "pools": [{"name": "cpu", "engines": {"count": 1}}, {"name": "environments", "slots": 128}],
+            "train": {"steps": 8},
+            "checkpoint": {"every": 100},
+            "sim": {**settings, **sim},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fit") / "sync+"
+    assert simulate(job("sync+"), out).summary["state"] == "finished"
+    return out
+
+
+@pytest.fixture(scope="module")
+def profile(run: Path) -> dict[str, Any]:
+    return fit_runs([run]).profile()
+
+
+def test_the_task_is_found_again(profile: dict[str, Any]) -> None:
+    found = profile["tasks"]["game"]
+    assert found["turns"] == {"mean": 4.0}
+    assert found["prompt_tokens"]["mean"] == pytest.approx(60, rel=0.1)
+    assert found["observation_tokens"]["mean"] == pytest.approx(20, rel=0.1)
+    assert found["observation_tokens"]["sigma"] == pytest.approx(5, rel=0.2)
+    assert found["answer_tokens"]["mean"] == pytest.approx(30, rel=0.1)
+    assert found["reset_s"] == {"mean": 0.05}
+    assert found["step_s"]["kind"] == "normal"
+    assert found["step_s"]["mean"] == pytest.approx(0.4, rel=0.05)
+    assert found["step_s"]["sigma"] == pytest.approx(0.1, rel=0.15)
+    assert found["reward_s"] == {"mean": 0.01}
+    assert found["success"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_the_engine_is_found_again(profile: dict[str, Any]) -> None:
+    engine = profile["engine"]
+    found = engine["measured"]["cpu"]
+    step_s = {count: ENGINE["step_s"] + count * (ENGINE["sequence_s"] + 120 * ENGINE["kv_token_s"]) for count in (1, 30)}
+    for count, expected_s in step_s.items():
+        predicted_s = found["step_s"] + count * (found["sequence_s"] + 120 * found["kv_token_s"])
+        assert predicted_s == pytest.approx(expected_s, rel=0.1)
+    assert found["prefill_token_s"] == pytest.approx(ENGINE["prefill_token_s"], rel=0.3)
+    assert engine["call_s"] == pytest.approx(0.006, abs=0.004)
+
+
+def test_training_and_weights_are_found_again(profile: dict[str, Any]) -> None:
+    assert profile["train"]["save_s"] == pytest.approx(0.1, rel=0.01)
+    tokens = 32 * (60 + 3 * 20 + 4 * 30)
+    predicted_s = profile["train"]["fixed_s"] + tokens * profile["train"]["token_s"]
+    assert predicted_s == pytest.approx(0.3 + tokens * 1e-4, rel=0.05)
+    assert profile["links"]["push_gb_s"] == pytest.approx(30, rel=0.05)
+    swap_s = 1 / profile["engine"]["load_gb_s"]
+    assert swap_s == pytest.approx(1 / 40 + 1 / 100, rel=0.3)
+
+
+@pytest.mark.parametrize("mode", ["sync", "sync+", "one-off", "areal", "rollart"])
+def test_the_profile_of_one_mode_predicts_the_others(mode: str, profile: dict[str, Any]) -> None:
+    true_s = simulate(job(mode)).summary["step_time_s"]["mean"]
+    raw = job(mode).model_dump(mode="json")
+    assert simulate(build_job({**raw, "sim": profile})).summary["step_time_s"]["mean"] == pytest.approx(true_s, rel=0.1)
+
+
+def test_the_command_writes_a_profile_that_a_job_can_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.yaml"
+    assert main(["sim", "fit", str(run), "--out", str(out), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert yaml.safe_load(out.read_text()) == printed["profile"]
+    assert printed["quality"]["engines"]["cpu"]["calls"] == 8 * 32 * 4
+    raw = job("rollart").model_dump(mode="json")
+    assert build_job({**raw, "sim": {"profile": "profile.yaml"}}, near=tmp_path).sim.engine.measured
+
+
+def test_a_run_in_lockstep_is_refused(tmp_path: Path) -> None:
+    simulate(job("sync"), tmp_path / "sync")
+    with pytest.raises(JobError, match="environments waited for each other"):
+        fit_runs([tmp_path / "sync"])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "fit", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert main(["sim", "fit"]) == 2
+    assert "no run is named" in capsys.readouterr().err
+
+
+def test_a_distribution_is_named_by_its_shape() -> None:
+    assert spread_of([3.0, 3.0, 3.001]).kind == "constant"
+    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]).kind == "normal"
+    long_tailed = spread_of([1.0] * 50 + [2.0] * 10 + [30.0])
+    assert (long_tailed.kind, long_tailed.high) == ("lognormal", 30.0)
