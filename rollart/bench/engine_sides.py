@@ -22,7 +22,7 @@ from rollart.types import GenerateRequest, Sampling, Tokens
 
 CACHE_TOKENS = 131_072
 """Cache of the sides that have one: room for all sessions at their longest, and as much again."""
-PAGE_TOKENS = 256
+PAGE_TOKENS = 32
 """Of transformers' continuous batching: its default."""
 STEP_TOKENS = 2_048
 """Tokens of one step, at the most, where a side takes such a setting. Ours is its default."""

@@ -233,7 +233,8 @@ class EmbeddedEngine:
         if sampling:
             if len(sampling) < len(hidden_TH):
                 hidden_TH = hidden_TH.index_select(0, torch.tensor(last_rows, device=hidden_TH.device))
-            tokens, logprobs = sample(project(self._model, hidden_TH), sampling)
+            logits_NV = project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
+            tokens, logprobs = sample(logits_NV, sampling)
             for seq, token, logprob in zip(sampling, tokens, logprobs, strict=True):
                 seq.append(token, logprob)
         step_s = time.perf_counter() - started
