@@ -8,13 +8,13 @@ evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are n
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "benchmarks" / "trl_frozen_lake.yaml"
 TRAJECTORIES_PER_STEP = 24 * 8
 """On both sides: groups by members."""
-POLL_S = 0.1
+POLL_S = 0.2
 """RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class Trained:
     """Seconds from the start of training to the end of each step."""
     models: dict[int, Path]
     """Step -> its weights."""
-    cpu_s: float
-    """User and system time of all its processes, start-up included."""
+    ends_cpu_s: list[float]
+    """The same in CPU seconds of all its processes: what other work on the machine hardly changes."""
     load: float
     """The machine's load average over the minute before the run ended."""
     parts: dict[str, float]
@@ -71,14 +72,18 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
-    parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="python of TRL's environment")
+    parser.add_argument(
+        "--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="python of TRL's environment"
+    )
     parser.add_argument("--steps", type=int, default=30, help="of each side")
     parser.add_argument("--target", type=float, default=0.8, help="held-out success that counts as learnt")
     parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
-    parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order of the sides alternates")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="each with the next seed; the order of the sides alternates"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cap-s", type=float, default=480, help="TRL stops after this long")
-    parser.add_argument("--generation", choices=("trl", "cached"), default="cached", help="see docs/trl.md")
+    parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
+    parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="see docs/trl.md")
     parser.add_argument("--microbatch", type=int, default=192, help="TRL's per-device batch")
     parser.add_argument("--trl-threads", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
@@ -95,11 +100,15 @@ def arguments() -> argparse.Namespace:
 
 def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     run = folder / "run"
-    command = [sys.executable, "-m", "rollart.cli", "train", str(JOB), "--out", str(run)]
+    command = [sys.executable, "-m", "rollart.cli", "train", str(JOB)]
     overrides = [f"model.path={args.model.resolve()}", f"seed={seed}", f"train.steps={args.steps}"]
-    began_s, cpu_s = time.monotonic(), _children_cpu_s()
+    began_s = time.monotonic()
+    cpu: list[tuple[float, float]] = []
+    """(seconds since the first event, CPU seconds so far)"""
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, *overrides, "--out", str(run)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
         first_event_s: float | None = None
         models: dict[int, Path] = {}
         while True:
@@ -107,12 +116,16 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
             if first_event_s is None and (run / "events.jsonl").exists():
                 first_event_s = time.monotonic() - began_s
             _link_checkpoints(run / "checkpoints", folder / "models", models)
+            if first_event_s is not None and not ended:
+                cpu.append((time.monotonic() - began_s - first_event_s, _tree_cpu_s(process.pid)))
             if ended:
                 break
             time.sleep(POLL_S)
     if process.returncode:
         sys.exit(f"rollart train failed:\n{(folder / 'log').read_text()[-2000:]}")
-    events = [event for event in read_events(run / "events.jsonl") if event["e"] in ("started", "step.end", "checkpoint")]
+    events = [
+        event for event in read_events(run / "events.jsonl") if event["e"] in ("started", "step.end", "checkpoint")
+    ]
     started_s = next(event["t"] for event in events if event["e"] == "started")
     steps = [event for event in events if event["e"] == "step.end"]
     assert first_event_s is not None
@@ -120,7 +133,7 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         startup_s=first_event_s + started_s,
         ends_s=[event["t"] - started_s for event in steps],
         models={step: path for step, path in models.items() if step},
-        cpu_s=_children_cpu_s() - cpu_s,
+        ends_cpu_s=[_at(cpu, event["t"]) - _at(cpu, started_s) for event in steps],
         load=os.getloadavg()[0],
         parts={
             "train_s": sum(event["train_s"] for event in steps),
@@ -141,7 +154,7 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         "--seed": seed,
         "--threads": args.trl_threads,
     }
-    began_s, cpu_s = time.monotonic(), _children_cpu_s()
+    began_s = time.monotonic()
     with (folder / "log").open("wb") as log:
         done = subprocess.run(
             [*_trl_side(args), "train", *(str(part) for option in options.items() for part in option)],
@@ -158,9 +171,9 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         startup_s=result["began_s"] - began_s,
         ends_s=result["ends_s"],
         models={step + 1: folder / f"step-{step + 1:08d}" for step in range(len(result["ends_s"]))},
-        cpu_s=_children_cpu_s() - cpu_s,
+        ends_cpu_s=result["ends_cpu_s"],
         load=os.getloadavg()[0],
-        parts={"rollout_s": result["rollout_s"], "rest_s": result["ends_s"][-1] - result["rollout_s"]},
+        parts={name: result[name] for name in ("rollout_s", "rollout_cpu_s")},
     )
 
 
@@ -173,6 +186,30 @@ def _link_checkpoints(source: Path, target: Path, known: dict[int, Path]) -> Non
                 shutil.copytree(path / "model", known[step], copy_function=os.link)
             except (FileNotFoundError, shutil.Error):
                 sys.exit(f"checkpoint {step} went before it was linked; the machine is too busy to measure on")
+
+
+def _tree_cpu_s(root: int) -> float:
+    """CPU seconds so far of a process and all below it."""
+    ticks: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        pid = int(entry.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = int(fields[11]) + int(fields[12])
+    total, front = 0, [root]
+    while front:
+        total += sum(ticks.get(pid, 0) for pid in front)
+        front = [pid for pid, parent in parents.items() if parent in front]
+    return total / TICKS_PER_S
+
+
+def _at(series: list[tuple[float, float]], time_s: float) -> float:
+    """The last value taken by then."""
+    return max((value for when_s, value in series if when_s <= time_s), default=0.0)
 
 
 def _checkpoint_s(events: list[Event]) -> float:
@@ -199,7 +236,8 @@ def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, 
         "steps": steps,
         "time_s": _round(trained.ends_s[-1]),
         "startup_s": _round(trained.startup_s),
-        "cpu_s": _round(trained.cpu_s),
+        "cpu_to_success_s": _round(trained.ends_cpu_s[reached - 1]) if reached else None,
+        "cpu_s": _round(trained.ends_cpu_s[-1]),
         "load": _round(trained.load),
         "held_out": [round(success, 3) for success in curve],
         "parts": {name: _round(value) for name, value in trained.parts.items()},
@@ -223,17 +261,21 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
     if not all(result["rollart"]["steps_to_success"] for result in rounds):
         sys.exit(f"RollArt did not reach {args.target} in {args.steps} steps:\n{json.dumps(rounds, indent=2)}")
     bound = not all(result["trl"]["steps_to_success"] for result in rounds)
-    ours = statistics.median(result["rollart"]["time_to_success_s"] for result in rounds)
-    theirs = statistics.median(result["trl"]["time_to_success_s"] or result["trl"]["time_s"] for result in rounds)
-    rates = {
-        side: statistics.median(result[side]["trajectories_per_s"] for result in rounds) for side in ("rollart", "trl")
+    ours = _median(result["rollart"]["time_to_success_s"] for result in rounds)
+    theirs = _median(result["trl"]["time_to_success_s"] or result["trl"]["time_s"] for result in rounds)
+    cpu = {
+        side: _median(result[side]["cpu_to_success_s"] or result[side]["cpu_s"] for result in rounds)
+        for side in ("rollart", "trl")
     }
+    rates = {side: _median(result[side]["trajectories_per_s"] for result in rounds) for side in ("rollart", "trl")}
     return {
         "target": args.target,
         "episodes": args.episodes,
         "trajectories_per_s": rates,
         "time_to_success_s": {"rollart": ours, "trl": theirs},
+        "cpu_to_success_s": cpu,
         "ratio": _round(theirs / ours),
+        "cpu_ratio": _round(cpu["trl"] / cpu["rollart"]),
         "ratio_is_lower_bound": bound,
         "trajectories_ratio": _round(rates["rollart"] / rates["trl"]),
         "generation": args.generation,
@@ -253,14 +295,14 @@ def _trl_environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _versions(args: argparse.Namespace) -> dict[str, str]:
-    code = "import json, torch, transformers, trl; print(json.dumps({m.__name__: m.__version__ for m in (torch, transformers, trl)}))"
+    names = "torch, transformers, trl"
+    code = f"import json, {names}; print(json.dumps({{m.__name__: m.__version__ for m in ({names})}}))"
     done = subprocess.run([args.trl_python, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _children_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 2)
 
 
 def _round(value: float | None) -> float | None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,13 +38,13 @@ class Rollouts:
         self._tokenizer = ChatTokenizer(model_path)
         self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
         self._generation = generation
-        self.seconds = 0.0
+        self.spent = Clocks(0.0, 0.0)
         self.turns = 0
         self.rewards: list[float] = []
         """Mean of each step."""
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        began_s = time.monotonic()
+        began = now()
         tasks = [self._tasks.task(int(prompt)) for prompt in prompts]
         if self._generation == "cached":
             tokenizer = trainer.processing_class
@@ -52,7 +52,7 @@ class Rollouts:
         else:
             answers = _by_trl(trainer)
         episodes = play(tasks, self._tokenizer, self._tasks, answers)
-        self.seconds += time.monotonic() - began_s
+        self.spent = now() - (began - self.spent)
         self.turns += sum(episode.turns for episode in episodes)
         self.rewards.append(sum(episode.reward for episode in episodes) / len(episodes))
         return {
@@ -80,26 +80,40 @@ def earned(earned: list[float], **_: object) -> list[float]:
     return earned
 
 
+class Clocks(NamedTuple):
+    """Wall time, and CPU time of all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+    def __sub__(self, other: "Clocks") -> "Clocks":
+        return Clocks(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
+def now() -> Clocks:
+    return Clocks(time.monotonic(), time.process_time())
+
+
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Notes when each step ended, and writes the weights every so many steps, off the clock."""
 
     def __init__(self, out: Path, every: int, cap_s: float) -> None:
         self._out, self._every, self._cap_s = out, every, cap_s
-        self._paused_s = 0.0
-        self.began_s = 0.0
-        self.ends: list[float] = []
-        """Seconds since the start of training at which each step ended."""
+        self._paused = Clocks(0.0, 0.0)
+        self.began = Clocks(0.0, 0.0)
+        self.ends: list[Clocks] = []
+        """Since the start of training, at the end of each step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.began_s = time.monotonic()
+        self.began = now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        now_s = time.monotonic()
-        self.ends.append(now_s - self.began_s - self._paused_s)
+        ended = now()
+        self.ends.append(ended - self.began - self._paused)
         if state.global_step % self._every == 0:
             model.save_pretrained(self._out / f"step-{state.global_step:08d}")
-            self._paused_s += time.monotonic() - now_s
-        if self.ends[-1] > self._cap_s:
+            self._paused = now() - (ended - self._paused)
+        if self.ends[-1].wall_s > self._cap_s:
             control.should_training_stop = True
 
 
@@ -121,10 +135,12 @@ def train(args: argparse.Namespace) -> None:
     )
     trainer.train()
     result = {
-        "began_s": watch.began_s,
-        "ends_s": watch.ends,
+        "began_s": watch.began.wall_s,
+        "ends_s": [end.wall_s for end in watch.ends],
+        "ends_cpu_s": [end.cpu_s for end in watch.ends],
         "trajectories_per_step": GROUPS * GROUP_SIZE,
-        "rollout_s": rollouts.seconds,
+        "rollout_s": rollouts.spent.wall_s,
+        "rollout_cpu_s": rollouts.spent.cpu_s,
         "turns": rollouts.turns,
         "rewards": rollouts.rewards,
     }
