@@ -1,0 +1,318 @@
+"""`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same two cores.
+
+Both sides train for the same number of steps with the same batch, one after the other, and keep their weights after every
+step. Then the same held-out play (`trl_side.py evaluate`) finds each side's first step that reaches the target. So no
+evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not. One JSON object goes to stdout.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.events import Event, read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "benchmarks" / "trl_frozen_lake.yaml"
+TRAJECTORIES_PER_STEP = 24 * 8
+"""On both sides: groups by members."""
+POLL_S = 0.2
+"""RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One side's run."""
+
+    startup_s: float
+    """From the start of the process to the start of training."""
+    ends_s: list[float]
+    """Seconds from the start of training to the end of each step."""
+    models: dict[int, Path]
+    """Step -> its weights."""
+    ends_cpu_s: list[float]
+    """The same in CPU seconds of all its processes: what other work on the machine hardly changes."""
+    load: float
+    """The machine's load average over the minute before the run ended."""
+    parts: dict[str, float]
+    """Where the time went, as far as the side says."""
+
+
+def main() -> None:
+    args = arguments()
+    work = Path(tempfile.mkdtemp(prefix="trl-frozen-lake-"))
+    rounds: list[dict[str, Any]] = []
+    for number in range(args.rounds):
+        seed = args.seed + number
+        sides = [("rollart", train_rollart), ("trl", train_trl)]
+        result: dict[str, Any] = {"seed": seed}
+        for name, side in sides if number % 2 == 0 else reversed(sides):
+            folder = work / f"{name}-{seed}"
+            folder.mkdir()
+            say(f"round {number + 1}: {name} trains, seed {seed}, in {folder}")
+            trained = side(args, folder, seed)
+            result[name] = figures(args, trained, seed)
+            say(f"round {number + 1}: {name} {json.dumps(result[name])}")
+        rounds.append(result)
+    print(json.dumps(summary(args, rounds), indent=2))
+    if not args.keep:
+        shutil.rmtree(work)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
+    parser.add_argument(
+        "--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="python of TRL's environment"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="of each side")
+    parser.add_argument("--target", type=float, default=0.8, help="held-out success that counts as learnt")
+    parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="each with the next seed; the order of the sides alternates"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
+    parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="see docs/trl.md")
+    parser.add_argument("--microbatch", type=int, default=192, help="TRL's per-device batch")
+    parser.add_argument("--trl-threads", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="keep the run directories")
+    args = parser.parse_args()
+    if not args.trl_python:
+        parser.error("say where TRL is: --trl-python, or ROLLART_TRL_PYTHON (docs/trl.md says how to make it)")
+    if not (args.model / "config.json").is_file():
+        parser.error(f"no model in {args.model}; make it: rollart model tiny {args.model}")
+    return args
+
+
+# --- the two sides ----------------------------------------------------------------------------------------------
+
+
+def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
+    run = folder / "run"
+    command = [sys.executable, "-m", "rollart.cli", "train", str(JOB)]
+    overrides = [f"model.path={args.model.resolve()}", f"seed={seed}", f"train.steps={args.steps}"]
+    began_s = time.monotonic()
+    cpu: list[tuple[float, float]] = []
+    """(seconds since the first event, CPU seconds so far)"""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *overrides, "--out", str(run)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
+        first_event_s: float | None = None
+        models: dict[int, Path] = {}
+        while True:
+            ended = process.poll() is not None
+            if first_event_s is None and (run / "events.jsonl").exists():
+                first_event_s = time.monotonic() - began_s
+            _link_checkpoints(run / "checkpoints", folder / "models", models)
+            if first_event_s is not None and not ended:
+                cpu.append((time.monotonic() - began_s - first_event_s, _tree_cpu_s(process.pid)))
+            if ended:
+                break
+            time.sleep(POLL_S)
+    if process.returncode:
+        sys.exit(f"rollart train failed:\n{(folder / 'log').read_text()[-2000:]}")
+    events = [
+        event for event in read_events(run / "events.jsonl") if event["e"] in ("started", "step.end", "checkpoint")
+    ]
+    started_s = next(event["t"] for event in events if event["e"] == "started")
+    steps = [event for event in events if event["e"] == "step.end"]
+    assert first_event_s is not None
+    return Trained(
+        startup_s=first_event_s + started_s,
+        ends_s=[event["t"] - started_s for event in steps],
+        models={step: path for step, path in models.items() if step},
+        ends_cpu_s=[_at(cpu, event["t"]) - _at(cpu, started_s) for event in steps],
+        load=os.getloadavg()[0],
+        parts={
+            "train_s": sum(event["train_s"] for event in steps),
+            "checkpoint_s": _checkpoint_s(events),
+        },
+    )
+
+
+def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
+    options = {
+        "--model": args.model.resolve(),
+        "--out": folder,
+        "--steps": args.steps,
+        "--every": 1,
+        "--cap-s": args.cap_s,
+        "--microbatch": args.microbatch,
+        "--generation": args.generation,
+        "--seed": seed,
+        "--threads": args.trl_threads,
+    }
+    began_s = time.monotonic()
+    with (folder / "log").open("wb") as log:
+        done = subprocess.run(
+            [*_trl_side(args), "train", *(str(part) for option in options.items() for part in option)],
+            env=_trl_environment(args),
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(f"TRL failed:\n{(folder / 'log').read_text()[-2000:]}")
+    result = json.loads((folder / "result.json").read_text())
+    return Trained(
+        startup_s=result["began_s"] - began_s,
+        ends_s=result["ends_s"],
+        models={step + 1: folder / f"step-{step + 1:08d}" for step in range(len(result["ends_s"]))},
+        ends_cpu_s=result["ends_cpu_s"],
+        load=os.getloadavg()[0],
+        parts={name: result[name] for name in ("rollout_s", "rollout_cpu_s")},
+    )
+
+
+def _link_checkpoints(source: Path, target: Path, known: dict[int, Path]) -> None:
+    for path in source.glob("step-*"):
+        step = int(path.name.removeprefix("step-"))
+        if step not in known:
+            known[step] = target / path.name
+            try:
+                shutil.copytree(path / "model", known[step], copy_function=os.link)
+            except (FileNotFoundError, shutil.Error):
+                sys.exit(f"checkpoint {step} went before it was linked; the machine is too busy to measure on")
+
+
+def _tree_cpu_s(root: int) -> float:
+    """CPU seconds so far of a process and all below it."""
+    ticks: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        pid = int(entry.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = int(fields[11]) + int(fields[12])
+    total, front = 0, [root]
+    while front:
+        total += sum(ticks.get(pid, 0) for pid in front)
+        front = [pid for pid, parent in parents.items() if parent in front]
+    return total / TICKS_PER_S
+
+
+def _at(series: list[tuple[float, float]], time_s: float) -> float:
+    """The last value taken by then."""
+    return max((value for when_s, value in series if when_s <= time_s), default=0.0)
+
+
+def _checkpoint_s(events: list[Event]) -> float:
+    """From the end of a step to its checkpoint."""
+    ended = {event["version"]: event["t"] for event in events if event["e"] == "step.end"}
+    return sum(event["t"] - ended[event["step"]] for event in events if event["e"] == "checkpoint" and event["step"])
+
+
+# --- what came of it --------------------------------------------------------------------------------------------
+
+
+def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, Any]:
+    steps = len(trained.ends_s)
+    missing = [step for step in range(1, steps + 1) if step not in trained.models]
+    assert not missing, f"no weights of steps {missing}"
+    curve = held_out(args, [trained.models[step] for step in range(1, steps + 1)], seed)
+    reached = len(curve) if curve[-1] >= args.target else None
+    time_s = trained.ends_s[reached - 1] if reached else None
+    return {
+        "steps_to_success": reached,
+        "time_to_success_s": _round(time_s),
+        "time_to_success_with_startup_s": _round(time_s + trained.startup_s) if time_s is not None else None,
+        "trajectories_per_s": _round(steps * TRAJECTORIES_PER_STEP / trained.ends_s[-1]),
+        "steps": steps,
+        "time_s": _round(trained.ends_s[-1]),
+        "startup_s": _round(trained.startup_s),
+        "cpu_to_success_s": _round(trained.ends_cpu_s[reached - 1]) if reached else None,
+        "cpu_s": _round(trained.ends_cpu_s[-1]),
+        "load": _round(trained.load),
+        "held_out": [round(success, 3) for success in curve],
+        "parts": {name: _round(value) for name, value in trained.parts.items()},
+    }
+
+
+def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[float]:
+    """Success of each step's weights, up to the first that reaches the target."""
+    options = ["--tokenizer", args.model.resolve(), "--episodes", args.episodes, "--target", args.target]
+    command = [*_trl_side(args), "evaluate", *options, "--seed", seed, "--threads", args.trl_threads, *models]
+    done = subprocess.run(
+        [str(part) for part in command], env=_trl_environment(args), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"the evaluation failed:\n{done.stderr[-2000:]}")
+    return [float(json.loads(line)["success"]) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds. Where TRL did not get there, its whole time stands in, and the ratio is a lower bound."""
+    if not all(result["rollart"]["steps_to_success"] for result in rounds):
+        sys.exit(f"RollArt did not reach {args.target} in {args.steps} steps:\n{json.dumps(rounds, indent=2)}")
+    bound = not all(result["trl"]["steps_to_success"] for result in rounds)
+    ours = _median(result["rollart"]["time_to_success_s"] for result in rounds)
+    theirs = _median(result["trl"]["time_to_success_s"] or result["trl"]["time_s"] for result in rounds)
+    cpu = {
+        side: _median(result[side]["cpu_to_success_s"] or result[side]["cpu_s"] for result in rounds)
+        for side in ("rollart", "trl")
+    }
+    rates = {side: _median(result[side]["trajectories_per_s"] for result in rounds) for side in ("rollart", "trl")}
+    return {
+        "target": args.target,
+        "episodes": args.episodes,
+        "trajectories_per_s": rates,
+        "time_to_success_s": {"rollart": ours, "trl": theirs},
+        "cpu_to_success_s": cpu,
+        "ratio": _round(theirs / ours),
+        "cpu_ratio": _round(cpu["trl"] / cpu["rollart"]),
+        "ratio_is_lower_bound": bound,
+        "trajectories_ratio": _round(rates["rollart"] / rates["trl"]),
+        "generation": args.generation,
+        "trl_threads": args.trl_threads,
+        "versions": _versions(args),
+        "rounds": rounds,
+    }
+
+
+def _trl_side(args: argparse.Namespace) -> list[str]:
+    return [args.trl_python, "-m", "benchmarks.trl_side"]
+
+
+def _trl_environment(args: argparse.Namespace) -> dict[str, str]:
+    threads = str(args.trl_threads)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+
+
+def _versions(args: argparse.Namespace) -> dict[str, str]:
+    names = "torch, transformers, trl"
+    code = f"import json, {names}; print(json.dumps({{m.__name__: m.__version__ for m in ({names})}}))"
+    done = subprocess.run([args.trl_python, "-c", code], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 2)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def say(text: str) -> None:
+    """Progress, where results do not go."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

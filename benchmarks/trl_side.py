@@ -1,0 +1,225 @@
+"""TRL's side of the comparison; runs in TRL's own environment, with this repository on PYTHONPATH.
+
+`train` runs GRPOTrainer on FrozenLake through `rollout_func` and writes the times of its steps, its figures and, every so
+many steps, the weights. `evaluate` plays the held-out tasks with any number of saved models, of either side.
+Time spent writing weights for the evaluation is taken off the clock.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.lake_player import MAX_TOKENS, MAX_TURNS, CachedAnswers, Episode, play
+from rollart.models.tokenizer import ChatTokenizer
+from rollart.tasks.frozen_lake import FrozenLakeTasks
+
+DOMAIN = "lake"
+"""The task's name in benchmarks/trl_frozen_lake.yaml: it is part of what its maps are drawn from."""
+GROUP_SIZE = 8
+GROUPS = 24
+
+
+class Rollouts:
+    """TRL's `rollout_func`: each prompt is the number of a training task."""
+
+    def __init__(self, model_path: Path, seed: int, generation: str) -> None:
+        self._tokenizer = ChatTokenizer(model_path)
+        self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
+        self._generation = generation
+        self.spent = Clocks(0.0, 0.0)
+        self.turns = 0
+        self.rewards: list[float] = []
+        """Mean of each step."""
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        began = now()
+        tasks = [self._tasks.task(int(prompt)) for prompt in prompts]
+        if self._generation == "cached":
+            tokenizer = trainer.processing_class
+            answers: Any = CachedAnswers(trainer.model, end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+        else:
+            answers = _by_trl(trainer)
+        episodes = play(tasks, self._tokenizer, self._tasks, answers)
+        self.spent = now() - (began - self.spent)
+        self.turns += sum(episode.turns for episode in episodes)
+        self.rewards.append(sum(episode.reward for episode in episodes) / len(episodes))
+        return {
+            "prompt_ids": [episode.prompt for episode in episodes],
+            "completion_ids": [episode.rest for episode in episodes],
+            "env_mask": [episode.sampled for episode in episodes],
+            "logprobs": None,
+            "earned": [episode.reward for episode in episodes],
+        }
+
+
+def _by_trl(trainer: Any) -> Any:
+    """What GRPOTrainer's own tool loop calls for every turn: the whole prompt again, in a padded batch."""
+
+    def answer(live: Sequence[Episode]) -> list[list[int]]:
+        prompts = [episode.prompt + episode.rest for episode in live]
+        said, _ = trainer._generate_single_turn(prompts, None, {}, num_generations=1)
+        return list(said)
+
+    return answer
+
+
+def earned(earned: list[float], **_: object) -> list[float]:
+    """The reward function: what the environment gave."""
+    return earned
+
+
+class Clocks(NamedTuple):
+    """Wall time, and CPU time of all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+    def __sub__(self, other: "Clocks") -> "Clocks":
+        return Clocks(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
+def now() -> Clocks:
+    return Clocks(time.monotonic(), time.process_time())
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Notes when each step ended, and writes the weights every so many steps, off the clock."""
+
+    def __init__(self, out: Path, every: int, cap_s: float) -> None:
+        self._out, self._every, self._cap_s = out, every, cap_s
+        self._paused = Clocks(0.0, 0.0)
+        self.began = Clocks(0.0, 0.0)
+        self.ends: list[Clocks] = []
+        """Since the start of training, at the end of each step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.began = now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        ended = now()
+        self.ends.append(ended - self.began - self._paused)
+        if state.global_step % self._every == 0:
+            model.save_pretrained(self._out / f"step-{state.global_step:08d}")
+            self._paused = now() - (ended - self._paused)
+        if self.ends[-1].wall_s > self._cap_s:
+            control.should_training_stop = True
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    rollouts = Rollouts(args.model, args.seed, args.generation)
+    watch = Watch(args.out, args.every, args.cap_s)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=earned,
+        args=settings(args),
+        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(GROUPS * args.steps)]}),
+        rollout_func=rollouts,
+        callbacks=[watch],
+    )
+    trainer.train()
+    result = {
+        "began_s": watch.began.wall_s,
+        "ends_s": [end.wall_s for end in watch.ends],
+        "ends_cpu_s": [end.cpu_s for end in watch.ends],
+        "trajectories_per_step": GROUPS * GROUP_SIZE,
+        "rollout_s": rollouts.spent.wall_s,
+        "rollout_cpu_s": rollouts.spent.cpu_s,
+        "turns": rollouts.turns,
+        "rewards": rollouts.rewards,
+    }
+    (args.out / "result.json").write_text(json.dumps(result))
+
+
+def settings(args: argparse.Namespace) -> Any:
+    """As in benchmarks/trl_frozen_lake.yaml. One update a batch; `dapo` is TRL's name for a token mean over the batch."""
+    return GRPOConfig(
+        output_dir=str(args.out / "trainer"),
+        seed=args.seed,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.microbatch,
+        gradient_accumulation_steps=GROUPS * GROUP_SIZE // args.microbatch,
+        num_generations=GROUP_SIZE,
+        shuffle_dataset=False,
+        learning_rate=5e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.2,
+        beta=0.0,
+        entropy_coef=0.01,
+        temperature=1.0,
+        max_completion_length=MAX_TOKENS if args.generation == "trl" else MAX_TOKENS * MAX_TURNS,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        logging_steps=50,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Held-out success of each model, in order, until one reaches the target. One JSON line for each."""
+    torch.set_num_threads(args.threads)
+    task_set = FrozenLakeTasks(seed=args.seed, domain=DOMAIN)
+    tasks = [task_set.held_out(number) for number in range(args.episodes)]
+    tokenizer = ChatTokenizer(args.tokenizer)
+    for path in args.models:
+        set_seed(args.seed)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        answers = CachedAnswers(model, end=tokenizer.end_of_turn, pad=model.config.pad_token_id)
+        episodes = play(tasks, tokenizer, task_set, answers)
+        success = sum(episode.reward for episode in episodes) / len(episodes)
+        print(json.dumps({"model": str(path), "success": success}), flush=True)
+        if success >= args.target:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train")
+    training.add_argument("--model", type=Path, required=True)
+    training.add_argument("--out", type=Path, required=True)
+    training.add_argument("--steps", type=int, required=True)
+    training.add_argument("--every", type=int, required=True)
+    training.add_argument("--cap-s", type=float, required=True)
+    training.add_argument("--microbatch", type=int, required=True)
+    training.add_argument("--generation", choices=("trl", "cached"), required=True)
+    training.set_defaults(run=train)
+    judging = commands.add_parser("evaluate")
+    judging.add_argument("--tokenizer", type=Path, required=True)
+    judging.add_argument("--episodes", type=int, required=True)
+    judging.add_argument("--target", type=float, required=True)
+    judging.add_argument("models", type=Path, nargs="+")
+    judging.set_defaults(run=evaluate)
+    for command in (training, judging):
+        command.add_argument("--seed", type=int, required=True)
+        command.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
