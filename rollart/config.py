@@ -204,7 +204,18 @@ class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
     type: Literal["shm", "files", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share."""
+    path: str | None = None
+    """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     bucket_mb: Count = 1024
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> Self:
+        if self.path is not None and self.type != "files":
+            raise ValueError(
+                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
+            )
+        return self
 
 
 class ClusterSettings(Settings):

@@ -288,6 +288,14 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Probe(NamedTuple):
+    """What a version's weights say of one fixed sequence: proof, for an engine that loads them by other means."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token but the first, given those before it; temperature 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """Says that a version is complete. It appears in a store only after all its buckets."""
@@ -295,6 +303,8 @@ class WeightManifest:
     version: WeightVersion
     buckets: tuple[Bucket, ...]
     tensors: Mapping[str, TensorPlace] = field(default_factory=dict)
+    probe: Probe | None = None
+    """By the trainer's own model code."""
 
     @property
     def num_bytes(self) -> int:

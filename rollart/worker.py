@@ -74,9 +74,9 @@ async def _build(setup: Mapping[str, Any]) -> Any:
         case "engine":
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings
             from rollart.engines.threaded import ThreadedEngine
-            from rollart.weights.shm import ShmStore
+            from rollart.weights.kinds import open_store
 
-            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            store = open_store(setup["store"])
             core = EmbeddedEngine.from_directory(
                 setup["model"],
                 device=setup["device"],
@@ -87,9 +87,9 @@ async def _build(setup: Mapping[str, Any]) -> Any:
         case "trainer":
             from rollart.train.losses import LossSettings
             from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
-            from rollart.weights.shm import ShmStore
+            from rollart.weights.kinds import open_store
 
-            store = ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            store = open_store(setup["store"])
             settings = SingleSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
             return AsyncTrainer(SingleTrainer(settings), store)
     raise ValueError(f"no such worker: {setup['role']}")

@@ -134,7 +134,7 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     from rollart.envs.process import ProcessEnvHost
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
-    from rollart.weights.shm import ShmStore
+    from rollart.weights.kinds import open_store
 
     refuse_what_is_not_there(job)
     model_path = Path(job.model.path)
@@ -150,12 +150,9 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     functions = {name: reward_of(use) for name, use in uses.items()}
     tokenizer = ChatTokenizer(model_path)
-    run_id = f"{job.name}-{os.getpid()}"
-    bucket_bytes = job.weights.bucket_mb * 1_000_000
-    store = ShmStore(run_id, bucket_bytes=bucket_bytes)
-    cluster = LocalCluster(
-        out / "logs", _engine_setups(job, run_id, bucket_bytes), _trainer_setup(job, out, run_id, bucket_bytes)
-    )
+    store_setup = _store_setup(job, out)
+    store = open_store(store_setup)
+    cluster = LocalCluster(out / "logs", _engine_setups(job, store_setup), _trainer_setup(job, out, store_setup))
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
     processes: ProcessEnvHost | InlineEnvHost = (
@@ -195,7 +192,6 @@ def refuse_what_is_not_there(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     wanted = [
         ("cluster.type", job.cluster.type, "local"),
-        ("weights.type", job.weights.type, "shm"),
         ("train.type", job.train.type, "single"),
         *(
             (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
@@ -206,6 +202,8 @@ def refuse_what_is_not_there(job: Job) -> None:
     for key, given, there in wanted:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
+    if job.weights.type == "mooncake":
+        raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
     if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
@@ -230,12 +228,21 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path)
     )
 
 
-def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[str, Any]]:
+def _store_setup(job: Job, out: Path) -> dict[str, Any]:
+    """A store of this run alone: its name holds the process that runs the job."""
+    run_id = f"{job.name}-{os.getpid()}"
+    common = {"type": job.weights.type, "bucket_bytes": job.weights.bucket_mb * 1_000_000}
+    if job.weights.type == "shm":
+        return {**common, "run_id": run_id}
+    parent = Path(job.weights.path) if job.weights.path else out / "weights"
+    return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
+
+
+def _engine_setups(job: Job, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         pool.name: {
             "model": job.model.path,
-            "run_id": run_id,
-            "bucket_bytes": bucket_bytes,
+            "store": store,
             "threads": pool.engines.threads,
             "device": pool.engines.device,
             "settings": {
@@ -250,11 +257,10 @@ def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[s
     }
 
 
-def _trainer_setup(job: Job, out: Path, run_id: str, bucket_bytes: int) -> dict[str, Any]:
+def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
     train = job.train
     return {
-        "run_id": run_id,
-        "bucket_bytes": bucket_bytes,
+        "store": store,
         "threads": train.threads,
         "settings": {
             "model_path": job.model.path,

@@ -1,0 +1,87 @@
+"""Weight versions as files on a disk that trainer and engines share: a local one, or a network file system.
+
+Owns: `directory`, and below it one folder per version that is also a whole Hugging Face directory:
+
+    v00000003/model-00001-of-00002.safetensors    the buckets
+    v00000003/model.safetensors.index.json        which tensor is in which
+    v00000003/config.json, tokenizer.json, ...    copied from the initial model
+    v00000003/manifest.json                       last: the version is complete
+
+So an embedded engine maps a version, and a vLLM or SGLang server loads it by its path.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from rollart.types import WeightManifest
+from rollart.weights.buckets import ALIGNMENT, BucketStore, Members
+
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+"""Endings of the initial model's files that hold weights, and are not copied."""
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors writes them."""
+
+
+class FileStore(BucketStore):
+    """Versions below `directory`, which is this run's alone: `close` removes it."""
+
+    alignment = 1
+    """The format allows no gaps between tensors."""
+
+    def __init__(self, directory: Path, bucket_bytes: int = 1 << 30, *, model_path: Path | None = None) -> None:
+        """`model_path`: the initial model, whose config and tokenizer go into each version. Needed to push only."""
+        super().__init__(directory, bucket_bytes)
+        self._model_path = model_path
+
+    def _file_name(self, index: int, count: int) -> str:
+        return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+    def _ordered(self, members: Members) -> Members:
+        """Wide dtypes first: without padding, each tensor then still lies on a multiple of its item size."""
+        return sorted(members, key=lambda member: -member[1].itemsize)
+
+    def _head(self, members: Members) -> bytes:
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, tensor in members:
+            end = offset + tensor.nbytes
+            entries[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(entries).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    def _complete(self, folder: Path, manifest: WeightManifest) -> None:
+        names = [Path(bucket.name).name for bucket in manifest.buckets]
+        for path in folder.glob("*.safetensors"):
+            if path.name not in names:  # of an earlier push that was split otherwise
+                path.unlink()
+        weight_map = {name: names[place.bucket] for name, place in manifest.tensors.items()}
+        index = {"metadata": {"total_size": manifest.num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index))
+        if self._model_path is None:
+            return
+        for path in sorted(self._model_path.iterdir()):
+            if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
