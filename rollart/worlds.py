@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Job, SimTaskSettings
+from rollart.config import EngineSettings, Job, SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.errors import JobError
@@ -152,7 +152,8 @@ def real_world(job: Job, out: Path, journal: Journal) -> RealWorld:
     tokenizer = ChatTokenizer(model_path)
     store_setup = _store_setup(job, out)
     store = open_store(store_setup)
-    cluster = LocalCluster(out / "logs", _engine_setups(job, store_setup), _trainer_setup(job, out, store_setup))
+    refuse_models_that_reload_wrongly(job)
+    cluster = LocalCluster(out / "logs", _engine_setups(job, out, store_setup), _trainer_setup(job, out, store_setup))
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
     processes: ProcessEnvHost | InlineEnvHost = (
@@ -193,19 +194,40 @@ def refuse_what_is_not_there(job: Job) -> None:
     wanted = [
         ("cluster.type", job.cluster.type, "local"),
         ("train.type", job.train.type, "single"),
-        *(
-            (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
-            for pool in job.pools
-            if pool.engines is not None
-        ),
     ]
     for key, given, there in wanted:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
     if job.weights.type == "mooncake":
         raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type != "embedded" and job.weights.type != "files":
+            raise JobError(
+                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
+                "set weights.type=files"
+            )
     if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def refuse_models_that_reload_wrongly(job: Job) -> None:
+    """vLLM is silently wrong after it reloads some kinds of model: off by more than 1 in tied embeddings."""
+    if all(pool.engines is None or pool.engines.type != "vllm" for pool in job.pools):
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(job.model.path, local_files_only=True).get_text_config()
+    if config.tie_word_embeddings:
+        raise JobError(
+            f"model.path: {job.model.path} has tied embeddings, which vLLM reloads wrongly; give a model without, "
+            "such as `rollart model smollm2 DIR --untied` makes, or set engines.type to embedded"
+        )
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise JobError(
+            f"model.path: {job.model.path} is a mixture of experts, which vLLM reloads wrongly; give another model, "
+            "or set engines.type to embedded"
+        )
 
 
 def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path) -> Any:
@@ -238,22 +260,50 @@ def _store_setup(job: Job, out: Path) -> dict[str, Any]:
     return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
 
 
-def _engine_setups(job: Job, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _engine_setups(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         pool.name: {
-            "model": job.model.path,
+            "type": pool.engines.type,
             "store": store,
             "threads": pool.engines.threads,
-            "device": pool.engines.device,
-            "settings": {
-                "kv_tokens": pool.engines.kv_tokens,
-                "max_batch": pool.engines.max_batch,
-                "keep_kv": pool.engines.keep_kv,
-                "seed": job.seed,
-            },
+            **(
+                _embedded_setup(job, pool.engines)
+                if pool.engines.type == "embedded"
+                else {"server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")}
+            ),
         }
         for pool in job.pools
         if pool.engines
+    }
+
+
+def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
+    return {
+        "model": job.model.path,
+        "device": engines.device,
+        "settings": {
+            "kv_tokens": engines.kv_tokens,
+            "max_batch": engines.max_batch,
+            "keep_kv": engines.keep_kv,
+            "seed": job.seed,
+        },
+    }
+
+
+def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) -> dict[str, Any]:
+    return {
+        "model": str(Path(job.model.path).absolute()),
+        "context_tokens": job.model.context_tokens,
+        "log_dir": str((out / "logs").absolute()),
+        "dtype": engines.dtype,
+        "max_batch": engines.max_batch,
+        "gpus": engines.gpus,
+        "threads": engines.threads,
+        "cpu": cpu,
+        "python": engines.python,
+        "url": engines.url,
+        "args": engines.args,
+        "start_s": job.limits.start_s,
     }
 
 
