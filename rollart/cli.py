@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("directory", type=Path)
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
+    model.add_argument("--head-size", type=int, default=24, help="tiny: vLLM on a CPU needs 32; default 24")
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
@@ -223,6 +224,7 @@ def _model(arguments: argparse.Namespace) -> int:
         report = make_tiny(
             arguments.directory,
             seed=arguments.seed,
+            head_size=arguments.head_size,
             progress=lambda step, loss: say(f"warm-up step {step}, loss {loss:.3f}") if step % 50 == 0 else None,
         )
         say(f"{report}")

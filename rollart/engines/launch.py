@@ -101,7 +101,7 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> "v
             gpus=settings.gpus,
             eager=settings.cpu,
         )
-        variables = vllm.environment(key, settings.threads)
+        variables = vllm.environment(key, settings.threads, eager=settings.cpu)
     else:
         line = sglang.command(
             python,

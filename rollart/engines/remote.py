@@ -32,6 +32,8 @@ from rollart.types import (
     WeightVersion,
 )
 
+QUIET_S = 0.1
+"""What a halted server has not ended by then, and has sent no token of, it does not know yet."""
 GRACE_S = 2.0
 """A segment that a halted server has not ended by then is cut off from here; what it has stays."""
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
@@ -264,6 +266,10 @@ class RemoteEngine:
         tasks = [call.task for call in running if call.task is not None]
         await self._server.halt()
         if tasks:
+            await asyncio.wait(tasks, timeout=QUIET_S)
+            for call in running:
+                if call.task is not None and not call.unspanned:
+                    call.task.cancel()  # it came after the halt, and waits in the server: nothing is lost with it
             _, late = await asyncio.wait(tasks, timeout=GRACE_S)
             for task in late:
                 task.cancel()

@@ -62,8 +62,13 @@ class Call:
         self.num_segments += 1
         return self.segment_id
 
+    @property
+    def unspanned(self) -> int:
+        """Tokens of the segment under way."""
+        return len(self.tokens) - sum(span.length for span in self.spans)
+
     def close_span(self, version: WeightVersion) -> None:
-        length = len(self.tokens) - sum(span.length for span in self.spans)
+        length = self.unspanned
         if length and self.spans and self.spans[-1].version == version:
             self.spans[-1] = Span(version, self.spans[-1].length + length)
         elif length:

@@ -42,7 +42,7 @@ def command(
     ]
 
 
-def environment(key: str, threads: int) -> dict[str, str]:
+def environment(key: str, threads: int, *, eager: bool) -> dict[str, str]:
     """Control calls on, everything that speaks to the outside off; a CPU build takes its threads from here."""
     return {
         "VLLM_API_KEY": key,
@@ -53,6 +53,7 @@ def environment(key: str, threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
     }
 
 

@@ -1,8 +1,8 @@
 """A server that speaks SGLang's documented protocol over real HTTP on loopback; our embedded core computes.
 
 What it does as SGLang does: events carry all tokens so far; `pause_generation` with mode `abort` ends what runs and
-lets what comes wait; `abort_request`; `update_weights_from_disk` reads a Hugging Face directory; a client that goes away
-aborts its request; a key is asked for. Nothing of SGLang itself runs here.
+lets what comes wait; `abort_request`; `update_weights_from_disk` reads a Hugging Face directory; a client that goes
+away aborts its request; a key is asked for. Nothing of SGLang itself runs here.
 """
 
 import asyncio
@@ -72,6 +72,8 @@ class FakeSglang:
         finally:
             steps.cancel()
             server.should_exit = server.force_exit = True
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
             await asyncio.gather(serve, steps, return_exceptions=True)
 
     def _guarded(self, call: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from rollart.engines.embedded import EmbeddedEngine, EngineSettings
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
+from rollart.engines.segments import Call
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.types import Completion, Finish
 from tests.engines.fake_sglang import KEY, FakeSglang
@@ -57,8 +58,13 @@ def play(versions: Versions, work: Callable[[RemoteEngine, FakeSglang], Awaitabl
 
 async def started(engine: RemoteEngine, *names: str, tokens: int = 1) -> None:
     """Until each of these requests has so many tokens."""
+    await until(lambda: all(name in engine._calls for name in names))
+    await until(lambda: all(name not in engine._calls or len(engine._calls[name].tokens) >= tokens for name in names))
+
+
+async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while any(name in engine._calls and len(engine._calls[name].tokens) < tokens for name in names):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.002)
 
 
@@ -67,8 +73,9 @@ def test_every_token_is_of_the_version_its_span_says(versions: Versions, increme
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=150, seed=n) for n in range(4)]
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await started(engine, *(one.id for one in asked))
         for version in (1, 2):
-            await started(engine, *(one.id for one in asked), tokens=20 * version)
+            await until(lambda: all(len(call.tokens) >= 20 * version for call in engine._calls.values()))  # noqa: B023
             report = await engine.swap(versions.put(version))
             assert report.rebuilt_tokens >= 20 * version * sum(not task.done() for task in tasks)
         spans = set()
@@ -115,18 +122,16 @@ def test_a_stop_string_is_found_wherever_it_lies(versions: Versions) -> None:
 def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         decode = engine._stops._decode  # type: ignore[union-attr]
-        asked = request([5, 6, 7], "a/0", max_tokens=150, seed=3)
+        asked = request([5, 6, 7], "a/0", max_tokens=150, seed=1)
         first = asyncio.ensure_future(engine.generate(asked))
-        await started(engine, "a/0", tokens=20)
+        await started(engine, "a/0", tokens=8)
         await engine.swap(versions.put(1))
         whole = await first
         cut = whole.spans[0].length
         assert len(whole.spans) == 2
         stop = decode(whole.tokens[cut - 1 : cut + 1].tolist())
         assert stop not in decode(whole.tokens[:cut].tolist())
-        # The same again, as if the server had been interrupted at the same place: the call's own tokens are looked at.
-        from rollart.engines.segments import Call
-
+        # The same tokens again, one by one: all of the call's are looked at, and not those of a segment alone.
         call = Call(request=replace(asked, sampling=replace(asked.sampling, stop=(stop,))), prompt=[5, 6, 7])
         ends = []
         for token in whole.tokens[: cut + 1].tolist():
@@ -146,9 +151,7 @@ def test_an_aborted_request_gives_what_it_has(versions: Versions) -> None:
         got = await task
         assert got.finish is Finish.ABORT
         versions.check(asked, got)
-        async with asyncio.timeout(5):
-            while server.core._live:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.core._live)
 
     play(versions, work)
 
@@ -159,9 +162,7 @@ def test_who_stops_waiting_stops_the_server_too(versions: Versions) -> None:
         await started(engine, "a/0", tokens=8)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(5):
-            while server.core._live:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.core._live)
 
     play(versions, work)
 
@@ -228,7 +229,7 @@ def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions, tmp_pa
             await original(folder, version)
 
         engine._server.load = load  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="neither new weights .* nor those of version 0 could be loaded"):
+        with pytest.raises(EngineError, match=r"neither new weights .* nor those of version 0 could be loaded"):
             await engine.swap(manifest)
         with pytest.raises(EngineError, match="neither new weights"):
             await waiting
