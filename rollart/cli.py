@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
     )
+    model.add_argument("--head-size", type=int, default=24, help="tiny: vLLM on a CPU needs 32; default 24")
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
@@ -322,7 +323,9 @@ def _model(arguments: argparse.Namespace) -> int:
                 arguments.go_on_from, arguments.directory, seed=arguments.seed, seconds=seconds, progress=progress
             )
         else:
-            report = make_tiny(arguments.directory, seed=arguments.seed, progress=progress)
+            report = make_tiny(
+                arguments.directory, seed=arguments.seed, head_size=arguments.head_size, progress=progress
+            )
         say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
     print(arguments.directory)
     return 0

@@ -160,9 +160,33 @@ class EngineSettings(Settings):
     device: str = "cpu"
     """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
-    """`embedded`: CPU threads of one engine's process."""
+    """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """`embedded`: the CPU cores, by number, that each engine's process keeps to; none given means any."""
+    python: str | None = None
+    """`vllm`, `sglang`: the interpreter that has the server. Default: the environment's ROLLART_VLLM_PYTHON or
+    ROLLART_SGLANG_PYTHON, else this one."""
+    url: str | None = None
+    """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """`vllm`, `sglang`: what the server computes in."""
+    args: tuple[str, ...] = ()
+    """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
+
+    @model_validator(mode="after")
+    def _all_is_read(self) -> Self:
+        embedded = self.type == "embedded"
+        for key in ("python", "url", "dtype", "args") if embedded else ("kv_tokens", "keep_kv", "device", "cores"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                kind = "vllm or sglang" if embedded else "embedded"
+                raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+        if self.url is not None:
+            if self.count > 1:
+                raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
+            for key in ("python", "args"):
+                if getattr(self, key):
+                    raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
+        return self
 
 
 class PoolSettings(Settings):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from rollart.errors import WeightError
+from rollart.types import Probe
 
 ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
@@ -26,6 +28,8 @@ LOGITS_PER_CHUNK = 1 << 22
 """Elements of one (rows, V) block of logits: bounds what scoring a packed batch holds in memory at once."""
 MIN_FILL = 0.75
 """Sequences share one padded attention call while the shortest is at least this part of the longest."""
+PROBE_TOKENS = 48
+"""Length of the sequence by which two processes compare their weights."""
 SHORT_TOKENS = 64
 """Below this length a call costs more than its padding: all such sequences share one."""
 
@@ -130,6 +134,15 @@ def packed_logprobs(
 ) -> Tensor:
     """Log-probability (T,) of each token given those before it in its own sequence; 0 at each first token."""
     return packed_scores(model, tokens_T, lengths, temperature).logprobs_T
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> Probe:
+    """What these weights say of a fixed sequence: an engine that loads them by other means must say the same."""
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab_size, PROBE_TOKENS)
+    logprobs_T = packed_logprobs(model, torch.from_numpy(tokens).to(model.device), [PROBE_TOKENS])
+    return Probe(tokens=tuple(tokens.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
 
 
 class Scores(NamedTuple):

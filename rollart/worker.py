@@ -73,6 +73,15 @@ async def build(setup: Mapping[str, Any]) -> Any:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(setup["threads"])
     match setup["role"]:
+        case "engine" if setup["type"] != "embedded":
+            from rollart.engines.launch import ServerSettings, launch
+            from rollart.weights.files import FileStore
+            from rollart.weights.kinds import open_store
+
+            files = open_store(setup["store"])
+            assert isinstance(files, FileStore)  # `refuse_what_is_not_there` lets no other through
+            server = ServerSettings(**setup["server"], kind=setup["type"], engine_id=setup["id"])
+            return await launch(server, fetch=files.fetch, folder=files.folder)
         case "engine":
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings
             from rollart.engines.threaded import ThreadedEngine

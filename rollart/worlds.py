@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rollart.config import Job, PoolSettings, SimTaskSettings
+from rollart.config import EngineSettings, Job, PoolSettings, SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.envs.delayed import DelayedHost
@@ -254,6 +254,7 @@ def check_real(job: Job) -> None:
             f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {job.model.path}"
         )
+    refuse_models_that_reload_wrongly(job)
 
 
 def _workers(
@@ -267,7 +268,7 @@ def _workers(
     """Who starts engines and the trainer, and where environments run."""
     from rollart.worker import build
 
-    engines, trainer = _engine_setups(job, store), _trainer_setup(job, out, store)
+    engines, trainer = _engine_setups(job, out, store), _trainer_setup(job, out, store)
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster
 
@@ -346,11 +347,6 @@ def refuse_what_is_not_there(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     wanted = [
         ("train.type", job.train.type, "single"),
-        *(
-            (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
-            for pool in job.pools
-            if pool.engines is not None
-        ),
     ]
     for key, given, there in wanted:
         if given != there:
@@ -364,6 +360,13 @@ def refuse_what_is_not_there(job: Job) -> None:
                 f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
                 "set cluster.type to ray, or remove it"
             )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type != "embedded" and job.weights.type != "files":
+            raise JobError(
+                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
+                "set weights.type=files"
+            )
     if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
@@ -374,6 +377,25 @@ def _refuse_missing_cores(job: Job) -> None:
     for key, cores in [*asked, ("train.cores", job.train.cores)]:
         if cores and max(cores) >= most:
             raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
+
+
+def refuse_models_that_reload_wrongly(job: Job) -> None:
+    """vLLM is silently wrong after it reloads some kinds of model: off by more than 1 in tied embeddings."""
+    if all(pool.engines is None or pool.engines.type != "vllm" for pool in job.pools):
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(job.model.path, local_files_only=True).get_text_config()
+    if config.tie_word_embeddings:
+        raise JobError(
+            f"model.path: {job.model.path} has tied embeddings, which vLLM reloads wrongly; give a model without, "
+            "such as `rollart model smollm2 DIR --untied` makes, or set engines.type to embedded"
+        )
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise JobError(
+            f"model.path: {job.model.path} is a mixture of experts, which vLLM reloads wrongly; give another model, "
+            "or set engines.type to embedded"
+        )
 
 
 def _stores_before(out: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
@@ -415,23 +437,51 @@ def _store_setup(job: Job, out: Path) -> dict[str, Any]:
     return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
 
 
-def _engine_setups(job: Job, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _engine_setups(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         pool.name: {
-            "model": job.model.path,
+            "type": pool.engines.type,
             "store": store,
             "threads": pool.engines.threads,
-            "device": pool.engines.device,
-            "cores": pool.engines.cores,
-            "settings": {
-                "kv_tokens": pool.engines.kv_tokens,
-                "max_batch": pool.engines.max_batch,
-                "keep_kv": pool.engines.keep_kv,
-                "seed": job.seed,
-            },
+            **(
+                _embedded_setup(job, pool.engines)
+                if pool.engines.type == "embedded"
+                else {"server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")}
+            ),
         }
         for pool in job.pools
         if pool.engines
+    }
+
+
+def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
+    return {
+        "model": job.model.path,
+        "device": engines.device,
+        "cores": engines.cores,
+        "settings": {
+            "kv_tokens": engines.kv_tokens,
+            "max_batch": engines.max_batch,
+            "keep_kv": engines.keep_kv,
+            "seed": job.seed,
+        },
+    }
+
+
+def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) -> dict[str, Any]:
+    return {
+        "model": str(Path(job.model.path).absolute()),
+        "context_tokens": job.model.context_tokens,
+        "log_dir": str((out / "logs").absolute()),
+        "dtype": engines.dtype,
+        "max_batch": engines.max_batch,
+        "gpus": engines.gpus,
+        "threads": engines.threads,
+        "cpu": cpu,
+        "python": engines.python,
+        "url": engines.url,
+        "args": engines.args,
+        "start_s": job.limits.start_s,
     }
 
 

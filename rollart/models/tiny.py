@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 300
 """About a minute on one core."""
 CONTEXT_TOKENS = 1024
+HEAD_SIZE = 24
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -38,6 +39,7 @@ def make_tiny(
     *,
     seed: int = 0,
     warmup_steps: int = WARMUP_STEPS,
+    head_size: int = HEAD_SIZE,
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmupReport:
     """Write the model and its tokenizer to a directory. `progress` is called with the step and the loss."""
@@ -48,7 +50,7 @@ def make_tiny(
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = tiny_model(len(tokenizer))
+    model = tiny_model(len(tokenizer), head_size)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
     report = warm_up(model, path, seed=seed, steps=warmup_steps, progress=progress)
@@ -115,7 +117,7 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     return fast
 
 
-def tiny_model(vocabulary_size: int) -> "Qwen3ForCausalLM":
+def tiny_model(vocabulary_size: int, head_size: int = HEAD_SIZE) -> "Qwen3ForCausalLM":
     """Random weights. The large initial spread is what lets so small a model learn fast."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -126,7 +128,7 @@ def tiny_model(vocabulary_size: int) -> "Qwen3ForCausalLM":
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=head_size,
         max_position_embeddings=CONTEXT_TOKENS,
         initializer_range=0.06,
         tie_word_embeddings=False,

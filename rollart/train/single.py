@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
-from rollart.model import load_model, named_weights, packed_scores
+from rollart.model import load_model, named_weights, packed_scores, probe
 from rollart.samples import filled
 from rollart.train.checkpoints import Checkpoints, copy_tokenizer, read_json, write_json
 from rollart.train.losses import (
@@ -36,7 +36,7 @@ from rollart.train.losses import (
 )
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, check_sample, deal, pack
-from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
+from rollart.types import Batch, Probe, StepResult, WeightManifest, WeightVersion
 
 FORMAT = 1
 """Of the files beside the model in a checkpoint."""
@@ -46,7 +46,9 @@ MODEL_DIR, OPTIMIZER_FILE, TRAINER_FILE, RNG = "model", "optimizer.safetensors",
 class Store(Protocol):
     """What the trainer needs of a weight store."""
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor]) -> WeightManifest: ...
+    def push(
+        self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None
+    ) -> WeightManifest: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,7 @@ class SingleTrainer:
         if settings.loss.kl_coef:
             path = Path(settings.reference_path or settings.model_path)
             self._reference = self._load_network(path).requires_grad_(False)
-        self._snapshots: dict[WeightVersion, dict[str, Tensor]] = {}
+        self._snapshots: dict[WeightVersion, tuple[dict[str, Tensor], Probe]] = {}
         self._half_done = False
         self.restore("")
 
@@ -177,7 +179,7 @@ class SingleTrainer:
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest:
         """Push the current or the previous version."""
-        return store.push(version, self._snapshot(version))
+        return store.push(version, *self._snapshot(version))
 
     def save(self) -> str:
         """Write a checkpoint; returns its path."""
@@ -217,16 +219,17 @@ class SingleTrainer:
         at = self._settings
         return MasterAdamW(network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
 
-    def _snapshot(self, version: WeightVersion) -> dict[str, Tensor]:
-        """A copy of one version's weights; taken once, kept while it is the current or the previous one."""
+    def _snapshot(self, version: WeightVersion) -> tuple[dict[str, Tensor], Probe]:
+        """A copy of one version's weights, and what they say of the probe; taken once, kept while it is the current or
+        the previous one."""
         with self._lock:
             if version not in self._snapshots:
                 if version != self._version:
                     held = sorted({self._version, *self._snapshots})
                     raise TrainerError(f"version {version} is not held any more (or not yet); held: {held}")
-                kept = {at: tensors for at, tensors in self._snapshots.items() if at >= version - 1}
+                kept = {at: held for at, held in self._snapshots.items() if at >= version - 1}
                 copy = {name: tensor.clone() for name, tensor in self.named_tensors().items()}
-                self._snapshots = kept | {version: copy}
+                self._snapshots = kept | {version: (copy, probe(self._network))}
             return self._snapshots[version]
 
     def _prepare(self, batch: Batch) -> list["_Update"]:

@@ -1,11 +1,20 @@
-"""The engine contract, on the simulated engine."""
+"""The engine contract, on each adapter."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
 
 from rollart.config import Spread
+from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.hardware import HARDWARE, MODELS, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
+from tests.contracts.remote import play_on
+from tests.engines.fake_sglang import KEY, FakeSglang
+from tests.engines.remote import CONTEXT_TOKENS, Versions
 from tests.sim.engines import Bench, run
 
 
@@ -32,3 +41,32 @@ class TestSimEngine(EngineContract):
             )
 
         run(awaited)
+
+
+class TestSglangEngine(EngineContract):
+    """Against a server that speaks SGLang's protocol: SGLang itself needs CUDA, and was not run."""
+
+    @pytest.fixture(autouse=True)
+    def _setting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(TOKEN_VARIABLE, KEY)
+        self.versions = Versions(tmp_path)
+        self.log_dir = tmp_path
+
+    def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
+        async def awaited() -> None:
+            core = EmbeddedEngine.from_directory(
+                str(self.versions.path), settings=EngineSettings(max_batch=4, max_context=CONTEXT_TOKENS)
+            )
+            async with FakeSglang(core).serving() as server:
+                settings = ServerSettings(
+                    kind="sglang",
+                    engine_id="e0",
+                    model=str(self.versions.path),
+                    context_tokens=CONTEXT_TOKENS,
+                    log_dir=str(self.log_dir),
+                    url=server.url,
+                )
+                store = self.versions.store
+                await play_on(await launch(settings, fetch=store.fetch, folder=store.folder), self.versions, 4, work)
+
+        asyncio.run(awaited())

@@ -18,7 +18,7 @@ from rollart.ports import Trainer
 from rollart.train import single
 from rollart.train.losses import LossSettings
 from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
-from rollart.types import Bucket, Sample, WeightManifest
+from rollart.types import Bucket, Probe, Sample, WeightManifest
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
 
 PROMPT, WANTED = [1, 2], 5
@@ -40,7 +40,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.pushed: list[tuple[int, dict[str, Tensor]]] = []
 
-    def push(self, version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def push(self, version: int, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         self.pushed.append((version, {name: tensor.clone() for name, tensor in tensors.items()}))
         return WeightManifest(version=version, buckets=(Bucket("b", 0, ""),))
 
@@ -360,7 +360,7 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.started, self.go = threading.Event(), threading.Event()
 
-    def push(self, version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def push(self, version: int, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         self.started.set()
         assert self.go.wait(30)
         return super().push(version, tensors)

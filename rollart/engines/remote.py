@@ -1,0 +1,332 @@
+"""`rollart.ports.Engine` over an inference server: what vLLM and SGLang have in common.
+
+A completion is made of segments, each sampled under one version. A swap cuts the segments in flight short, keeping the
+tokens they have, lets the server load the new weights from their folder, has it prove that it serves them, and sends
+prompt + tokens again. So spans are true: no segment ever runs over a swap.
+
+Invariants: nothing is in flight in the server while its weights change; after a swap its log-probabilities of the
+manifest's probe are the trainer's; a swap that fails leaves the version before it serving, or the engine lost.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rollart.engines.segments import Call, Piece, Segment, Share, segment_seed
+from rollart.engines.stops import StopFinder
+from rollart.errors import BoundaryError, EngineError, RequestError, WeightError, boundary
+from rollart.types import (
+    Completion,
+    Finish,
+    GenerateRequest,
+    Probe,
+    SwapReport,
+    WeightManifest,
+    WeightVersion,
+)
+
+QUIET_S = 0.1
+"""What a halted server has not ended by then, and has sent no token of, it does not know yet."""
+GRACE_S = 2.0
+"""A segment that a halted server has not ended by then is cut off from here; what it has stays."""
+TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
+"""Largest difference of a probe's log-probabilities. bfloat16 keeps 8 bits: logits of 16 to 64 are off by up to a
+quarter, and a difference of two of them by twice that. Weights that were loaded wrongly are further off."""
+NOISE = {"float32": 1e-4, "bfloat16": 0.5}
+"""Below this two probes cannot be told apart."""
+
+
+class Server(Protocol):
+    """One server's own interface. Raises EngineError where the server is lost."""
+
+    def stream(self, segment: Segment) -> AsyncGenerator[Piece, None]:
+        """Closing it aborts the segment. Raises RequestError for what cannot be served."""
+
+    async def abort(self, segment_id: str) -> None: ...
+
+    async def halt(self) -> None:
+        """End everything in flight with what it has, and start nothing until `resume`."""
+
+    async def resume(self) -> None: ...
+
+    async def load(self, folder: Path, version: WeightVersion) -> None:
+        """Take the weights of this Hugging Face directory, and forget every cache. Raises WeightError."""
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Log-probability of each token but the first, temperature 1."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """What an engine must know of the model that its server serves."""
+
+    engine_id: str
+    model: Path
+    """The initial weights."""
+    max_context: int
+    vocab_size: int
+    eos: frozenset[int]
+    dtype: str = "float32"
+
+
+class RemoteEngine:
+    """One server as an engine. `fetch` checks a version's digests; `folder` says where its files are."""
+
+    def __init__(
+        self,
+        server: Server,
+        settings: RemoteSettings,
+        *,
+        fetch: Callable[[WeightManifest], object],
+        folder: Callable[[WeightVersion], Path],
+        stops: StopFinder | None = None,
+    ) -> None:
+        self._server = server
+        self._settings = settings
+        self._id = settings.engine_id
+        self._fetch = fetch
+        self._folder = folder
+        self._stops = stops
+        self._eos = tuple(sorted(settings.eos))
+        self.version: WeightVersion = 0
+        self._loaded = settings.model
+        self._probe: Probe | None = None
+        """Of the version served; None while that is the initial one."""
+        self._calls: dict[str, Call] = {}
+        self._open = asyncio.Event()
+        """Closed while weights change: no segment starts."""
+        self._open.set()
+        self._swapping = asyncio.Lock()
+        self._share = Share()
+        self._failure: EngineError | None = None
+
+    # --- the port
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check(request)
+        call = self._calls[request.id] = Call(request=request, prompt=request.tokens().tolist())
+        try:
+            while True:
+                await self._open.wait()
+                if self._failure is not None:
+                    raise self._failure
+                finish = Finish.ABORT if call.aborted else await self._segment(call)
+                if finish is not None:
+                    return call.completion(finish, self._id)
+        finally:
+            del self._calls[request.id]
+
+    async def abort(self, request_id: str) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.aborted = True
+        if call.task is not None:
+            call.task.cancel()
+            await self._server.abort(call.segment_id)
+
+    async def stage(self, version: WeightVersion) -> None:
+        """The server reads the files itself when it swaps; there is nothing to fetch ahead."""
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        async with self._swapping:
+            started = time.perf_counter()
+            if manifest.probe is None:
+                raise WeightError(
+                    f"{self._id}: version {manifest.version} came without a probe, so nothing can show that the server "
+                    "serves it; publish it with one (`rollart.model.probe`)"
+                )
+            with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
+                await asyncio.to_thread(self._fetch, manifest)
+            halted = time.perf_counter()
+            self._open.clear()
+            try:
+                rebuilt = await self._halt()
+                await self._change(manifest, manifest.probe)
+            except EngineError as error:
+                self._failure = error
+                raise
+            finally:
+                self._open.set()
+            ended = time.perf_counter()
+        return SwapReport(
+            version=manifest.version, pull_s=ended - started, exposed_s=ended - halted, rebuilt_tokens=rebuilt
+        )
+
+    async def close(self) -> None:
+        self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")
+        for call in self._calls.values():
+            if call.task is not None:
+                call.task.cancel()
+        await self._server.close()
+
+    # --- segments
+
+    def _check(self, request: GenerateRequest) -> None:
+        sampling = request.sampling
+        if self._failure is not None:
+            raise self._failure
+        if request.id in self._calls:
+            raise EngineError(f"{self._id}: request {request.id} is already in flight")
+        if self.version < request.min_version:
+            raise EngineError(
+                f"{self._id}: request {request.id} needs weights of version {request.min_version} or newer, "
+                f"this engine serves {self.version}"
+            )
+        if not 0 < request.prompt_tokens < self._settings.max_context:
+            raise RequestError(
+                f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
+                f"{self._settings.max_context} tokens"
+            )
+        if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
+            raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
+        if sampling.stop and self._stops is None:
+            raise RequestError(f"{self._id}: stop strings need a tokenizer, this engine has none")
+        tokens = request.tokens()
+        if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._settings.vocab_size:
+            raise RequestError(f"{self._id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
+
+    async def _segment(self, call: Call) -> Finish | None:
+        """Sample under the present version; None where a swap cut it short and the rest is to come."""
+        sampling = call.request.sampling
+        limit = min(len(call.prompt) + sampling.max_tokens, self._settings.max_context)
+        segment = Segment(
+            id=call.next_id(),
+            prompt=[*call.prompt, *call.tokens],
+            max_tokens=limit - len(call.prompt) - len(call.tokens),
+            sampling=sampling,
+            seed=None if sampling.seed is None else segment_seed(sampling.seed, call.segment_id),
+            eos=self._eos,
+            version=self.version,
+        )
+        entered = self._share.enter()
+        task = call.task = asyncio.create_task(self._read(call, segment))
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()  # nobody waits for it any more, so nobody should compute it
+            await asyncio.wait([task])
+            raise
+        finally:
+            call.task = None
+            call.busy_s += self._share.leave(entered)
+            call.close_span(segment.version)
+        if not task.cancelled():
+            finish = task.result()
+            if finish is not None and finish is not Finish.ABORT:
+                return finish
+        if call.aborted:
+            return Finish.ABORT
+        if self._open.is_set():
+            raise EngineError(f"{self._id}: the server ended request {call.request.id} by itself")
+        return None
+
+    async def _read(self, call: Call, segment: Segment) -> Finish | None:
+        """Take what the server streams, until it or a stop string ends it."""
+        finish: Finish | None = None
+        cached = 0
+        try:
+            async with contextlib.aclosing(self._server.stream(segment)) as pieces:
+                async for piece in pieces:
+                    cached = cached if piece.cached_tokens is None else piece.cached_tokens
+                    if len(piece.tokens) != len(piece.logprobs):
+                        raise EngineError(
+                            f"{self._id}: {len(piece.tokens)} tokens with {len(piece.logprobs)} log-probabilities"
+                        )
+                    for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+                        call.tokens.append(token)
+                        call.logprobs.append(logprob)
+                        if self._stopped(call):
+                            return Finish.STOP
+                    finish = finish or piece.finish
+            return finish
+        finally:
+            call.cached_tokens += cached
+            call.prefill_tokens += len(segment.prompt) - cached
+
+    def _stopped(self, call: Call) -> bool:
+        """Found here and not by the server: a stop string may begin in one segment and end in the next."""
+        stop = call.request.sampling.stop
+        return bool(stop) and self._stops is not None and self._stops.ends(np.array(call.tokens), stop)
+
+    # --- weights
+
+    async def _halt(self) -> int:
+        """End all segments; returns how many tokens must be computed again for them."""
+        running = [call for call in self._calls.values() if call.task is not None]
+        tasks = [call.task for call in running if call.task is not None]
+        await self._server.halt()
+        if tasks:
+            await asyncio.wait(tasks, timeout=QUIET_S)
+            for call in running:
+                if call.task is not None and not call.unspanned:
+                    call.task.cancel()  # it came after the halt, and waits in the server: nothing is lost with it
+            _, late = await asyncio.wait(tasks, timeout=GRACE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        return sum(len(call.prompt) + len(call.tokens) for call in running if call.request.id in self._calls)
+
+    async def _change(self, manifest: WeightManifest, probe: Probe) -> None:
+        folder = self._folder(manifest.version)
+        try:
+            await self._server.load(folder, manifest.version)
+            await self._server.resume()
+            await self._prove(manifest.version, probe)
+        except (WeightError, RequestError) as error:
+            await self._go_back(str(error))
+            raise WeightError(str(error)) from error
+        self.version, self._loaded, self._probe = manifest.version, folder, probe
+
+    async def _go_back(self, reason: str) -> None:
+        """Serve what was served before. Raises EngineError where that is not to be had."""
+        try:
+            await self._server.load(self._loaded, self.version)
+            await self._server.resume()
+            if self._probe is not None:
+                await self._prove(self.version, self._probe)
+        except BoundaryError as error:
+            raise EngineError(
+                f"{self._id}: neither new weights ({reason}) nor those of version {self.version} could be loaded: "
+                f"{error}"
+            ) from error
+
+    async def _prove(self, version: WeightVersion, probe: Probe) -> None:
+        """The server's log-probabilities of the probe must be those that the trainer computed."""
+        answer = await self._server.score(list(probe.tokens))
+        allowed = TOLERANCES[self._settings.dtype]
+        off = _difference(answer, probe.logprobs)
+        if not off <= allowed:
+            raise WeightError(
+                f"{self._id}: loaded version {version}, but its log-probabilities are up to {off:.3g} from the "
+                f"trainer's (allowed: {allowed:g}), so it does not serve these weights. Servers are known to reload "
+                "some kinds of model wrongly, such as tied embeddings and mixtures of experts: use another kind, "
+                "or embedded engines"
+            )
+        before = self._probe
+        if before is None or before.tokens != probe.tokens or version == self.version:
+            return
+        if _difference(before.logprobs, probe.logprobs) > NOISE[self._settings.dtype]:
+            off_before = _difference(answer, before.logprobs)
+            if off_before < off:
+                raise WeightError(
+                    f"{self._id}: asked to load version {version}, it still serves {self.version}: its "
+                    f"log-probabilities are {off_before:.3g} from that version's and {off:.3g} from the new one's"
+                )
+
+
+def _difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Largest absolute difference; infinite where they cannot be compared."""
+    if len(one) != len(other) or not all(math.isfinite(value) for value in one):
+        return math.inf
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)

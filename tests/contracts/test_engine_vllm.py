@@ -1,0 +1,223 @@
+"""The engine contract, and more, on a real vLLM server: one for the whole module, as it takes a minute to start.
+
+Needs an interpreter that has vLLM: ROLLART_VLLM_PYTHON, or `.venv-vllm` as `make test-slow` makes it.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollart.engines.launch import PYTHON_VARIABLES, TOKEN_VARIABLE, ServerSettings, launch
+from rollart.engines.process import ServerProcess, free_port
+from rollart.engines.remote import RemoteEngine
+from rollart.engines.vllm import command, environment
+from rollart.errors import EngineError, RequestError, WeightError
+from rollart.types import Finish
+from tests.contracts.engine import EngineBench, EngineContract
+from tests.contracts.remote import play_on
+from tests.engines.reference import request
+from tests.engines.remote import CONTEXT_TOKENS, Versions
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get(PYTHON_VARIABLES["vllm"]) or str(ROOT / ".venv-vllm" / "bin" / "python")
+KEY = "the-key"
+START_S = 600.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"no vLLM: {PYTHON} is not there; `make .venv-vllm` makes it"),
+]
+
+
+class Running:
+    """A vLLM server, and how engines are attached to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.versions = Versions(folder)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        line = command(
+            PYTHON,
+            str(self.versions.path),
+            port=port,
+            dtype="float32",
+            max_batch=4,
+            max_context=CONTEXT_TOKENS,
+            gpus=1,
+            eager=True,
+        )
+        self.process = ServerProcess(
+            line, environment(KEY, 1, eager=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
+        )
+        asyncio.run(self.process.ready(self.url + "/health", START_S))
+
+    async def engine(self) -> RemoteEngine:
+        """Fresh, with the initial weights."""
+        settings = ServerSettings(
+            kind="vllm",
+            engine_id="e0",
+            model=str(self.versions.path),
+            context_tokens=CONTEXT_TOKENS,
+            log_dir=str(self.versions.path.parent),
+            url=self.url,
+        )
+        store = self.versions.store
+        engine = await launch(settings, fetch=store.fetch, folder=store.folder)
+        await engine._server.load(self.versions.path, 0)
+        await engine._server.resume()
+        return engine
+
+    def play(self, work: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        async def awaited() -> None:
+            engine = await self.engine()
+            try:
+                await work(engine)
+            finally:
+                await engine.close()
+
+        asyncio.run(asyncio.wait_for(awaited(), 120))
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("vllm"))
+    yield running
+    asyncio.run(running.process.stop())
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, KEY)
+
+
+class TestVllmEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, vllm: Running) -> None:
+        self.vllm = vllm
+
+    def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
+        async def awaited() -> None:
+            await play_on(await self.vllm.engine(), self.vllm.versions, 4, work)
+
+        asyncio.run(asyncio.wait_for(awaited(), 120))
+
+
+def test_every_token_is_of_the_version_its_span_says(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=200, seed=n) for n in range(6)]
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        for version in (1, 2):
+            await asyncio.sleep(0.15)
+            await engine.swap(vllm.versions.put(version))
+        seen = set()
+        for one, task in zip(asked, tasks, strict=True):
+            got = await task
+            vllm.versions.check(one, got)
+            seen |= {span.version for span in got.spans}
+            assert got.finish is Finish.STOP or len(got.tokens) == 200
+        assert seen >= {0, 2}
+
+    vllm.play(work)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, 0.0])
+def test_log_probabilities_are_of_the_scaled_distribution(vllm: Running, temperature: float) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        asked = request([5, 6, 7], max_tokens=40, seed=1, temperature=temperature)
+        vllm.versions.check(asked, await engine.generate(asked))
+
+    vllm.play(work)
+
+
+def test_greedy_and_sampled_requests_in_one_batch_keep_their_temperatures(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        asked = [request([5, 6, 7], f"s{n}/0", max_tokens=40, seed=n, temperature=n / 2) for n in range(4)]
+        for one, got in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+            vllm.versions.check(one, got)
+
+    vllm.play(work)
+
+
+def test_truncated_sampling_is_refused_and_not_given_with_other_log_probabilities(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        with pytest.raises(RequestError, match="top_p or top_k"):
+            await engine.generate(request([5, 6, 7], top_p=0.5))
+
+    vllm.play(work)
+
+
+def test_the_cache_of_a_session_is_used_and_never_that_of_older_weights(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        prompt = [5 + n % 90 for n in range(150)]
+        first = await engine.generate(request(prompt, "a/0", max_tokens=4))
+        again = await engine.generate(request(prompt, "a/1", max_tokens=4))
+        assert first.cached_tokens == 0
+        assert again.cached_tokens >= 64
+        await engine.swap(vllm.versions.put(1))
+        asked = request(prompt, "a/2", max_tokens=4)
+        after = await engine.generate(asked)
+        assert after.cached_tokens == 0
+        vllm.versions.check(asked, after)
+
+    vllm.play(work)
+
+
+def test_weights_that_are_not_what_the_trainer_says_are_found_out(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        wrong = vllm.versions.put(3).probe
+        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are up to"):
+            await engine.swap(replace(vllm.versions.put(1), probe=wrong))
+        assert engine.version == 0
+        asked = request([5, 6, 7], max_tokens=10)
+        vllm.versions.check(asked, await engine.generate(asked))
+
+    vllm.play(work)
+
+
+def test_the_probe_agrees_closely(vllm: Running) -> None:
+    """So closely that the tolerance of a swap is not what hides a mistake."""
+
+    async def work(engine: RemoteEngine) -> None:
+        probe = vllm.versions.put(1).probe
+        manifest = vllm.versions.put(1)
+        await engine.swap(manifest)
+        assert probe is not None
+        answer = await engine._server.score(list(probe.tokens))
+        assert max(abs(a - b) for a, b in zip(answer, probe.logprobs, strict=True)) < 1e-4
+
+    vllm.play(work)
+
+
+def test_an_abort_frees_the_server(vllm: Running) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        task = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200, seed=0)))
+        while "a/0" not in engine._calls or not engine._calls["a/0"].tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await engine.abort("a/0")
+        got = await task
+        assert got.finish is Finish.ABORT
+        await asyncio.sleep(0.2)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            text = (await client.get(vllm.url + "/metrics")).text
+        running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+        assert [float(line.split()[-1]) for line in running] == [0.0]
+
+    vllm.play(work)
+
+
+def test_a_server_started_otherwise_is_refused(vllm: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        monkeypatch.setattr("rollart.engines.vllm.LOGPROBS", "raw_logprobs")
+        with pytest.raises(EngineError, match="start it with --logprobs-mode raw_logprobs"):
+            await vllm.engine()
+        monkeypatch.undo()
+        monkeypatch.setenv(TOKEN_VARIABLE, "another")
+        with pytest.raises(EngineError, match="answered 401"):
+            await vllm.engine()
+
+    vllm.play(work)

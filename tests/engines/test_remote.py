@@ -1,0 +1,289 @@
+"""Engines behind a server: true spans over swaps, exact log-probabilities, proof of the weights served.
+
+The server is the fake that speaks SGLang's protocol; `test_vllm.py` says the same of a real vLLM.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
+from rollart.engines.remote import RemoteEngine
+from rollart.engines.segments import Call
+from rollart.errors import EngineError, RequestError, WeightError
+from rollart.types import Completion, Finish
+from tests.engines.fake_sglang import KEY, FakeSglang
+from tests.engines.reference import request
+from tests.engines.remote import CONTEXT_TOKENS, Versions
+
+
+@pytest.fixture
+def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Versions:
+    monkeypatch.setenv(TOKEN_VARIABLE, KEY)
+    return Versions(tmp_path)
+
+
+def settings(versions: Versions, url: str, **more: Any) -> ServerSettings:
+    return ServerSettings(
+        kind="sglang",
+        engine_id="e0",
+        model=str(versions.path),
+        context_tokens=CONTEXT_TOKENS,
+        log_dir=str(versions.path.parent),
+        url=url,
+        **more,
+    )
+
+
+def play(versions: Versions, work: Callable[[RemoteEngine, FakeSglang], Awaitable[None]], **fake: Any) -> None:
+    async def awaited() -> None:
+        core = EmbeddedEngine.from_directory(
+            str(versions.path), settings=EngineSettings(max_batch=8, max_context=CONTEXT_TOKENS)
+        )
+        async with FakeSglang(core, **fake).serving() as server:
+            store = versions.store
+            engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            try:
+                await work(engine, server)
+            finally:
+                await engine.close()
+
+    asyncio.run(asyncio.wait_for(awaited(), 60))
+
+
+async def started(engine: RemoteEngine, *names: str, tokens: int = 1) -> None:
+    """Until each of these requests has so many tokens."""
+    await until(lambda: all(name in engine._calls for name in names))
+    await until(lambda: all(name not in engine._calls or len(engine._calls[name].tokens) >= tokens for name in names))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_every_token_is_of_the_version_its_span_says(versions: Versions, incremental: bool) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=150, seed=n) for n in range(4)]
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await started(engine, *(one.id for one in asked))
+        for version in (1, 2):
+            await until(lambda: all(len(call.tokens) >= 20 * version for call in engine._calls.values()))  # noqa: B023
+            report = await engine.swap(versions.put(version))
+            assert report.rebuilt_tokens >= 20 * version * sum(not task.done() for task in tasks)
+        spans = set()
+        for one, task in zip(asked, tasks, strict=True):
+            got = await task
+            versions.check(one, got)
+            spans.add(tuple(span.version for span in got.spans))
+            assert got.finish is Finish.STOP or len(got.tokens) == 150
+            assert got.prefill_tokens + got.cached_tokens >= one.prompt_tokens * len(got.spans)
+        assert (0, 1, 2) in spans
+
+    play(versions, work, incremental=incremental)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 5, "temperature": 1.3}]
+)
+def test_log_probabilities_are_of_the_whole_scaled_distribution(versions: Versions, sampling: dict[str, Any]) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        asked = request([5, 6, 7], max_tokens=40, seed=1, **sampling)
+        versions.check(asked, await engine.generate(asked))
+
+    play(versions, work)
+
+
+def test_a_stop_string_is_found_wherever_it_lies(versions: Versions) -> None:
+    """The stop string's first token is sampled before a swap, its last one after it."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        asked = request([5, 6, 7], max_tokens=100, seed=3)
+        whole = await engine.generate(asked)
+        call = engine._calls
+        assert not call
+        decode = engine._stops._decode  # type: ignore[union-attr]
+        stop = decode(whole.tokens[7:9].tolist())
+        first = next(n for n in range(1, 101) if stop in decode(whole.tokens[:n].tolist()))
+        got = await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=(stop,))))
+        assert got.finish is Finish.STOP
+        assert got.tokens.tolist() == whole.tokens[:first].tolist()
+
+    play(versions, work)
+
+
+def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        decode = engine._stops._decode  # type: ignore[union-attr]
+        asked = request([5, 6, 7], "a/0", max_tokens=150, seed=1)
+        first = asyncio.ensure_future(engine.generate(asked))
+        await started(engine, "a/0", tokens=8)
+        await engine.swap(versions.put(1))
+        whole = await first
+        cut = whole.spans[0].length
+        assert len(whole.spans) == 2
+        stop = decode(whole.tokens[cut - 1 : cut + 1].tolist())
+        assert stop not in decode(whole.tokens[:cut].tolist())
+        # The same tokens again, one by one: all of the call's are looked at, and not those of a segment alone.
+        call = Call(request=replace(asked, sampling=replace(asked.sampling, stop=(stop,))), prompt=[5, 6, 7])
+        ends = []
+        for token in whole.tokens[: cut + 1].tolist():
+            call.tokens.append(token)
+            ends.append(engine._stopped(call))
+        assert ends == [False] * cut + [True]
+
+    play(versions, work)
+
+
+def test_an_aborted_request_gives_what_it_has(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        asked = request([5, 6, 7], "a/0", max_tokens=200, seed=1)
+        task = asyncio.ensure_future(engine.generate(asked))
+        await started(engine, "a/0", tokens=8)
+        await engine.abort("a/0")
+        got = await task
+        assert got.finish is Finish.ABORT
+        versions.check(asked, got)
+        await until(lambda: not server.core._live)
+
+    play(versions, work)
+
+
+def test_who_stops_waiting_stops_the_server_too(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        task = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
+        await started(engine, "a/0", tokens=8)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not server.core._live)
+
+    play(versions, work)
+
+
+def test_a_server_that_does_not_load_what_it_says_is_found_out(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        server.lose_updates = True
+        with pytest.raises(
+            WeightError, match=r"loaded version 1, but its log-probabilities are up to .* from the trainer"
+        ):
+            await engine.swap(versions.put(1))
+        assert engine.version == 0
+        assert server.loads[-1] == str(versions.path), "it went back to what it served"
+        asked = request([5, 6, 7], max_tokens=10)
+        versions.check(asked, await engine.generate(asked))
+        server.lose_updates = False
+        assert (await engine.swap(versions.put(2))).version == 2
+
+    play(versions, work)
+
+
+def test_small_steps_are_told_apart(versions: Versions) -> None:
+    """Two versions closer to each other than the tolerance: still, the old one is not taken for the new."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        manifest = versions.put(1)
+        await engine.swap(manifest)
+        assert manifest.probe is not None
+        near = replace(
+            manifest,
+            version=2,
+            probe=manifest.probe._replace(logprobs=tuple(x - 0.002 for x in manifest.probe.logprobs)),
+        )
+        versions.store.push(2, versions.store.fetch(manifest))
+        with pytest.raises(WeightError, match=r"asked to load version 2, it still serves 1"):
+            await engine.swap(replace(near, buckets=versions.store.manifest(2).buckets))  # type: ignore[union-attr]
+        assert engine.version == 1
+
+    play(versions, work)
+
+
+def test_a_version_without_a_probe_is_refused(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        with pytest.raises(WeightError, match="came without a probe"):
+            await engine.swap(replace(versions.put(1), probe=None))
+        assert not server.loads
+
+    play(versions, work)
+
+
+def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions, tmp_path: Path) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        waiting = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
+        await started(engine, "a/0", tokens=4)
+        server.lose_updates = True
+        engine._loaded = tmp_path / "gone"
+        server._update = None  # type: ignore[assignment, method-assign]
+        manifest = versions.put(1)
+        original = engine._server.load
+
+        async def load(folder: Path, version: int) -> None:
+            if folder == tmp_path / "gone":
+                raise WeightError("no such folder")
+            await original(folder, version)
+
+        engine._server.load = load  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match=r"neither new weights .* nor those of version 0 could be loaded"):
+            await engine.swap(manifest)
+        with pytest.raises(EngineError, match="neither new weights"):
+            await waiting
+        with pytest.raises(EngineError, match="neither new weights"):
+            await engine.generate(request([5, 6, 7], "b/0"))
+
+    play(versions, work)
+
+
+def test_what_cannot_be_served_is_refused(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        for bad in (
+            request([1_000_000], "a/0"),
+            request([5], "a/0", max_tokens=0),
+            request([5] * CONTEXT_TOKENS, "a/0"),
+        ):
+            with pytest.raises(RequestError):
+                await engine.generate(bad)
+        with pytest.raises(EngineError, match="needs weights of version 3"):
+            await engine.generate(request([5], "a/0", min_version=3))
+        got = await engine.generate(request([5] * (CONTEXT_TOKENS - 3), "a/0", max_tokens=50, temperature=0.0))
+        assert len(got.tokens) <= 3
+
+    play(versions, work)
+
+
+def test_a_wrong_key_and_a_server_that_is_not_there_are_named(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        store = versions.store
+        monkeypatch.setenv(TOKEN_VARIABLE, "another")
+        with pytest.raises(EngineError, match=r"answered 401"):
+            await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+        with pytest.raises(EngineError, match=r"http://127.0.0.1:9/get_server_info: ConnectError"):
+            await launch(settings(versions, "http://127.0.0.1:9"), fetch=store.fetch, folder=store.folder)
+
+    play(versions, work)
+
+
+def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
+    async def awaited() -> None:
+        core = EmbeddedEngine.from_directory(str(versions.path), settings=EngineSettings(max_context=CONTEXT_TOKENS))
+        async with FakeSglang(core).serving() as server:
+            store = versions.store
+            engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            task: asyncio.Future[Completion] = asyncio.ensure_future(
+                engine.generate(request([5, 6, 7], "a/0", max_tokens=200))
+            )
+            await started(engine, "a/0", tokens=4)
+        with pytest.raises(EngineError):
+            await task
+        with pytest.raises(EngineError):
+            await engine.swap(versions.put(1))
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(awaited(), 60))
