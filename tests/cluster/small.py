@@ -19,13 +19,13 @@ def raw_job(model: Path, **settings: Any) -> dict[str, Any]:
             {"name": "lake", "use": "rollart.tasks.frozen_lake", "group_size": 4, "max_turns": 6, "max_tokens": 4},
             {"name": "maths", "use": "rollart.tasks.calculator_math", "group_size": 4, "max_turns": 3, "max_tokens": 8},
         ],
-        "rollout": {"groups_per_step": 4, "zero_variance": "skip"},
+        "rollout": {"groups_per_step": 4, "zero_variance": "keep"},
         "pools": [
             {"name": "cpu", "engines": {"count": 1, "kv_tokens": 16384, "max_batch": 64}},
             {"name": "environments", "slots": 32, "isolation": "inline"},
         ],
         "rewards": {"workers": 1},
-        "train": {"pool": "cpu", "steps": STEPS, "lr": 1e-4},
+        "train": {"pool": "cpu", "steps": STEPS, "lr": 1e-4, "entropy_coef": 0.01},
         "weights": {"bucket_mb": 16},
         "checkpoint": {"every": 1},
         "limits": {"backoff_s": 0.2},
@@ -34,7 +34,7 @@ def raw_job(model: Path, **settings: Any) -> dict[str, Any]:
             "tasks": {
                 name: {"turns": 3, "prompt_tokens": 30, "observation_tokens": 10, "answer_tokens": 4}
                 for name in ("lake", "maths")
-            }
+            },
         },
     }
     return {**raw, **settings}
