@@ -16,7 +16,7 @@ JOB = {
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"cluster": {"type": "ray"}}, "cluster.type"),
+        ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "fsdp2"}}, "train.type"),
         ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "pools.cpu.engines.type"),
