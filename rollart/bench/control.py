@@ -60,7 +60,7 @@ def measure() -> dict[str, Any]:
     cost_s: dict[int, list[float]] = {size: [] for size in sizes}
     for number in range(ROUNDS):
         for size in sizes:
-            calls, seconds = _run(size)
+            calls, seconds = run_turns(size)
             cost_s[size].append(seconds / calls)
             print(
                 f"round {number + 1}/{ROUNDS}: {size} live, {calls / seconds:,.0f} calls/s", file=sys.stderr, flush=True
@@ -98,7 +98,7 @@ def _job(live: int, steps: int) -> Job:
     )
 
 
-def _run(live: int) -> tuple[int, float]:
+def run_turns(live: int) -> tuple[int, float]:
     """(generate calls, CPU seconds) of one run with so many live trajectories."""
     steps = max(2, CALLS // (live // 2 * TURNS))
     gc.collect()

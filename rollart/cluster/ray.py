@@ -11,11 +11,15 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import orjson
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -29,6 +33,8 @@ Build = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Makes a worker from its set-up: `rollart.worker.build`."""
 KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
+PLACED = "placed.jsonl"
+"""In the run's log directory: one line for each start of a worker, with its node, host and process."""
 MOST_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
 
@@ -42,9 +48,9 @@ class Host:
         with contextlib.suppress(OSError):
             os.chdir(directory)  # relative paths of the job mean the same here, where the directory is shared
 
-    async def where(self) -> str:
+    async def where(self) -> dict[str, Any]:
         """Answers as soon as the actor has a machine."""
-        return str(ray.get_runtime_context().get_node_id())
+        return {"node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(), "pid": os.getpid()}
 
     async def setup(self, body: bytes) -> bytes:
         return await self._answer(self._set_up(unpack(body)))
@@ -71,7 +77,7 @@ class RayWorker:
         self.name = name
         self.gone = False
         """A call has found that it is lost."""
-        self.node = ""
+        self.place: dict[str, Any] = {}
         self._actor = actor
         self._group = group
 
@@ -79,7 +85,7 @@ class RayWorker:
         """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built."""
         try:
             async with asyncio.timeout(wait_s):
-                self.node = await self._actor.where.remote()
+                self.place = await self._actor.where.remote()
         except TimeoutError:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
@@ -118,6 +124,7 @@ class RayCluster:
         engine_needs: Mapping[str, Needs],
         trainer_needs: Needs,
         room: Sequence[Needs],
+        log_dir: Path,
         address: str | None,
         wait_s: float,
     ) -> None:
@@ -127,8 +134,11 @@ class RayCluster:
         self._engine_needs = engine_needs
         self._trainer_needs = trainer_needs
         self._wait_s = wait_s
+        self._log_dir = log_dir
         self.workers: dict[str, RayWorker] = {}
         """By name: the engines' ids, `trainer`, and the environment workers'."""
+        log_dir.mkdir(parents=True, exist_ok=True)
+        _say_into(log_dir / "ray.log")
         connect(address, room)
 
     async def engine(self, spec: EngineSpec) -> WorkerEngine:
@@ -150,6 +160,8 @@ class RayCluster:
         except BaseException:
             worker.stop()
             raise
+        with (self._log_dir / PLACED).open("ab") as log:
+            log.write(orjson.dumps({"worker": name, **worker.place}, option=orjson.OPT_APPEND_NEWLINE))
         return worker
 
     async def close(self) -> None:
@@ -201,6 +213,16 @@ def connect(address: str | None, room: Sequence[Needs]) -> None:
     kinds = {need.resource: 1.0 for need in room if need.resource}
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
     ray.init(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False, **quiet)
+
+
+def _say_into(path: Path) -> None:
+    """What Ray tells a driver of its nodes goes to a file: on stdout it would end up in our JSON. It has no setting."""
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        with path.open("a") as log:
+            log.writelines(f"({data.get('pid')}) {line}\n" for line in data["lines"])
+
+    ray_worker.print_to_stdstream = write
 
 
 def nodes_at(address: str) -> list[Node]:

@@ -21,6 +21,8 @@ def test_simulated(model: Path, tmp_path: Path) -> None:
     well(simulate(small_job(model), tmp_path / "run"))
 
 
-@pytest.mark.parametrize("cluster", ["inline", "local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cluster", ["inline", pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)]
+)
 def test_for_real(model: Path, tmp_path: Path, cluster: str) -> None:
     well(train(small_job(model, cluster={"type": cluster}), tmp_path / "run"))

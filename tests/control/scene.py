@@ -19,7 +19,7 @@ from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, RollartError, TrainerError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import MODELS
-from rollart.policy.placement import engine_specs
+from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import Engine, Env, Trainer
 from rollart.run import facts
 from rollart.samples import filled
@@ -436,6 +436,7 @@ class Scene:
             journal=self.journal,
             affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
             agent=self.agent,
+            further_engines=tuple(further_specs(offers(self.job))),
         )
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 

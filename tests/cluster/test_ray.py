@@ -1,0 +1,322 @@
+"""A real Ray cluster of five nodes on this machine: placement by pool, and what a lost node does to a job.
+
+Every node is a raylet of its own with workers of its own, told apart by custom resources; a killed node is a killed
+raylet. What one machine cannot show is a network between them.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from rollart.cli import main
+from rollart.config import Job
+from rollart.errors import JobError
+from rollart.events import Event, read_events
+from rollart.run import RunResult
+from rollart.training import train
+from tests.cluster.small import small_job
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+STEPS = 400
+"""More than any test waits for: each stops its job when it has seen what it wants."""
+MOST_S = 400
+NO_ROOM = "it needs 1 CPU on a machine with the resource 'h800', and no machine had room for 20 s"
+ENGINE: dict[str, Any] = {"type": "embedded", "kv_tokens": 16384, "max_batch": 64}
+"""The engines of both pools; a test of another engine changes one of them."""
+
+
+class FiveNodes:
+    """Head, two compute, one bandwidth, one for environments."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        self.nodes: list[tuple[str, Any]] = []
+        for kind in ("h800", "h800", "h20", "environments"):
+            self.add(kind)
+
+    def add(self, kind: str) -> Any:
+        cpus = 1 if kind == "h800" else 2  # one engine; or engine and trainer; or two environment workers
+        node = self.cluster.add_node(num_cpus=cpus, resources={kind: 1}, object_store_memory=80_000_000)
+        self.nodes.append((kind, node))
+        return node
+
+    def kill(self, kind: str, *, newest: bool = False) -> None:
+        """Kill one node of a kind, without a word to anybody."""
+        found = [pair for pair in self.nodes if pair[0] == kind][-1 if newest else 0]
+        self.nodes.remove(found)
+        self.cluster.remove_node(found[1], allow_graceful=False)
+
+    def kinds(self) -> dict[str, str]:
+        return {node.node_id: kind for kind, node in self.nodes}
+
+    def whole(self) -> None:
+        """As at the start, whatever a test left."""
+        for kind, wanted in (("h800", 2), ("h20", 1), ("environments", 1)):
+            there = [pair for pair in self.nodes if pair[0] == kind]
+            for _ in there[wanted:]:
+                self.kill(kind)
+            for _ in range(wanted - len(there)):
+                self.add(kind)
+
+
+@pytest.fixture(scope="module")
+def all_nodes() -> Iterator[FiveNodes]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    five = FiveNodes()
+    yield five
+    five.cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def nodes(all_nodes: FiveNodes) -> FiveNodes:
+    all_nodes.whole()
+    return all_nodes
+
+
+def five_node_job(
+    nodes: FiveNodes, model: Path, tmp_path: Path, *, most: int | None = None, bandwidth: int = 1, **settings: Any
+) -> Job:
+    base = small_job(model).model_dump(mode="json")
+    tasks = [{**task, "affinity": pool} for task, pool in zip(base["tasks"], ("bandwidth", "compute"), strict=True)]
+    wanted: dict[str, Any] = {
+        "tasks": tasks,
+        "pools": [
+            {"name": "compute", "hardware": "h800", "engines": {**ENGINE, "count": 2, "most": most}},
+            {"name": "bandwidth", "hardware": "h20", "engines": {**ENGINE, "count": bandwidth}},
+            {"name": "environments", "resource": "environments", "slots": 32, "slots_per_worker": 16},
+        ],
+        "train": {**base["train"], "pool": "bandwidth", "steps": STEPS},
+        "weights": {"type": "files", "path": str(tmp_path / "weights"), "bucket_mb": 16},
+        "cluster": {"type": "ray", "address": nodes.cluster.address, "wait_s": 20},
+    }
+    return small_job(model, **{**wanted, **settings})
+
+
+class Script:
+    """Reads a run as it happens: does each deed when its moment has come, and at last stops the job."""
+
+    def __init__(self, *deeds: tuple[Callable[[Event], bool], Callable[[], object]]) -> None:
+        self._deeds = list(deeds)
+        self._alarm = threading.Timer(MOST_S, self.stop)
+        self._alarm.start()
+
+    def read(self, event: Event) -> None:
+        if self._deeds and self._deeds[0][0](event):
+            self._deeds.pop(0)[1]()  # here, on the coordinator's own thread: Ray starts nodes on no other
+
+    @staticmethod
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def end(self) -> None:
+        self._alarm.cancel()
+        assert not self._deeds, "the run was over before everything was seen"
+
+
+def step(number: int) -> Callable[[Event], bool]:
+    return lambda event: event["e"] == "step.end" and event["version"] >= number
+
+
+def seen(kind: str) -> Callable[[Event], bool]:
+    return lambda event: bool(event["e"] == kind)
+
+
+def up(engine: str) -> Callable[[Event], bool]:
+    return lambda event: event["e"] == "engine.up" and event["engine"] == engine
+
+
+def both(*moments: Callable[[Event], bool]) -> Callable[[Event], bool]:
+    """In whatever order."""
+    left = list(moments)
+
+    def read(event: Event) -> bool:
+        left[:] = [moment for moment in left if not moment(event)]
+        return not left
+
+    return read
+
+
+def steps(count: int) -> Callable[[Event], bool]:
+    """So many steps from when this is first asked."""
+    left = count
+
+    def read(event: Event) -> bool:
+        nonlocal left
+        left -= int(event["e"] == "step.end")
+        return left <= 0
+
+    return read
+
+
+def nothing() -> None:
+    """The moment itself was what was waited for."""
+
+
+def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[], object]]) -> list[Event]:
+    """Run it; the promises hold, nothing is lost. Returns the events."""
+    script = Script(*deeds)
+    result: RunResult = train(job, out, readers=(script.read,))
+    script.end()
+    assert result.summary["state"] == "interrupted", result.summary["reason"]
+    assert result.violations == []
+    assert (result.summary["groups"]["lost"], result.summary["groups"]["trained_twice"]) == (0, 0)
+    return list(read_events(out / "events.jsonl"))
+
+
+def placed(out: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in (out / "logs" / "placed.jsonl").read_bytes().splitlines()]
+
+
+def elsewhere(events: list[Event]) -> list[Event]:
+    """Requests that ran on another pool than wanted, with no reason recorded."""
+    return [
+        event for event in events if event["e"] == "send" and event["pool"] != event["want"] and "fallback" not in event
+    ]
+
+
+def test_every_worker_and_request_is_where_its_pool_says(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+    job = five_node_job(nodes, model, tmp_path)
+
+    events = play(job, tmp_path / "run", (step(3), Script.stop))
+
+    kinds = nodes.kinds()
+    where = {
+        (row["worker"].rpartition("-")[0] or row["worker"], kinds[row["node"]]) for row in placed(tmp_path / "run")
+    }
+    assert where == {
+        ("compute", "h800"),
+        ("bandwidth", "h20"),
+        ("trainer", "h20"),
+        ("environments-env", "environments"),
+    }
+    assert len({row["node"] for row in placed(tmp_path / "run") if row["worker"].startswith("compute")}) == 2
+    sends = [event for event in events if event["e"] == "send"]
+    assert {(event["want"], event["engine"].rpartition("-")[0]) for event in sends} == {
+        ("compute", "compute"),
+        ("bandwidth", "bandwidth"),
+    }
+    assert not any("fallback" in event for event in sends)
+
+
+def test_a_lost_node_costs_time_only_and_its_pool_heals(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+    job = five_node_job(nodes, model, tmp_path)
+
+    events = play(
+        job,
+        tmp_path / "run",
+        (step(2), lambda: nodes.kill("h800")),
+        (lambda event: event["e"] == "engine.retry" and NO_ROOM in event["reason"], lambda: nodes.add("h800")),
+        (seen("engine.up"), nothing),
+        (steps(2), Script.stop),
+    )
+
+    down = next(event for event in events if event["e"] == "engine.down")
+    back = next(event for event in events if event["e"] == "engine.up")
+    engine = down["engine"]
+    assert engine == back["engine"]
+    assert engine.startswith("compute-")
+    lost = [event["id"] for event in events if event["e"] == "lost"]
+    again = {event["id"] for event in events if event["e"] == "send" and event["n"] > down["n"]}
+    assert set(lost) <= again, "each request that the node held was sent again"
+    meanwhile = [event for event in events if down["n"] < event["n"] < back["n"]]
+    assert sum(event["e"] == "step.end" for event in meanwhile) >= 1, "the job went on without it"
+    assert not any(event["e"] == "send" and event["engine"] == engine for event in meanwhile)
+    assert any(event["e"] == "said" and event["engine"] == engine and event["n"] > back["n"] for event in events)
+    assert elsewhere(events) == []
+
+
+def test_the_only_trainer_node_is_lost_and_training_resumes(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+    """With it goes the only engine of a pool: its requests fall back, with the reason, until a node returns."""
+    job = five_node_job(nodes, model, tmp_path, checkpoint={"every": 3})
+
+    events = play(
+        job,
+        tmp_path / "run",
+        (step(5), lambda: nodes.kill("h20")),
+        (lambda event: "fallback" in event, lambda: nodes.add("h20")),
+        (both(seen("trainer.up"), up("bandwidth-0")), nothing),
+        (steps(2), Script.stop),
+    )
+
+    down = next(event for event in events if event["e"] == "trainer.down")
+    back = next(event for event in events if event["e"] == "trainer.up")
+    checkpoint = [event["step"] for event in events if event["e"] == "checkpoint" and event["n"] < down["n"]][-1]
+    replayed = [event["step"] for event in events if event["e"] == "replay"]
+    assert replayed == list(range(checkpoint, back["version"])), "from the checkpoint to where it was, once"
+    fallbacks = [event for event in events if event["e"] == "send" and event["pool"] != event["want"]]
+    assert {event["fallback"] for event in fallbacks} == {"pool bandwidth has no engine up"}
+    assert elsewhere(events) == []
+
+
+def test_a_lost_environment_node_ends_only_what_ran_there(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+    job = five_node_job(nodes, model, tmp_path)
+
+    events = play(
+        job,
+        tmp_path / "run",
+        (step(2), lambda: nodes.kill("environments")),
+        (lambda event: event["e"] == "end" and event["status"] == "failed", lambda: nodes.add("environments")),
+        (steps(4), Script.stop),
+    )
+
+    failed = [event["reason"] for event in events if event["e"] == "end" and event["status"] == "failed"]
+    assert failed
+    assert all("its actor is lost" in reason for reason in failed)
+
+
+def test_a_pool_grows_and_shrinks_with_its_nodes(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+    job = five_node_job(nodes, model, tmp_path, most=3)
+
+    events = play(
+        job,
+        tmp_path / "run",
+        (step(2), lambda: nodes.add("h800")),
+        (up("compute-2"), nothing),
+        (steps(3), lambda: nodes.kill("h800", newest=True)),
+        (seen("engine.down"), nothing),
+        (steps(3), Script.stop),
+    )
+
+    joined = next(event for event in events if event["e"] == "engine.up")
+    left = next(event for event in events if event["e"] == "engine.down")
+    assert left["engine"] == "compute-2"
+    served = [event["n"] for event in events if event["e"] == "said" and event["engine"] == "compute-2"]
+    assert served
+    assert joined["n"] < min(served)
+    assert max(served) < left["n"]
+
+
+def test_a_job_that_does_not_fit_is_refused_by_pool(
+    nodes: FiveNodes, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = five_node_job(nodes, model, tmp_path)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+
+    with pytest.raises(JobError, match=r"Pool bandwidth, rollout: 1 of 3 workers placed") as refused:
+        train(five_node_job(nodes, model, tmp_path, most=None, bandwidth=3), tmp_path / "run")
+    assert "Pool compute" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+    assert main(["pools", str(file), "--json"]) == 0
+    shown = orjson.loads(capsys.readouterr().out)
+    assert len(shown["nodes"]) == 5
+    assert shown["missing"] == []
+    assert main(["pools", str(file), "pools.bandwidth.resource=nowhere", "--json"]) == 1
+    shown = orjson.loads(capsys.readouterr().out)
+    assert shown["fallbacks"] == {"bandwidth": "compute"}
+    assert "no machine has the resource 'nowhere'" in shown["missing"][0]
