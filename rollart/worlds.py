@@ -15,9 +15,10 @@ from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.errors import JobError
 from rollart.events import EventLog
 from rollart.hardware import HARDWARE, MODELS, ModelShape
-from rollart.policy.affinity import Affinity, PoolSpeed
+from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import PoolOffer, engine_specs, stand_ins
+from rollart.policy.prediction import PoolSpeed
 from rollart.ports import EnvHost, Journal, RewardBackend
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
@@ -60,6 +61,8 @@ def build_affinity(job: Job, model: ModelShape) -> Affinity:
             engines=pool.engines.count,
             gpus=pool.engines.gpus,
             max_batch=pool.engines.max_batch,
+            chunk_tokens=job.sim.engine.chunk_tokens,
+            overhead_s=job.sim.engine.overhead_s,
         )
         for pool in job.pools
         if pool.engines
@@ -69,6 +72,7 @@ def build_affinity(job: Job, model: ModelShape) -> Affinity:
         {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
         speeds,
         stand_ins(offers(job)),
+        ahead=job.rollout.staleness + 0.5,
     )
 
 

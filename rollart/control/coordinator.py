@@ -13,6 +13,7 @@ from rollart.control.crew import Crew
 from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet
+from rollart.control.placing import Placing
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout, StopAsked
 from rollart.control.trainer import TrainerDriver
@@ -209,7 +210,8 @@ class Coordinator:
             repair=self._repair,
         )
         proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
-        self.rollout = Rollout(job, world.task_sets, world.affinity, self.fleet, self.crew, self.waits, self._log)
+        placing = Placing(world.affinity, self.fleet, self._log)
+        self.rollout = Rollout(job, world.task_sets, placing, self.fleet, self.crew, self.waits, self._log)
         manager = EnvManager(
             job,
             world.host,
@@ -226,7 +228,7 @@ class Coordinator:
         self.weights = WeightDriver(
             self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
         )
-        self.evaluation = Evaluation(job, world.task_sets, world.affinity, manager, self._log)
+        self.evaluation = Evaluation(job, world.task_sets, placing, manager, self._log)
         return began
 
     async def _repair(self, version: WeightVersion) -> WeightManifest:

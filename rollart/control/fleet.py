@@ -81,6 +81,8 @@ class Fleet:
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
+        self.on_change: Callable[[int], None] = lambda cause: None
+        """Called with the event that says so when an engine came or went."""
 
     # --- who takes requests -------------------------------------------------------------------------------
 
@@ -105,6 +107,7 @@ class Fleet:
         for call in list(seat.calls.values()):
             call.lost = reason
             call.task.cancel()
+        self.on_change(cause)
         self._crew.spawn(self._revive(seat, cause))
 
     async def _revive(self, seat: Seat, cause: int) -> None:
@@ -128,7 +131,9 @@ class Fleet:
                     await self._waiting.guard(seat.spec.id, self.changed())
                 continue
             seat.view.up = seat.view.serving = True
-            self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+            self.on_change(
+                self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+            )
             self._wake()
             return
         seat.gone = True
