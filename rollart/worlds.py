@@ -70,6 +70,7 @@ def build_affinity(job: Job, model: ModelShape) -> Affinity:
     return Affinity(
         {task.name: task.affinity for task in job.tasks},
         {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
+        {task.name: task.group_size for task in job.tasks},
         speeds,
         stand_ins(offers(job)),
         ahead=job.rollout.staleness + 0.5,

@@ -8,7 +8,8 @@ from typing import Any
 from rollart.control.fleet import Fleet
 from rollart.events import LogHandle
 from rollart.policy.affinity import Affinity, Decision
-from rollart.policy.prediction import NEVER_S, TaskProfile
+from rollart.policy.prediction import NEVER_S
+from rollart.policy.profile import TaskProfile
 from rollart.types import Status, Trajectory
 
 
@@ -74,6 +75,7 @@ def needs(trajectory: Trajectory) -> TaskProfile:
         cached_tokens=sum(turn.completion.cached_tokens for turn in trajectory.turns),
         prefill_tokens=sum(turn.completion.prefill_tokens for turn in trajectory.turns),
         decode_tokens=trajectory.sampled_tokens,
+        decode_squares=float(trajectory.sampled_tokens) ** 2,
         turns=turns,
         context_tokens=context / turns,
         elsewhere_s=max(0.0, trajectory.ended_s - trajectory.started_s - generating_s),
@@ -87,6 +89,7 @@ def _profile(profile: TaskProfile) -> dict[str, Any]:
         "cached_tokens": round(profile.cached_tokens, 1),
         "prefill_tokens": round(profile.prefill_tokens, 1),
         "decode_tokens": round(profile.decode_tokens, 1),
+        "decode_spread": round(profile.decode_spread, 3),
         "turns": round(profile.turns, 2),
         "context_tokens": round(profile.context_tokens, 1),
         "elsewhere_s": round(profile.elsewhere_s, 3),

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.policy.planning import Plan, Problem, best_plan, spread
-from rollart.policy.prediction import NEVER_S, UNKNOWN, PoolSpeed, TaskProfile
+from rollart.policy.prediction import NEVER_S, PoolSpeed
+from rollart.policy.profile import Meter, TaskProfile
 
 CLEAR_GAIN = 0.05
 """A new assignment must be predicted to be faster by this share to be taken: noise must not move tasks."""
@@ -17,6 +18,9 @@ FIRST_LOOK = 8
 """Trajectories of each free task before the first assignment by measurement."""
 REPLAN_EVERY = 64
 """Trajectories between two looks, or half a step's worth where that is more."""
+YOUNG = 4
+"""Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
+the first profiles make tasks look shorter than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,34 +55,42 @@ class Affinity:
         self,
         tasks: Mapping[str, str],
         demand: Mapping[str, float],
+        members: Mapping[str, int],
         pools: Sequence[PoolSpeed],
         order: Mapping[str, Sequence[str]],
         *,
         ahead: float = 1.5,
     ) -> None:
-        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step. `order`: pool -> itself and
-        its stand-ins, best first. `ahead`: steps that a trajectory may take."""
+        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step; `members`: of
+        each group of it. `order`: pool -> itself and
+        its stand-ins, best first. `ahead`: steps that a group may take."""
         self._fixed = {task: pool for task, pool in tasks.items() if pool != "auto"}
         self._demand = dict(demand)
+        self._members = dict(members)
         self._pools = list(pools)
         self._order = {name: tuple(names) for name, names in order.items()}
         self._ahead = ahead
-        self._every = max(REPLAN_EVERY, round(sum(demand.values()) / 2))
-        self._since = 0
+        self._step = sum(demand.values())
+        self._since = self._seen = 0
         self._measured = False
         """The plan comes from profiles of all free tasks."""
-        self.profiles = dict.fromkeys(tasks, UNKNOWN)
+        self._meters = {task: Meter() for task in tasks}
         self._owed: dict[tuple[str, str], float] = {}
         self.plan: Plan = spread(self._problem())
 
     @property
+    def profiles(self) -> dict[str, TaskProfile]:
+        return {task: meter.profile for task, meter in self._meters.items()}
+
+    @property
     def _free(self) -> list[str]:
-        return [task for task in self.profiles if task not in self._fixed]
+        return [task for task in self._meters if task not in self._fixed]
 
     def _problem(self) -> Problem:
         return Problem(
             profiles=self.profiles,
             demand=self._demand,
+            members=self._members,
             pools=self._pools,
             fixed={task: self._stand_in(pool) for task, pool in self._fixed.items()},
             ahead=self._ahead,
@@ -110,13 +122,18 @@ class Affinity:
 
     def seen(self, task: str, needed: TaskProfile) -> Decision | None:
         """A trajectory ended, and needed this. A decision where it was time to look at the assignment."""
-        self.profiles[task] = self.profiles[task].seen(needed)
+        changed = self._meters[task].add(needed)
         self._since += 1
-        known = all(self.profiles[name].trajectories >= FIRST_LOOK for name in self._free)
-        if known and not self._measured:
-            self._measured = True
-            return self._look("every task is measured")
-        return self._look(f"{self._since} trajectories since the last look") if self._since >= self._every else None
+        self._seen += 1
+        if not self._measured:
+            self._measured = all(self._meters[name].profile.trajectories >= FIRST_LOOK for name in self._free)
+            return self._look("every task is measured") if self._measured else None
+        if changed:
+            return self._look(f"{task} has changed")
+        every = max(REPLAN_EVERY, self._step / 2)
+        if self._seen < YOUNG * self._step:
+            every /= YOUNG
+        return self._look(f"{self._since} trajectories since the last look") if self._since >= every else None
 
     def engines(self, up: Mapping[str, int]) -> Decision | None:
         """Engines came or went; `up`: pool -> how many take part now. A decision where that changes anything."""
@@ -159,7 +176,7 @@ class Affinity:
         self, problem: Problem, reason: str, plan: Plan, moves: Mapping[str, Mapping[str, float]]
     ) -> Decision:
         predictions: dict[str, dict[str, Prediction]] = {}
-        for task in self.profiles:
+        for task in self._meters:
             predictions[task] = {}
             for pool in self._pools:
                 alone = problem.on(pool, {task: 1.0})
@@ -170,7 +187,7 @@ class Affinity:
             moves=moves,
             step_s=problem.periods(plan),
             engines={pool.name: pool.engines for pool in self._pools},
-            profiles=dict(self.profiles),
+            profiles=self.profiles,
             predictions=predictions,
         )
 

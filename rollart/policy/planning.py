@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.policy.prediction import Forecast, PoolSpeed, TaskProfile, forecast
+from rollart.policy.prediction import Forecast, PoolSpeed, forecast
+from rollart.policy.profile import TaskProfile
 
 EXHAUSTIVE = 256
 """Up to this many assignments of whole tasks are all tried; beyond, one task is moved at a time."""
@@ -16,8 +17,8 @@ PARTS = (2, 4, 8)
 """A task is split in so many parts, coarse first."""
 CLEARLY = 0.005
 """A move that gains less than this is none: predictions are no finer."""
-SPLIT_GAIN = 0.02
-"""A split must be faster than the best assignment of whole tasks by this share."""
+SPLIT_COST = 0.05
+"""Added to the predicted step where a task is split: its groups come in lumps, and small parts are served unevenly."""
 
 Plan = Mapping[str, Mapping[str, float]]
 """Task -> pool -> share of the task's trajectories; the shares of a task add up to 1, and none is 0."""
@@ -30,11 +31,13 @@ class Problem:
     profiles: Mapping[str, TaskProfile]
     demand: Mapping[str, float]
     """Task -> trajectories in a step."""
+    members: Mapping[str, int]
+    """Task -> size of its groups."""
     pools: Sequence[PoolSpeed]
     fixed: Mapping[str, str]
     """Tasks whose pool the user named."""
     ahead: float
-    """Steps that a trajectory may take."""
+    """Steps that a group may take."""
     _known: dict[tuple[str, tuple[tuple[str, float], ...]], Forecast] = field(default_factory=dict)
 
     def on(self, pool: PoolSpeed, work: Mapping[str, float]) -> Forecast:
@@ -43,7 +46,7 @@ class Problem:
         found = self._known.get(key)
         if found is None:
             counts = {task: share * self.demand[task] for task, share in key[1]}
-            found = self._known[key] = forecast(pool, counts, self.profiles, self.ahead)
+            found = self._known[key] = forecast(pool, counts, self.profiles, self.members, self.ahead)
         return found
 
     def periods(self, plan: Plan) -> dict[str, float]:
@@ -55,12 +58,12 @@ class Problem:
 
     def step_s(self, plan: Plan) -> float:
         """Seconds until the last pool has done its part."""
-        return max(self.periods(plan).values())
+        split = any(len(shares) > 1 for shares in plan.values())
+        return max(self.periods(plan).values()) * (1.0 + SPLIT_COST * split)
 
     def value(self, plan: Plan) -> tuple[float, float]:
         """Less is better: the last pool first, then all of them together."""
-        periods = self.periods(plan).values()
-        return max(periods), sum(periods)
+        return self.step_s(plan), sum(self.periods(plan).values())
 
 
 def best_plan(problem: Problem) -> dict[str, dict[str, float]]:
@@ -69,7 +72,7 @@ def best_plan(problem: Problem) -> dict[str, dict[str, float]]:
     free = [task for task in problem.profiles if task not in problem.fixed]
     whole = _whole_tasks(problem, names, free)
     split = _split(problem, whole, names, free)
-    return split if problem.step_s(split) < (1.0 - SPLIT_GAIN) * problem.step_s(whole) else whole
+    return split if problem.step_s(split) < problem.step_s(whole) else whole
 
 
 def spread(problem: Problem) -> dict[str, dict[str, float]]:
@@ -111,13 +114,16 @@ def _improved(
     problem: Problem, plan: dict[str, dict[str, float]], names: Sequence[str], free: Sequence[str], *, part: float
 ) -> dict[str, dict[str, float]]:
     """Move parts of tasks from pool to pool for as long as that makes the step shorter."""
-    value = problem.value(plan)
+
+    def value(plan: Plan) -> tuple[float, float]:
+        periods = problem.periods(plan).values()
+        return max(periods), sum(periods)
+
     while True:
-        best = min(_neighbours(plan, names, free, part), key=problem.value, default=plan)
-        found = problem.value(best)
-        if found[0] > (1.0 - CLEARLY) * value[0]:
+        best = min(_neighbours(plan, names, free, part), key=value, default=plan)
+        if value(best)[0] > (1.0 - CLEARLY) * value(plan)[0]:
             return plan
-        plan, value = best, found
+        plan = best
 
 
 def _neighbours(

@@ -9,69 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollart.hardware import Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.policy.profile import TaskProfile
 
-MEMORY = 1 / 64
-"""Weight of the newest trajectory in a task's profile, once so many were seen."""
 CLOSE_ENOUGH = 0.003
 """Periods are searched to within this share."""
 ROUNDS = 4
 """How often the number of live trajectories and the cache hits that follow from it are worked out from each other."""
 NEVER_S = 1e9
 """A pool that cannot serve a task at all takes this long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskProfile:
-    """What one trajectory of a task needs, on average over those measured."""
-
-    prompt_tokens: float
-    """Of all its calls together: each turn's prompt is the whole history."""
-    new_tokens: float
-    """Of these, not part of an earlier call: what must be prefilled even with a perfect cache."""
-    cached_tokens: float
-    """Of these, found in a cache."""
-    prefill_tokens: float
-    """Prompt tokens that were computed where it ran, caches rebuilt after a swap included."""
-    decode_tokens: float
-    turns: float
-    context_tokens: float
-    """Held in the cache by one call, answer included, on average over its calls."""
-    elsewhere_s: float
-    """Seconds of its life outside the engines: environment, reward, their queues."""
-    trajectories: int = 0
-    """How many were measured."""
-
-    def seen(self, other: "TaskProfile") -> "TaskProfile":
-        """With one more trajectory; the first ones count evenly, later ones by `MEMORY`."""
-        weight = max(MEMORY, 1.0 / (self.trajectories + 1))
-
-        def mixed(mine: float, its: float) -> float:
-            return mine + weight * (its - mine)
-
-        return TaskProfile(
-            prompt_tokens=mixed(self.prompt_tokens, other.prompt_tokens),
-            new_tokens=mixed(self.new_tokens, other.new_tokens),
-            cached_tokens=mixed(self.cached_tokens, other.cached_tokens),
-            prefill_tokens=mixed(self.prefill_tokens, other.prefill_tokens),
-            decode_tokens=mixed(self.decode_tokens, other.decode_tokens),
-            turns=mixed(self.turns, other.turns),
-            context_tokens=mixed(self.context_tokens, other.context_tokens),
-            elsewhere_s=mixed(self.elsewhere_s, other.elsewhere_s),
-            trajectories=self.trajectories + 1,
-        )
-
-
-UNKNOWN = TaskProfile(
-    prompt_tokens=3000.0,
-    new_tokens=2000.0,
-    cached_tokens=1000.0,
-    prefill_tokens=2000.0,
-    decode_tokens=1000.0,
-    turns=3.0,
-    context_tokens=2000.0,
-    elsewhere_s=1.0,
-)
-"""Before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +53,17 @@ class Forecast:
     """Task -> seconds from the start of one trajectory to its end."""
 
 
-def forecast(pool: PoolSpeed, work: Mapping[str, float], profiles: Mapping[str, TaskProfile], ahead: float) -> Forecast:
+def forecast(
+    pool: PoolSpeed,
+    work: Mapping[str, float],
+    profiles: Mapping[str, TaskProfile],
+    members: Mapping[str, int],
+    ahead: float,
+) -> Forecast:
     """The shortest period in which the pool does `work`: task -> trajectories in a step.
 
-    `ahead`: how many steps a trajectory may take; it follows from the staleness bound.
+    `members`: task -> size of its groups, which are done when their slowest is. `ahead`: how many steps a group may
+    take; it follows from the staleness bound.
     """
     tasks = [task for task, count in work.items() if count > 0.0]
     if not tasks:
@@ -119,10 +71,11 @@ def forecast(pool: PoolSpeed, work: Mapping[str, float], profiles: Mapping[str, 
     if pool.engines == 0:
         return Forecast(period_s=NEVER_S, trajectory_s=dict.fromkeys(tasks, NEVER_S))
     live = {task: ahead * work[task] / pool.engines for task in tasks}
+    limits = {task: ahead / profiles[task].straggle(members[task]) for task in tasks}
     period_s, lives = NEVER_S, dict.fromkeys(tasks, NEVER_S)
     for _ in range(ROUNDS):
         hit = _hit_rate(pool, live, profiles)
-        found_s, lives = _shortest(pool, work, tasks, profiles, ahead, hit)
+        found_s, lives = _shortest(pool, work, tasks, profiles, limits, hit)
         if abs(found_s - period_s) <= CLOSE_ENOUGH * period_s:
             break
         period_s = found_s
@@ -144,12 +97,13 @@ def _shortest(
     work: Mapping[str, float],
     tasks: list[str],
     profiles: Mapping[str, TaskProfile],
-    ahead: float,
+    limits: Mapping[str, float],
     hit: float,
 ) -> tuple[float, dict[str, float]]:
+    """`limits`: task -> periods that the mean trajectory may take."""
     low_s = high_s = 1.0
     lives = _lives(pool, work, tasks, profiles, high_s, hit)
-    while not _in_time(lives, ahead * high_s):
+    while not _in_time(lives, limits, high_s):
         low_s, high_s = high_s, 2.0 * high_s
         if high_s > NEVER_S:
             return NEVER_S, dict.fromkeys(tasks, NEVER_S)
@@ -159,7 +113,7 @@ def _shortest(
     while high_s > (1.0 + CLOSE_ENOUGH) * low_s:
         middle_s = (low_s * high_s) ** 0.5
         tried = _lives(pool, work, tasks, profiles, middle_s, hit)
-        if _in_time(tried, ahead * middle_s):
+        if _in_time(tried, limits, middle_s):
             high_s, lives = middle_s, tried
         else:
             low_s = middle_s
@@ -167,8 +121,8 @@ def _shortest(
     return high_s, lives
 
 
-def _in_time(lives: Mapping[str, float] | None, limit_s: float) -> bool:
-    return lives is not None and max(lives.values()) <= limit_s
+def _in_time(lives: Mapping[str, float] | None, limits: Mapping[str, float], period_s: float) -> bool:
+    return lives is not None and all(life_s <= limits[task] * period_s for task, life_s in lives.items())
 
 
 def _lives(
