@@ -8,6 +8,7 @@ checked before anything starts. It imports nothing heavy.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -273,6 +274,18 @@ class Spread(Settings):
         return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+class SimShiftSettings(Settings):
+    """What becomes different about a task in the middle of a simulated run; what is not given stays."""
+
+    after_s: Positive
+    """From this time on: for environments that open, and answers that begin."""
+    turns: Spread | None = None
+    prompt_tokens: Spread | None = None
+    observation_tokens: Spread | None = None
+    answer_tokens: Spread | None = None
+    step_s: Spread | None = None
+
+
 class SimTaskSettings(Settings):
     """How one task behaves in the simulator."""
 
@@ -298,6 +311,20 @@ class SimTaskSettings(Settings):
     """What training adds in the end."""
     success_steps: Positive = 50.0
     """Versions until about two thirds of the gain are there."""
+    shift: SimShiftSettings | None = None
+    """The task changes in the middle of the run."""
+
+    def at(self, now_s: float) -> "SimTaskSettings":
+        """The settings that hold at this time of the run."""
+        if self.shift is None or now_s < self.shift.after_s:
+            return self
+        return self._shifted
+
+    @cached_property
+    def _shifted(self) -> "SimTaskSettings":
+        assert self.shift is not None
+        given = {name: value for name, value in self.shift if name != "after_s" and value is not None}
+        return self.model_copy(update={**given, "shift": None})
 
 
 class SimRewardSettings(Settings):

@@ -139,7 +139,7 @@ class SimEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         await self._alive()
         world = self._world
-        task = world.tasks[request.domain]
+        task = world.tasks[request.domain].at(self._loop.time())
         need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
         if request.prompt_tokens + need > self._capacity:
             raise RequestError(
