@@ -114,6 +114,11 @@ class EngineSettings(Settings):
     """GPUs of one engine: tensor parallel."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
+    prefill: str | None = None
+    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
+    Simulated only, unless the type is `vllm`."""
+    kv_link_gb_s: Positive = 25.0
+    """Of such a pair: the link that its KV travels over, GB/s."""
     kv_tokens: Count = 65_536
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
     keep_kv: bool = False
@@ -466,6 +471,12 @@ class Job(Settings):
         return tuple(pool for pool in self.pools if pool.engines)
 
     @property
+    def serving_pools(self) -> tuple[PoolSettings, ...]:
+        """Pools whose engines take requests; those that only prefill for others are not among them."""
+        prefilling = [pool.engines.prefill for pool in self.pools if pool.engines]
+        return tuple(pool for pool in self.engine_pools if pool.name not in prefilling)
+
+    @property
     def train_pool(self) -> PoolSettings:
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
@@ -502,8 +513,8 @@ def _problems(job: Job) -> list[str]:
             if name in names[:position]:
                 found.append(f"{kind}.{position}.name: {name!r} is used twice; give each its own name")
     pools = [pool.name for pool in job.pools]
-    engine_pools = [pool.name for pool in job.engine_pools]
-    if not engine_pools:
+    engine_pools = [pool.name for pool in job.serving_pools]
+    if not job.engine_pools:
         found.append("pools: no pool has engines; add engines: {count: 1} to one of them")
     if not any(pool.slots for pool in job.pools):
         found.append("pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}")
@@ -518,6 +529,7 @@ def _problems(job: Job) -> list[str]:
                 f"pools.{position}: pool {pool.name!r} has no engines and no slots, and does not train; "
                 "give it one of them, or remove it"
             )
+    found += _pair_problems(job)
     if job.train.pool is not None and job.train.pool not in pools:
         found.append(
             f"train.pool: there is no pool {job.train.pool!r}{_nearest(job.train.pool, pools)}; "
@@ -568,7 +580,7 @@ def _problems(job: Job) -> list[str]:
         )
     if rollout.rolling and rollout.swap == "drain":
         found.append("rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap")
-    total_engines = sum(pool.engines.count for pool in job.engine_pools if pool.engines)
+    total_engines = sum(pool.engines.count for pool in job.serving_pools if pool.engines)
     if rollout.rolling >= total_engines and rollout.rolling:
         found.append(
             f"rollout.rolling: {rollout.rolling} at a time is all of the {total_engines} engines; "
@@ -584,6 +596,31 @@ def _problems(job: Job) -> list[str]:
         )
     if job.sim.chaos.faults[0] > job.sim.chaos.faults[1]:
         found.append("sim.chaos.faults: the first number is the fewest, the second the most; swap them")
+    return found
+
+
+def _pair_problems(job: Job) -> list[str]:
+    """Pools that prefill for other pools."""
+    found: list[str] = []
+    counts = {pool.name: pool.engines.count for pool in job.pools if pool.engines}
+    pairs = {pool.name: pool.engines.prefill for pool in job.pools if pool.engines and pool.engines.prefill}
+    for decoding, prefilling in pairs.items():
+        key = f"pools.{decoding}.engines.prefill"
+        if prefilling not in counts or prefilling == decoding:
+            others = [name for name in counts if name != decoding]
+            found.append(
+                f"{key}: no other pool with engines is called {prefilling!r}{_nearest(prefilling, others)}; "
+                f"one of {', '.join(others) or 'none: add a pool with engines'}"
+            )
+        elif prefilling in pairs:
+            found.append(f"{key}: pool {prefilling!r} has its own prefill pool; name one that has none")
+        elif list(pairs.values()).count(prefilling) > 1:
+            found.append(f"{key}: pool {prefilling!r} prefills for two pools; give each a pool of its own")
+        elif counts[prefilling] != counts[decoding]:
+            found.append(
+                f"{key}: pool {prefilling!r} has {counts[prefilling]} engines and {decoding!r} {counts[decoding]}, "
+                "but they work in pairs; make the counts equal (engines.gpus may differ)"
+            )
     return found
 
 

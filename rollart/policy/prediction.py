@@ -8,7 +8,7 @@ finish its trajectories in time? The shortest such period is the prediction. Use
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollart.hardware import Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -33,11 +33,8 @@ class PoolSpeed:
     """Prefill tokens beside one decode step."""
     overhead_s: float = 0.002
     """Each call, before its prefill."""
-    prefill: Hardware | None = None
-    """Of engines that are pairs: what prefills for them."""
-    prefill_gpus: int = 1
-    link_bytes_per_s: float = 25e9
-    """Of a pair: what its KV travels over."""
+    pair: Pair | None = None
+    """Where the engines are pairs: the half that prefills."""
 
     def with_engines(self, engines: int) -> "PoolSpeed":
         return replace(self, engines=engines)
@@ -134,8 +131,8 @@ def _lives(
     hit: float,
 ) -> dict[str, float] | None:
     """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
-    model, split = pool.model, pool.prefill is not None
-    prefill_s = prefill_s_per_token(model, pool.prefill or pool.hardware, pool.prefill_gpus if split else pool.gpus)
+    model, pair = pool.model, pool.pair
+    prefill_s = prefill_s_per_token(model, (pair or pool).hardware, (pair or pool).gpus)
     rates = {task: work[task] / (period_s * pool.engines) for task in tasks}
     computed: dict[str, float] = {}
     for task in tasks:
@@ -143,20 +140,22 @@ def _lives(
         again = max(0.0, one.prompt_tokens - one.new_tokens)
         kept = hit if one.cached_tokens or not one.trajectories else 0.0
         computed[task] = one.new_tokens + again * (1.0 - kept)
+        if pair is not None:  # what the other half said is not in this one's cache
+            computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
     prefilling = sum(
         rates[task] * (computed[task] * prefill_s + profiles[task].turns * pool.overhead_s) for task in tasks
     )
     decoded = sum(rates[task] * profiles[task].decode_tokens for task in tasks)
     if prefilling >= 1.0:
         return None
-    free = 1.0 if split else 1.0 - prefilling
+    free = 1.0 if pair is not None else 1.0 - prefilling
     context = (
         sum(rates[task] * profiles[task].decode_tokens * profiles[task].context_tokens for task in tasks) / decoded
     )
     step_s, batch = _decode(pool, decoded, free, context)
     if batch > min(pool.max_batch, kv_capacity_tokens(model, pool.hardware, pool.gpus) / max(1.0, context)):
         return None
-    beside_s = 0.0 if split else step_s * min(1.0, batch)
+    beside_s = 0.0 if pair is not None else step_s * min(1.0, batch)
     calls = [
         (rates[task] * profiles[task].turns, _call_s(pool, profiles[task], computed[task], prefill_s, beside_s))
         for task in tasks
@@ -168,7 +167,7 @@ def _lives(
     lives: dict[str, float] = {}
     for task, (_, call_s) in zip(tasks, calls, strict=True):
         one = profiles[task]
-        move_s = one.new_tokens * model.kv_bytes_per_token / pool.link_bytes_per_s if split else 0.0
+        move_s = one.new_tokens * model.kv_bytes_per_token / pair.link_bytes_per_s if pair is not None else 0.0
         lives[task] = one.elsewhere_s + one.turns * (wait_s + call_s) + move_s + one.decode_tokens * step_s / free
     return lives
 
