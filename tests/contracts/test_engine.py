@@ -1,18 +1,20 @@
-"""The engine contract, on the simulated engine."""
+"""The engine contract, on the simulated engine, whole and in two halves."""
 
 from collections.abc import Awaitable, Callable
 
 from rollart.config import Spread
-from rollart.hardware import HARDWARE, MODELS, kv_capacity_tokens
+from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.sim.engines import Bench, run
 
 
 class TestSimEngine(EngineContract):
+    pair: Pair | None = None
+
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
-            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190))
+            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), pair=self.pair)
 
             async def put(version: WeightVersion) -> WeightManifest:
                 return bench.put(version)
@@ -32,3 +34,7 @@ class TestSimEngine(EngineContract):
             )
 
         run(awaited)
+
+
+class TestSimPair(TestSimEngine):
+    pair = Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
