@@ -112,9 +112,9 @@ class Rollout:
         first = self._incarnation * ATTEMPTS_PER_LIFE
         places = [Member(first) for _ in range(settings.group_size + self._job.rollout.spare_members)]
         group = Growing(group_id, task, settings, places, self._loop.time())
-        group.order = self._placing.place(task.domain)
         self.slots.admit(group_id)
         self.buffer.admit(group)
+        group.order = self._placing.place(task.domain)
         group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
         for number, member in enumerate(group.members):
             self._crew.spawn(self._play(group, number, member))
