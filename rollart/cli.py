@@ -161,6 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
+    explain = commands.add_parser(
+        "explain",
+        help="say why each task ran where it did",
+        description="Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks.",
+        epilog="Example: rollart explain runs/rollart-20261115-120000",
+    )
+    explain.add_argument("run_dir", type=Path, metavar="RUN")
+    explain.add_argument("--json", action="store_true")
+    explain.set_defaults(run=_explain)
+
     bench = commands.add_parser(
         "bench",
         help="measure",
@@ -169,9 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument(
         "what",
-        choices=["control", "engine", "modes", "cluster"],
+        choices=["control", "engine", "modes", "cluster", "affinity"],
         help="control: cost of the control plane per generate call; engine: the embedded engine beside others; "
-        "modes: step times of the five modes, real and simulated; cluster: cost of a call over Ray and local processes",
+        "modes: step times of the five modes, real and simulated; cluster: cost of a call over Ray and over local "
+        "processes; affinity: auto beside fixed assignments, simulated",
     )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
@@ -416,11 +427,8 @@ def _audit(arguments: argparse.Namespace) -> int:
     from rollart.audit import Audit
     from rollart.events import read_events
 
-    path = arguments.run_dir / "events.jsonl"
-    if not path.exists():
-        raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")
     audit = Audit()
-    for event in read_events(path):
+    for event in read_events(_events_of(arguments.run_dir)):
         audit.read(event)
     violations = audit.finish() if audit.over else audit.violations
     if arguments.json:
@@ -430,6 +438,21 @@ def _audit(arguments: argparse.Namespace) -> int:
         if not audit.over:
             print("the run has not said how it ended: it is still going on, or was killed (rollart train --resume)")
     return 1 if violations else 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from rollart.events import read_events
+    from rollart.explain import Explain, words
+
+    explain = Explain()
+    for event in read_events(_events_of(arguments.run_dir)):
+        explain.read(event)
+    result = explain.result()
+    if arguments.json:
+        _print_json(result)
+    else:
+        print(words(result))
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -442,6 +465,13 @@ def _bench(arguments: argparse.Namespace) -> int:
         for name, value in figures.items():
             print(f"{name:>24}  {value}")
     return 0
+
+
+def _events_of(run_dir: Path) -> Path:
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")
+    return path
 
 
 def _run_dir(wanted: Path | None, job: "Job", what: str = "") -> Path:

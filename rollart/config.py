@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self, get_args
@@ -153,6 +154,11 @@ class EngineSettings(Settings):
     """GPUs of one engine: tensor parallel."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
+    prefill: str | None = None
+    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
+    Simulated only, unless the type is `vllm`."""
+    kv_link_gb_s: Positive = 25.0
+    """Of such a pair: the link that its KV travels over, GB/s."""
     kv_tokens: Count = 65_536
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
     keep_kv: bool = False
@@ -365,6 +371,18 @@ class LimitSettings(Settings):
     """Nothing has moved for this long: the watchdog names who waits on whom."""
 
 
+class SimShiftSettings(Settings):
+    """What becomes different about a task in the middle of a simulated run; what is not given stays."""
+
+    after_s: Positive
+    """From this time on: for environments that open, and answers that begin."""
+    turns: Spread | None = None
+    prompt_tokens: Spread | None = None
+    observation_tokens: Spread | None = None
+    answer_tokens: Spread | None = None
+    step_s: Spread | None = None
+
+
 class SimTaskSettings(Settings):
     """How one task behaves in the simulator."""
 
@@ -390,6 +408,20 @@ class SimTaskSettings(Settings):
     """What training adds in the end."""
     success_steps: Positive = 50.0
     """Versions until about two thirds of the gain are there."""
+    shift: SimShiftSettings | None = None
+    """The task changes in the middle of the run."""
+
+    def at(self, now_s: float) -> "SimTaskSettings":
+        """The settings that hold at this time of the run."""
+        if self.shift is None or now_s < self.shift.after_s:
+            return self
+        return self._shifted
+
+    @cached_property
+    def _shifted(self) -> "SimTaskSettings":
+        assert self.shift is not None
+        given = {name: value for name, value in self.shift if name != "after_s" and value is not None}
+        return self.model_copy(update={**given, "shift": None})
 
 
 class SimRewardSettings(Settings):
@@ -557,6 +589,12 @@ class Job(Settings):
         return tuple(pool for pool in self.pools if pool.engines)
 
     @property
+    def serving_pools(self) -> tuple[PoolSettings, ...]:
+        """Pools whose engines take requests; those that only prefill for others are not among them."""
+        prefilling = [pool.engines.prefill for pool in self.pools if pool.engines]
+        return tuple(pool for pool in self.engine_pools if pool.name not in prefilling)
+
+    @property
     def train_pool(self) -> PoolSettings:
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
@@ -593,8 +631,8 @@ def _problems(job: Job) -> list[str]:
             if name in names[:position]:
                 found.append(f"{kind}.{position}.name: {name!r} is used twice; give each its own name")
     pools = [pool.name for pool in job.pools]
-    engine_pools = [pool.name for pool in job.engine_pools]
-    if not engine_pools:
+    engine_pools = [pool.name for pool in job.serving_pools]
+    if not job.engine_pools:
         found.append("pools: no pool has engines; add engines: {count: 1} to one of them")
     if not any(pool.slots for pool in job.pools):
         found.append("pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}")
@@ -609,6 +647,7 @@ def _problems(job: Job) -> list[str]:
                 f"pools.{position}: pool {pool.name!r} has no engines and no slots, and does not train; "
                 "give it one of them, or remove it"
             )
+    found += _pair_problems(job)
     if job.train.pool is not None and job.train.pool not in pools:
         found.append(
             f"train.pool: there is no pool {job.train.pool!r}{_nearest(job.train.pool, pools)}; "
@@ -660,7 +699,7 @@ def _problems(job: Job) -> list[str]:
         )
     if rollout.rolling and rollout.swap == "drain":
         found.append("rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap")
-    total_engines = sum(pool.engines.count for pool in job.engine_pools if pool.engines)
+    total_engines = sum(pool.engines.count for pool in job.serving_pools if pool.engines)
     if rollout.rolling >= total_engines and rollout.rolling:
         found.append(
             f"rollout.rolling: {rollout.rolling} at a time is all of the {total_engines} engines; "
@@ -704,6 +743,31 @@ def _cluster_problems(job: Job) -> list[str]:
         if pool.engines and pool.engines.most is not None and pool.engines.most < pool.engines.count:
             found.append(
                 f"pools.{position}.engines.most: {pool.engines.most} is less than count {pool.engines.count}; raise it"
+            )
+    return found
+
+
+def _pair_problems(job: Job) -> list[str]:
+    """Pools that prefill for other pools."""
+    found: list[str] = []
+    counts = {pool.name: pool.engines.count for pool in job.pools if pool.engines}
+    pairs = {pool.name: pool.engines.prefill for pool in job.pools if pool.engines and pool.engines.prefill}
+    for decoding, prefilling in pairs.items():
+        key = f"pools.{decoding}.engines.prefill"
+        if prefilling not in counts or prefilling == decoding:
+            others = [name for name in counts if name != decoding]
+            found.append(
+                f"{key}: no other pool with engines is called {prefilling!r}{_nearest(prefilling, others)}; "
+                f"one of {', '.join(others) or 'none: add a pool with engines'}"
+            )
+        elif prefilling in pairs:
+            found.append(f"{key}: pool {prefilling!r} has its own prefill pool; name one that has none")
+        elif list(pairs.values()).count(prefilling) > 1:
+            found.append(f"{key}: pool {prefilling!r} prefills for two pools; give each a pool of its own")
+        elif counts[prefilling] != counts[decoding]:
+            found.append(
+                f"{key}: pool {prefilling!r} has {counts[prefilling]} engines and {decoding!r} {counts[decoding]}, "
+                "but they work in pairs; make the counts equal (engines.gpus may differ)"
             )
     return found
 

@@ -27,6 +27,15 @@ class Hardware:
     """Relative price of one device-hour."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The other half of an engine that only decodes: what prefills for it, and the link between them."""
+
+    hardware: Hardware
+    gpus: int
+    link_bytes_per_s: float
+
+
 HARDWARE = {
     hardware.name: hardware
     for hardware in (

@@ -221,6 +221,7 @@ def facts(job: Job, clock: str) -> Event:
                 "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
                 "engines": pool.engines.count if pool.engines else 0,
                 "gpus": pool.engines.gpus if pool.engines else 0,
+                "prefill": pool.engines.prefill if pool.engines else None,
                 "slots": pool.slots or 0,
             }
             for pool in job.pools

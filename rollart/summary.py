@@ -38,6 +38,8 @@ class _Pool:
     gpus: int
     cost: float
     slots: int
+    prefill: str | None
+    """The pool that prefills for this one."""
     busy_s: float = 0.0
     requests: int = 0
     tokens: int = 0
@@ -123,7 +125,7 @@ class Summary:
     def _on_run(self, event: Event) -> None:
         self._job = event
         for name, pool in event["pools"].items():
-            self._pools[name] = _Pool(pool["engines"], pool["gpus"], pool["cost"], pool["slots"])
+            self._pools[name] = _Pool(pool["engines"], pool["gpus"], pool["cost"], pool["slots"], pool.get("prefill"))
         for name, task in event["tasks"].items():
             self._tasks[name] = _Task(task["share"])
 
@@ -151,11 +153,17 @@ class Summary:
         pool.busy_s += event["busy_s"]
         pool.tokens += event["tokens"]
         self._sampled_tokens += event["tokens"]
+        cost = event["busy_s"] * pool.gpus * pool.cost
+        if pool.prefill is not None:
+            beside = self._pools[pool.prefill]
+            beside.busy_s += event.get("prefill_busy_s", 0.0)
+            beside.requests += 1
+            cost += event.get("prefill_busy_s", 0.0) * beside.gpus * beside.cost
         work = self._live.get(event["id"].rpartition("/")[0])
         if work is not None:
             work.tokens += event["tokens"]
             work.prefill += event["prefill"]
-            work.cost += event["busy_s"] * pool.gpus * pool.cost / 3600
+            work.cost += cost / 3600
 
     def _on_end(self, event: Event) -> None:
         work = self._live.pop(event["id"])

@@ -58,7 +58,7 @@ class Task:
     id: str
     """Unique within the run: `<domain>/<index>`."""
     domain: str
-    """The task set's name, and the affinity key: all tasks of a domain share a pool."""
+    """The task set's name, and the affinity key: tasks of a domain are placed on pools together."""
     index: int
     """Position in the task set; the mix keeps the cursor."""
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -162,6 +162,8 @@ class Completion:
     """Prompt tokens found in the session's cache."""
     busy_s: float = 0.0
     """Engine seconds this call used, its share of the batch."""
+    prefill_busy_s: float = 0.0
+    """Of an engine that is a pair: seconds of the part that prefills, not in `busy_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

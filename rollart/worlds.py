@@ -18,10 +18,11 @@ from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.events import EventLog
-from rollart.hardware import HARDWARE, MODELS, ModelShape
-from rollart.policy.affinity import Affinity, PoolSpeed
+from rollart.hardware import HARDWARE, MODELS, ModelShape, Pair
+from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import Demand, PoolOffer, engine_specs, further_specs, stand_ins
+from rollart.policy.prediction import PoolSpeed
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
@@ -48,6 +49,7 @@ STORES = "stores.jsonl"
 
 
 def offers(job: Job) -> list[PoolOffer]:
+    prefills = {pool.engines.prefill: pool.name for pool in job.pools if pool.engines and pool.engines.prefill}
     return [
         PoolOffer(
             name=pool.name,
@@ -57,6 +59,7 @@ def offers(job: Job) -> list[PoolOffer]:
             engine_type=pool.engines.type if pool.engines else "",
             gpus_per_engine=pool.engines.gpus if pool.engines else 1,
             env_slots=pool.slots or 0,
+            prefills_for=prefills.get(pool.name, ""),
         )
         for pool in job.pools
     ]
@@ -107,6 +110,7 @@ def task_shares(job: Job) -> dict[str, float]:
 
 def build_affinity(job: Job, model: ModelShape) -> Affinity:
     target = task_shares(job)
+    pairs = pairs_of(job)
     speeds = [
         PoolSpeed(
             name=pool.name,
@@ -115,16 +119,38 @@ def build_affinity(job: Job, model: ModelShape) -> Affinity:
             engines=pool.engines.count,
             gpus=pool.engines.gpus,
             max_batch=pool.engines.max_batch,
+            chunk_tokens=job.sim.engine.chunk_tokens,
+            overhead_s=job.sim.engine.overhead_s,
+            pair=pairs.get(pool.name),
         )
-        for pool in job.pools
+        for pool in job.serving_pools
         if pool.engines
     ]
     return Affinity(
         {task.name: task.affinity for task in job.tasks},
         {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
+        {task.name: task.group_size for task in job.tasks},
         speeds,
         stand_ins(offers(job)),
+        ahead=job.rollout.staleness + 0.5,
     )
+
+
+def pairs_of(job: Job) -> dict[str, Pair]:
+    """Of each pool whose engines are pairs: the half that prefills."""
+    pools = {pool.name: pool for pool in job.pools}
+    pairs: dict[str, Pair] = {}
+    for pool in job.pools:
+        if pool.engines is None or pool.engines.prefill is None:
+            continue
+        other = pools[pool.engines.prefill]
+        assert other.engines is not None
+        pairs[pool.name] = Pair(
+            hardware=HARDWARE[other.hardware],
+            gpus=other.engines.gpus,
+            link_bytes_per_s=pool.engines.kv_link_gb_s * 1e9,
+        )
+    return pairs
 
 
 def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link) -> World:
@@ -138,6 +164,7 @@ def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, p
         hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
+        pairs=pairs_of(job),
         tasks=tasks,
         dice=dice,
         store=store,
@@ -349,6 +376,12 @@ def refuse_what_is_not_there(job: Job) -> None:
     wanted = [
         ("train.type", job.train.type, "single"),
     ]
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.prefill is not None and pool.engines.type != "vllm":
+            raise JobError(
+                f"pools.{pool.name}.engines.prefill: `rollart train` has no engines of type {pool.engines.type!r} "
+                "that are split into prefill and decode; remove it, or use `rollart sim`"
+            )
     for key, given, there in wanted:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")

@@ -32,7 +32,7 @@ class Member:
 class Growing:
     """A group whose members are under way."""
 
-    __slots__ = ("admitted_s", "cause", "id", "members", "settings", "task")
+    __slots__ = ("admitted_s", "cause", "id", "members", "order", "settings", "task")
 
     def __init__(self, id: str, task: Task, settings: TaskSettings, members: list[Member], admitted_s: float) -> None:
         self.id = id
@@ -41,6 +41,8 @@ class Growing:
         self.members = members
         self.admitted_s = admitted_s
         self.cause = -1
+        self.order: tuple[str, ...] = ()
+        """The pool its members stay on, then the stand-ins."""
 
     @property
     def born(self) -> WeightVersion | None:

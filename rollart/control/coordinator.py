@@ -14,6 +14,7 @@ from rollart.control.crew import Crew
 from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet
+from rollart.control.placing import Placing
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout, StopAsked
 from rollart.control.trainer import TrainerDriver
@@ -229,7 +230,8 @@ class Coordinator:
             repair=self._repair,
         )
         proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
-        self.rollout = Rollout(job, world.task_sets, world.affinity, self.fleet, self.crew, self.waits, self._log)
+        placing = Placing(world.affinity, self.fleet, self._log)
+        self.rollout = Rollout(job, world.task_sets, placing, self.fleet, self.crew, self.waits, self._log)
         manager = EnvManager(
             job,
             world.host,
@@ -245,7 +247,7 @@ class Coordinator:
         self.rollout.manager = manager
         for spec in world.further_engines:
             self.fleet.expect(spec)
-        self.evaluation = Evaluation(job, world.task_sets, world.affinity, manager, self._log)
+        self.evaluation = Evaluation(job, world.task_sets, placing, manager, self._log)
         if trainers:
             self._drive_trainer(trainers[0])
             self.weights = WeightDriver(

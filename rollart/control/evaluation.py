@@ -8,19 +8,19 @@ from collections.abc import Mapping
 
 from rollart.config import Job, TaskSettings
 from rollart.control.env_manager import EnvManager, Run
+from rollart.control.placing import Placing
 from rollart.events import LogHandle
-from rollart.policy.affinity import Affinity
 from rollart.ports import TaskSet
 from rollart.types import Trajectory, TrajectoryId
 
 
 class Evaluation:
     def __init__(
-        self, job: Job, task_sets: Mapping[str, TaskSet], affinity: Affinity, manager: EnvManager, log: LogHandle
+        self, job: Job, task_sets: Mapping[str, TaskSet], placing: Placing, manager: EnvManager, log: LogHandle
     ) -> None:
         self._job = job
         self._task_sets = task_sets
-        self._affinity = affinity
+        self._placing = placing
         self._manager = manager
         self._log = log
         self._room = asyncio.Semaphore(job.evaluation.concurrency)
@@ -56,6 +56,6 @@ class Evaluation:
             task = self._task_sets[settings.name].held_out(number)
             return await self._manager.run(
                 Run(
-                    TrajectoryId(group, number, 0), task, settings, self._affinity.order(settings.name), evaluation=True
+                    TrajectoryId(group, number, 0), task, settings, self._placing.place(settings.name), evaluation=True
                 )
             )

@@ -92,6 +92,8 @@ class Fleet:
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
+        self.on_change: Callable[[int], None] = lambda cause: None
+        """Called with the event that says so when an engine came or went."""
 
     def expect(self, spec: EngineSpec) -> None:
         """One more engine may come: it joins when a machine has room for it, and leaves with its machine."""
@@ -124,6 +126,7 @@ class Fleet:
         for call in list(seat.calls.values()):
             call.lost = reason
             call.task.cancel()
+        self.on_change(cause)
         self._crew.spawn(self._revive(seat, cause))
 
     async def _revive(self, seat: Seat, cause: int) -> None:
@@ -149,7 +152,9 @@ class Fleet:
                     seat.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
                 continue
             seat.view.up = seat.view.serving = True
-            self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+            self.on_change(
+                self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+            )
             self._wake()
             return
         seat.gone = True

@@ -126,17 +126,17 @@ class Proxy:
             raise RequestError(f"{completion.engine} returned no token")
 
     def _log_said(self, request: GenerateRequest, seat: Seat, completion: Completion, cause: int) -> int:
-        return self._log.emit(
-            "said",
-            {
-                "id": request.id,
-                "engine": seat.spec.id,
-                "tokens": len(completion.tokens),
-                "spans": [tuple(span) for span in completion.spans],
-                "prefill": completion.prefill_tokens,
-                "cached": completion.cached_tokens,
-                "busy_s": round(completion.busy_s, 6),
-                "finish": completion.finish.value,
-                "cause": cause,
-            },
-        )
+        event = {
+            "id": request.id,
+            "engine": seat.spec.id,
+            "tokens": len(completion.tokens),
+            "spans": [tuple(span) for span in completion.spans],
+            "prefill": completion.prefill_tokens,
+            "cached": completion.cached_tokens,
+            "busy_s": round(completion.busy_s, 6),
+            "finish": completion.finish.value,
+            "cause": cause,
+        }
+        if completion.prefill_busy_s:
+            event["prefill_busy_s"] = round(completion.prefill_busy_s, 6)
+        return self._log.emit("said", event)

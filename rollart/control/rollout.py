@@ -12,15 +12,15 @@ from rollart.control.buffer import Growing, Member, SampleBuffer
 from rollart.control.crew import Crew
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.fleet import Fleet
+from rollart.control.placing import Placing
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import LogHandle
 from rollart.policy.admission import Slots, is_stale
-from rollart.policy.affinity import Affinity
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
 from rollart.ports import TaskSet
-from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Trajectory, TrajectoryId
+from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
 """Each life of the coordinator numbers its attempts from its own hundred on: no attempt's id is ever used twice."""
@@ -35,7 +35,7 @@ class Rollout:
         self,
         job: Job,
         task_sets: Mapping[str, TaskSet],
-        affinity: Affinity,
+        placing: Placing,
         fleet: Fleet,
         crew: Crew,
         waits: Waits,
@@ -45,7 +45,7 @@ class Rollout:
         self._job = job
         self._settings = {task.name: task for task in job.tasks}
         self._task_sets = task_sets
-        self._affinity = affinity
+        self._placing = placing
         self._fleet = fleet
         self._crew = crew
         self._log = log
@@ -114,6 +114,7 @@ class Rollout:
         group = Growing(group_id, task, settings, places, self._loop.time())
         self.slots.admit(group_id)
         self.buffer.admit(group)
+        group.order = self._placing.place(task.domain)
         group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
         for number, member in enumerate(group.members):
             self._crew.spawn(self._play(group, number, member))
@@ -128,7 +129,7 @@ class Rollout:
                 TrajectoryId(group.id, number, member.attempt),
                 group.task,
                 group.settings,
-                self._affinity.order(group.task.domain),
+                group.order,
                 cause=group.cause,
             )
             member.attempt += 1
@@ -140,7 +141,7 @@ class Rollout:
                 self._running -= 1
                 if not self._running:
                     self._notify()
-            self._measure(trajectory)
+            self._placing.measure(trajectory)
             if group.id not in self.buffer.growing:
                 if trajectory.reward is not None:
                     self._log.emit("late", {"id": run.key, "cause": run.cause})
@@ -386,17 +387,6 @@ class Rollout:
         self._notify()
 
     # --- small things ---------------------------------------------------------------------------------------
-
-    def _measure(self, trajectory: Trajectory) -> None:
-        """Let affinity learn from what the trajectory needed."""
-        if not trajectory.turns or trajectory.status is Status.ABORTED:
-            return
-        prefill = sum(turn.completion.prefill_tokens for turn in trajectory.turns)
-        decode = trajectory.sampled_tokens
-        context = sum(len(turn.context) for turn in trajectory.turns) + decode
-        moves = self._affinity.seen(trajectory.task.domain, prefill, decode, context)
-        if moves:
-            self._log.emit("affinity", {"moves": moves, "predicted_s": self._affinity.explain()})
 
     def _warn(self, text: str) -> None:
         self._log.emit("warning", {"text": text})

@@ -1,173 +1,196 @@
-"""Which pool suits which task: from measured profiles, for the whole mix, with hysteresis.
+"""The job's assignment of tasks to pools: declared, or measured and kept up to date, with hysteresis.
 
-A task's profile is what its trajectories were seen to need: prefill tokens (not found in a cache), decode
-tokens, and how much context they hold. A pool's speed follows from its hardware. Tasks are assigned so that
-the whole mix finishes soonest, not each on its favourite; a change must promise a clear gain.
+A state machine without a clock: it is told what each trajectory needed and which engines are up, and answers with a
+decision when it has looked at the assignment. The rollout writes every decision down and starts new groups by it;
+trajectories under way stay where they are.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollart.hardware import Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.policy.planning import Plan, Problem, best_plan, spread
+from rollart.policy.prediction import NEVER_S, PoolSpeed
+from rollart.policy.profile import Meter, TaskProfile
 
-CLEAR_GAIN = 0.1
-"""A new assignment must be faster by this share to be taken."""
+CLEAR_GAIN = 0.05
+"""A new assignment must be predicted to be faster by this share to be taken: noise must not move tasks."""
+FIRST_LOOK = 8
+"""Trajectories of each free task before the first assignment by measurement."""
 REPLAN_EVERY = 64
-"""Trajectories between two looks at the assignment."""
-MEMORY = 0.05
-"""Weight of the newest trajectory in a task's profile."""
-EXHAUSTIVE = 4096
-"""Up to this many assignments are all tried; beyond, one task is moved at a time."""
+"""Trajectories between two looks, or half a step's worth where that is more."""
+YOUNG = 4
+"""Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
+the first profiles make tasks look shorter than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskProfile:
-    """What one trajectory of a task needs, on average."""
+class Prediction:
+    """What a pool would do with all of one task and nothing else."""
 
-    prefill_tokens: float
-    decode_tokens: float
-    context_tokens: float
-    """Largest context of a trajectory."""
-    trajectories: int = 0
-    """How many were measured."""
-
-    def seen(self, prefill_tokens: int, decode_tokens: int, context_tokens: int) -> "TaskProfile":
-        """With one more trajectory; the first ones count evenly, later ones by `MEMORY`."""
-        weight = max(MEMORY, 1.0 / (self.trajectories + 1))
-        return TaskProfile(
-            prefill_tokens=self.prefill_tokens + weight * (prefill_tokens - self.prefill_tokens),
-            decode_tokens=self.decode_tokens + weight * (decode_tokens - self.decode_tokens),
-            context_tokens=self.context_tokens + weight * (context_tokens - self.context_tokens),
-            trajectories=self.trajectories + 1,
-        )
-
-
-UNKNOWN = TaskProfile(prefill_tokens=2000.0, decode_tokens=1000.0, context_tokens=3000.0)
-"""Before anything was measured."""
+    step_s: float
+    """Seconds for the task's part of a step."""
+    trajectory_s: float
+    """Seconds of one trajectory's life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpeed:
-    """What a pool of engines can do with the job's model."""
+class Decision:
+    """One look at the assignment: what was known, what was predicted, and what follows."""
 
-    name: str
-    hardware: Hardware
-    model: ModelShape
-    engines: int
-    gpus: int
-    max_batch: int
-
-    def trajectory_s(self, profile: TaskProfile) -> float:
-        """Engine seconds one trajectory takes here, its share of a full batch."""
-        kv_tokens = kv_capacity_tokens(self.model, self.hardware, self.gpus)
-        batch = max(1.0, min(self.max_batch, kv_tokens / max(1.0, profile.context_tokens)))
-        step_s = decode_step_s(self.model, self.hardware, self.gpus, batch, batch * profile.context_tokens)
-        prefill_s = prefill_s_per_token(self.model, self.hardware, self.gpus)
-        return profile.prefill_tokens * prefill_s + profile.decode_tokens * step_s / batch
-
-
-Assignment = Mapping[str, str]
-
-
-def finish_s(
-    assignment: Assignment,
-    demand: Mapping[str, float],
-    times: Mapping[tuple[str, str], float],
-    engines: Mapping[str, int],
-) -> tuple[float, float]:
-    """(time until the busiest pool is done, total engine time) for one batch's worth of work."""
-    load = dict.fromkeys(engines, 0.0)
-    for task, pool in assignment.items():
-        load[pool] += demand[task] * times[task, pool] / engines[pool]
-    return max(load.values()), sum(load.values())
-
-
-def assign(
-    profiles: Mapping[str, TaskProfile],
-    demand: Mapping[str, float],
-    pools: Sequence[PoolSpeed],
-    fixed: Assignment,
-) -> dict[str, str]:
-    """The assignment of tasks to pools under which all of it finishes soonest.
-
-    `demand` is the trajectories of each task in a batch; `fixed` holds tasks whose pool the user named.
-    """
-    names = [pool.name for pool in pools]
-    engines = {pool.name: pool.engines for pool in pools}
-    times = {(task, pool.name): pool.trajectory_s(profile) for task, profile in profiles.items() for pool in pools}
-    free = [task for task in profiles if task not in fixed]
-
-    def value(assignment: Assignment) -> tuple[float, float]:
-        return finish_s(assignment, demand, times, engines)
-
-    if len(names) ** len(free) <= EXHAUSTIVE:
-        options = (
-            {**fixed, **dict(zip(free, chosen, strict=True))} for chosen in itertools.product(names, repeat=len(free))
-        )
-        return min(options, key=value)
-    best = {**fixed, **{task: min(names, key=lambda name: times[task, name]) for task in free}}
-    improved = True
-    while improved:
-        improved = False
-        for task, name in itertools.product(free, names):
-            moved = {**best, task: name}
-            if value(moved) < value(best):
-                best, improved = moved, True
-    return best
+    reason: str
+    plan: Plan
+    moves: Mapping[str, Mapping[str, float]]
+    """The tasks whose shares changed, with their new ones."""
+    step_s: Mapping[str, float]
+    """Pool -> predicted seconds for its part of a step, under the plan."""
+    engines: Mapping[str, int]
+    """Pool -> engines up."""
+    profiles: Mapping[str, TaskProfile]
+    predictions: Mapping[str, Mapping[str, Prediction]]
+    """Task -> pool -> alone there."""
 
 
 class Affinity:
-    """The job's current assignment, kept up to date from what is measured."""
-
     def __init__(
         self,
         tasks: Mapping[str, str],
         demand: Mapping[str, float],
+        members: Mapping[str, int],
         pools: Sequence[PoolSpeed],
         order: Mapping[str, Sequence[str]],
+        *,
+        ahead: float = 1.5,
     ) -> None:
-        """`tasks`: name -> pool, or "auto". `order`: pool -> itself and its stand-ins, best first."""
+        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step; `members`: of
+        each group of it. `order`: pool -> itself and
+        its stand-ins, best first. `ahead`: steps that a group may take."""
         self._fixed = {task: pool for task, pool in tasks.items() if pool != "auto"}
         self._demand = dict(demand)
+        self._members = dict(members)
         self._pools = list(pools)
         self._order = {name: tuple(names) for name, names in order.items()}
-        self.profiles = dict.fromkeys(tasks, UNKNOWN)
-        self._since = 0
-        self.pool_of = assign(self.profiles, self._demand, self._pools, self._fixed)
+        self._ahead = ahead
+        self._step = sum(demand.values())
+        self._since = self._seen = 0
+        self._measured = False
+        """The plan comes from profiles of all free tasks."""
+        self._meters = {task: Meter() for task in tasks}
+        self._owed: dict[tuple[str, str], float] = {}
+        self.plan: Plan = spread(self._problem())
 
-    def order(self, task: str) -> tuple[str, ...]:
-        """The task's pool, then the ones that may stand in for it."""
-        return self._order[self.pool_of[task]]
+    @property
+    def profiles(self) -> dict[str, TaskProfile]:
+        return {task: meter.profile for task, meter in self._meters.items()}
 
-    def seen(self, task: str, prefill_tokens: int, decode_tokens: int, context_tokens: int) -> dict[str, str] | None:
-        """A trajectory ended. Returns the tasks that move, with their new pool, when the assignment changes."""
-        self.profiles[task] = self.profiles[task].seen(prefill_tokens, decode_tokens, context_tokens)
-        if len(self._fixed) == len(self.profiles) or len(self._pools) == 1:
-            return None
+    @property
+    def _free(self) -> list[str]:
+        return [task for task in self._meters if task not in self._fixed]
+
+    def _problem(self) -> Problem:
+        return Problem(
+            profiles=self.profiles,
+            demand=self._demand,
+            members=self._members,
+            pools=self._pools,
+            fixed={task: self._stand_in(pool) for task, pool in self._fixed.items()},
+            ahead=self._ahead,
+        )
+
+    def _stand_in(self, wanted: str) -> str:
+        """The pool that serves a declared task now: its own, unless that has no engine up."""
+        up = [pool.name for pool in self._pools if pool.engines]
+        return next((name for name in self._order[wanted] if name in up), wanted)
+
+    def place(self, task: str) -> tuple[str, ...]:
+        """For the next group of this task: its pool, then the ones that may stand in for it. Pools take turns in
+        proportion to their shares."""
+        if task in self._fixed:
+            return self._order[self._fixed[task]]
+        shares = self.plan[task]
+        for pool, share in shares.items():
+            self._owed[task, pool] = self._owed.get((task, pool), 0.0) + share
+        chosen = max(shares, key=lambda pool: self._owed[task, pool])
+        self._owed[task, chosen] -= 1.0
+        return self._order[chosen]
+
+    def first(self) -> Decision:
+        """The assignment that the job begins with."""
+        reason = "declared" if not self._free else "only one pool has engines"
+        if self._free and len(self._pools) > 1:
+            reason = "nothing is measured yet: each free task is spread over the pools by what they can do"
+        return self._decision(self._problem(), reason, self.plan, {})
+
+    def seen(self, task: str, needed: TaskProfile) -> Decision | None:
+        """A trajectory ended, and needed this. A decision where it was time to look at the assignment."""
+        changed = self._meters[task].add(needed)
         self._since += 1
-        if self._since < REPLAN_EVERY:
+        self._seen += 1
+        if not self._measured:
+            self._measured = all(self._meters[name].profile.trajectories >= FIRST_LOOK for name in self._free)
+            return self._look("every task is measured") if self._measured else None
+        if changed:
+            return self._look(f"{task} has changed")
+        every = max(REPLAN_EVERY, self._step / 2)
+        if self._seen < YOUNG * self._step:
+            every /= YOUNG
+        return self._look(f"{self._since} trajectories since the last look") if self._since >= every else None
+
+    def engines(self, up: Mapping[str, int]) -> Decision | None:
+        """Engines came or went; `up`: pool -> how many take part now. A decision where that changes anything."""
+        if all(pool.engines == up[pool.name] for pool in self._pools):
             return None
+        changed = [
+            f"{pool.name} {pool.engines} -> {up[pool.name]}" for pool in self._pools if pool.engines != up[pool.name]
+        ]
+        self._pools = [pool.with_engines(up[pool.name]) for pool in self._pools]
+        return self._look(f"engines came or went: {', '.join(changed)}")
+
+    def _look(self, occasion: str) -> Decision:
         self._since = 0
-        best = assign(self.profiles, self._demand, self._pools, self._fixed)
-        if self.predict(best) > (1.0 - CLEAR_GAIN) * self.predict(self.pool_of):
-            return None
-        moves = {name: pool for name, pool in best.items() if self.pool_of[name] != pool}
-        self.pool_of = best
-        return moves or None
+        problem = self._problem()
+        if not self._free or len(self._pools) == 1 or not any(pool.engines for pool in self._pools):
+            return self._decision(problem, f"{occasion}; there is nothing to choose", self.plan, {})
+        best = best_plan(problem) if self._measured else spread(problem)
+        self.plan = {**self.plan, **{task: best[task] for task in self._fixed}}
+        now_s, then_s = problem.step_s(self.plan), problem.step_s(best)
+        gain = 1.0 - then_s / now_s if now_s else 0.0
+        share = f"{gain:.0%} faster" if now_s < NEVER_S else "the one that can be served"
+        if gain <= CLEAR_GAIN:
+            kept = (
+                f"the best other assignment is {share}, and {CLEAR_GAIN:.0%} is asked for"
+                if gain > 0
+                else "none is faster"
+            )
+            return self._decision(problem, f"{occasion}; kept: {kept}", self.plan, {})
+        moves = {task: dict(shares) for task, shares in best.items() if dict(self.plan[task]) != shares}
+        self.plan = best
+        self._owed.clear()
+        return self._decision(
+            problem,
+            f"{occasion}; the new assignment is {share}: {then_s:.1f} s a step instead of {_words(now_s)}",
+            best,
+            moves,
+        )
 
-    def predict(self, assignment: Assignment) -> float:
-        """Seconds until the busiest pool has done one batch's worth of work."""
-        times = {
-            (task, pool.name): pool.trajectory_s(profile)
-            for task, profile in self.profiles.items()
-            for pool in self._pools
-        }
-        return finish_s(assignment, self._demand, times, {pool.name: pool.engines for pool in self._pools})[0]
+    def _decision(
+        self, problem: Problem, reason: str, plan: Plan, moves: Mapping[str, Mapping[str, float]]
+    ) -> Decision:
+        predictions: dict[str, dict[str, Prediction]] = {}
+        for task in self._meters:
+            predictions[task] = {}
+            for pool in self._pools:
+                alone = problem.on(pool, {task: 1.0})
+                predictions[task][pool.name] = Prediction(step_s=alone.period_s, trajectory_s=alone.trajectory_s[task])
+        return Decision(
+            reason=reason,
+            plan={task: dict(shares) for task, shares in plan.items()},
+            moves=moves,
+            step_s=problem.periods(plan),
+            engines={pool.name: pool.engines for pool in self._pools},
+            profiles=self.profiles,
+            predictions=predictions,
+        )
 
-    def explain(self) -> dict[str, dict[str, float]]:
-        """Task -> pool -> predicted engine seconds of one trajectory there."""
-        return {
-            task: {pool.name: pool.trajectory_s(profile) for pool in self._pools}
-            for task, profile in self.profiles.items()
-        }
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < NEVER_S else "never"

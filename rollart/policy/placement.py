@@ -20,6 +20,8 @@ class PoolOffer:
     engine_type: str = ""
     gpus_per_engine: int = 1
     env_slots: int = 0
+    prefills_for: str = ""
+    """The pool whose engines these are the other half of; they take no requests themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Binding:
     """A role and where it runs."""
 
     role: str
-    """`rollout`, `train`, `environments`."""
+    """`rollout`, `prefill`, `train`, `environments`."""
     pool: str
     hardware: str
     workers: int
@@ -42,7 +44,11 @@ def bindings(pools: Sequence[PoolOffer], train_pool: str, train_gpus: int) -> li
             devices = pool.engines * pool.gpus_per_engine
             bound.append(
                 Binding(
-                    role="rollout", pool=pool.name, hardware=pool.hardware.name, workers=pool.engines, devices=devices
+                    role="prefill" if pool.prefills_for else "rollout",
+                    pool=pool.name,
+                    hardware=pool.hardware.name,
+                    workers=pool.engines,
+                    devices=devices,
                 )
             )
         if pool.env_slots:
@@ -127,8 +133,8 @@ def _missing(demand: Demand, nodes: Sequence[Node]) -> str:
 
 
 def engine_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
-    """One spec per engine, ids `<pool>-<number>`."""
-    return [_spec(pool, number) for pool in pools for number in range(pool.engines)]
+    """One spec per engine that takes requests, ids `<pool>-<number>`."""
+    return [_spec(pool, number) for pool in pools if not pool.prefills_for for number in range(pool.engines)]
 
 
 def further_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
@@ -151,7 +157,7 @@ def stand_ins(pools: Sequence[PoolOffer]) -> dict[str, list[str]]:
 
     Alike: the ratio of compute to bandwidth, which decides whether prefill or decode is fast.
     """
-    serving = [pool for pool in pools if pool.engines]
+    serving = [pool for pool in pools if pool.engines and not pool.prefills_for]
 
     def apart(one: PoolOffer, other: PoolOffer) -> float:
         return abs(math.log(_intensity(one.hardware)) - math.log(_intensity(other.hardware)))

@@ -8,6 +8,7 @@ weights change, and a swap makes every in-flight request prefill again.
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from rollart.config import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
 from rollart.events import EventLog
-from rollart.hardware import Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
 from rollart.sim.links import Link, SimStore
 from rollart.types import (
@@ -48,6 +49,8 @@ class EngineWorld:
     settings: SimEngineSettings
     max_batch: Mapping[str, int]
     """By pool."""
+    pairs: Mapping[str, Pair]
+    """By pool, where its engines are pairs."""
     tasks: Mapping[str, SimTaskSettings]
     dice: Dice
     store: SimStore
@@ -55,7 +58,7 @@ class EngineWorld:
     log: EventLog
 
 
-class _Sequence:
+class Sequence:
     """One request in the engine."""
 
     __slots__ = (
@@ -66,6 +69,7 @@ class _Sequence:
         "kv",
         "need",
         "prefill",
+        "prefill_busy_s",
         "prefilled",
         "request",
         "shift",
@@ -82,6 +86,7 @@ class _Sequence:
         self.prefill = 0.0
         self.prefilled = 0
         self.busy_s = 0.0
+        self.prefill_busy_s = 0.0
         self.target = -1.0
         """Step count at which its last token comes; -1 while it does not decode."""
         self.shift = 0.0
@@ -110,6 +115,7 @@ class SimEngine:
         )
         self._overhead_tokens = world.settings.overhead_s / self._prefill_s
         self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
+        self._loading_gpus = spec.gpus
         self._max_batch = world.max_batch[spec.pool]
         self._loop = asyncio.get_running_loop()
         self.version: WeightVersion = 0
@@ -117,11 +123,11 @@ class SimEngine:
         self.hung = False
         self._paused = False
         self._staged_s: dict[WeightVersion, float] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._prefilling: deque[_Sequence] = deque()
-        self._decoding: list[tuple[float, int, _Sequence]] = []
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: deque[Sequence] = deque()
+        self._decoding: list[tuple[float, int, Sequence]] = []
         self._num_decoding = 0
-        self._active: dict[str, _Sequence] = {}
+        self._active: dict[str, Sequence] = {}
         self._idle: dict[str, int] = {}
         """Cached tokens of sessions between turns, least recently used first."""
         self._idle_kv = 0
@@ -147,13 +153,13 @@ class SimEngine:
         if world.settings.call_s:
             await asyncio.sleep(world.settings.call_s)
             await self._alive()
-        task = world.tasks[request.domain]
+        task = world.tasks[request.domain].at(self._loop.time())
         need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
         if request.prompt_tokens + need > self._capacity:
             raise RequestError(
                 f"prompt of {request.prompt_tokens} tokens does not fit in {self._capacity} of KV memory"
             )
-        sequence = _Sequence(request, need, self._loop.create_future())
+        sequence = Sequence(request, need, self._loop.create_future())
         self._active[request.id] = sequence
         self._waiting.append(sequence)
         self._advance()
@@ -170,10 +176,7 @@ class SimEngine:
             self._waiting.remove(sequence)
         else:
             self._active_kv -= sequence.kv
-            if sequence in self._prefilling:
-                self._prefilling.remove(sequence)
-            elif sequence.target >= 0:
-                self._leave_decode(sequence)
+            self._drop(sequence)
         self._plan()
 
     async def stage(self, version: WeightVersion) -> None:
@@ -195,7 +198,7 @@ class SimEngine:
                 await asyncio.sleep(done_s - self._loop.time())
                 await self._alive()
             versions = world.store.read(manifest)
-            await asyncio.sleep(manifest.num_bytes / (world.settings.load_gb_s * 1e9 * self.spec.gpus))
+            await asyncio.sleep(manifest.num_bytes / (world.settings.load_gb_s * 1e9 * self._loading_gpus))
             await self._alive()
             rebuilt = self._restart_all(manifest.version)
         finally:
@@ -258,7 +261,7 @@ class SimEngine:
             return
         while True:
             while self._prefilling and self._prefilling[0].prefill <= ALMOST:
-                self._begin_decode(self._prefilling.popleft())
+                self._prefilled(self._prefilling.popleft())
             while self._decoding and self._decoding[0][0] <= self._steps + ALMOST:
                 self._finish(heapq.heappop(self._decoding)[2])
             if not self._admit() or self._prefilling[0].prefill > ALMOST:
@@ -272,21 +275,45 @@ class SimEngine:
         if self._prefilling:
             chunk = min(float(self._world.settings.chunk_tokens), max(1.0, self._prefilling[0].prefill))
             chunk_s = chunk * self._prefill_s
-        cycle_s = decode_s + chunk_s
-        if not cycle_s:
-            self._cancel_timer()
-            return
-        wait_s = float("inf")
+        step_s, prefill_s = self._cycles(decode_s, chunk_s)
+        when_s = self._moved_s()
         if self._prefilling:
-            self._prefill_rate = chunk / cycle_s
-            wait_s = self._prefilling[0].prefill / self._prefill_rate
+            self._prefill_rate = chunk / prefill_s
+            when_s = min(when_s, self._at_s + self._prefilling[0].prefill / self._prefill_rate)
         if batch:
-            self._step_rate = 1.0 / cycle_s
-            self._decode_part = decode_s / cycle_s
+            self._step_rate = 1.0 / step_s
+            self._decode_part = decode_s / step_s
             while self._decoding[0][2].target < 0:
                 heapq.heappop(self._decoding)
-            wait_s = min(wait_s, (self._decoding[0][0] - self._steps) * cycle_s)
-        self._look_at(self._at_s + wait_s)
+            when_s = min(when_s, self._at_s + (self._decoding[0][0] - self._steps) * step_s)
+        if when_s == math.inf:
+            self._cancel_timer()
+        else:
+            self._look_at(when_s)
+
+    # --- what is different in a pair --------------------------------------------------------------------------
+
+    def _cycles(self, decode_s: float, chunk_s: float) -> tuple[float, float]:
+        """Seconds from one decode step to the next, and from one chunk of prefill to the next: they take turns."""
+        return decode_s + chunk_s, decode_s + chunk_s
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        self._begin_decode(sequence)
+
+    def _moved_s(self) -> float:
+        """When the next sequence arrives here from elsewhere."""
+        return math.inf
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take an aborted sequence out of wherever it is."""
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        elif sequence.target >= 0:
+            self._leave_decode(sequence)
+
+    @property
+    def _in_batch(self) -> int:
+        return len(self._prefilling) + self._num_decoding
 
     def _decode_s(self, batch: int, context: float) -> float:
         measured = self._measured
@@ -316,7 +343,7 @@ class SimEngine:
     def _admit(self) -> bool:
         """Let waiting requests into the batch while sequences and KV memory allow. True if one entered."""
         entered = False
-        while self._waiting and len(self._prefilling) + self._num_decoding < self._max_batch:
+        while self._waiting and self._in_batch < self._max_batch:
             sequence = self._waiting[0]
             session = sequence.request.session
             if self._active_kv + sequence.kv > self._capacity:
@@ -336,13 +363,13 @@ class SimEngine:
             session = next(iter(self._idle))
             self._idle_kv -= self._idle.pop(session)
 
-    def _queue_prefill(self, sequence: _Sequence, tokens: int) -> None:
+    def _queue_prefill(self, sequence: Sequence, tokens: int) -> None:
         sequence.prefilled += tokens
         sequence.prefill = tokens + self._overhead_tokens
         sequence.busy_s += sequence.prefill * self._prefill_s
         self._prefilling.append(sequence)
 
-    def _begin_decode(self, sequence: _Sequence) -> None:
+    def _begin_decode(self, sequence: Sequence) -> None:
         said = sequence.said
         sequence.target = self._steps + sequence.need - said
         sequence.shift = sequence.request.prompt_tokens + said - self._steps
@@ -352,7 +379,7 @@ class SimEngine:
         self._numbers += 1
         heapq.heappush(self._decoding, (sequence.target, self._numbers, sequence))
 
-    def _leave_decode(self, sequence: _Sequence) -> int:
+    def _leave_decode(self, sequence: Sequence) -> int:
         """Take it out of the batch; returns the tokens it said since it came in."""
         said = min(
             sequence.need - sequence.said, int(sequence.need - (sequence.target - self._steps) + ALMOST) - sequence.said
@@ -365,7 +392,7 @@ class SimEngine:
         sequence.target = -1.0
         return said
 
-    def _finish(self, sequence: _Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         if sequence.target < 0:
             return  # aborted or restarted; its place in the heap is all that was left
         self._leave_decode(sequence)
@@ -390,6 +417,7 @@ class SimEngine:
                     prefill_tokens=sequence.prefilled,
                     cached_tokens=sequence.cached,
                     busy_s=sequence.busy_s,
+                    prefill_busy_s=sequence.prefill_busy_s,
                 )
             )
 

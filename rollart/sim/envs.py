@@ -50,7 +50,8 @@ class SimHost:
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self._room.acquire()
-        return SimEnv(self._tasks[task.domain], str(trajectory), self._dice, self._faults, self)
+        settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
+        return SimEnv(settings, str(trajectory), self._dice, self._faults, self)
 
     def release(self) -> None:
         self._room.release()

@@ -9,6 +9,7 @@ from rollart.hardware import Hardware, ModelShape, train_s_per_token
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SLOW, Link, SimStore, digest_of
+from rollart.sim.pair import SimPair
 from rollart.types import Batch, Bucket, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
 
 
@@ -155,7 +156,8 @@ class SimCluster:
 
     async def engine(self, spec: EngineSpec) -> SimEngine:
         await asyncio.sleep(self._world.settings.start_s)
-        engine = SimEngine(spec, self._world, lambda name: self.engines.pop(name, None))
+        kind = SimPair if spec.pool in self._world.pairs else SimEngine
+        engine = kind(spec, self._world, lambda name: self.engines.pop(name, None))
         self.engines[spec.id] = engine
         return engine
 

@@ -1,4 +1,4 @@
-"""The engine contract, on each adapter."""
+"""The engine contract, on each adapter; the simulated engine whole and in two halves."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ import pytest
 from rollart.config import Spread
 from rollart.engines.embedded import EmbeddedEngine, EngineSettings
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
-from rollart.hardware import HARDWARE, MODELS, kv_capacity_tokens
+from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
@@ -19,9 +19,11 @@ from tests.sim.engines import Bench, run
 
 
 class TestSimEngine(EngineContract):
+    pair: Pair | None = None
+
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
-            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190))
+            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), pair=self.pair)
 
             async def put(version: WeightVersion) -> WeightManifest:
                 return bench.put(version)
@@ -41,6 +43,10 @@ class TestSimEngine(EngineContract):
             )
 
         run(awaited)
+
+
+class TestSimPair(TestSimEngine):
+    pair = Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
 
 
 class TestSglangEngine(EngineContract):

@@ -2,12 +2,16 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from rollart.hardware import HARDWARE, MODELS
-from rollart.policy import affinity
-from rollart.policy.affinity import MEMORY, REPLAN_EVERY, UNKNOWN, Affinity, PoolSpeed, TaskProfile, assign, finish_s
+from rollart.policy import planning
+from rollart.policy.affinity import FIRST_LOOK, REPLAN_EVERY, YOUNG, Affinity, Decision
+from rollart.policy.planning import Plan, Problem, best_plan
+from rollart.policy.prediction import PoolSpeed
+from rollart.policy.profile import TaskProfile
 
 
 def pool(name: str, hardware: str, engines: int = 1) -> PoolSpeed:
@@ -16,144 +20,215 @@ def pool(name: str, hardware: str, engines: int = 1) -> PoolSpeed:
     )
 
 
-COMPUTE, BANDWIDTH = pool("compute", "h800", 2), pool("bandwidth", "h20", 2)
-PREFILL_HEAVY = TaskProfile(prefill_tokens=50_000, decode_tokens=500, context_tokens=20_000)
-DECODE_HEAVY = TaskProfile(prefill_tokens=300, decode_tokens=8_000, context_tokens=8_000)
-
-
-def test_the_first_trajectories_count_evenly_and_later_ones_by_memory() -> None:
-    profile = UNKNOWN
-    for tokens in (100, 200, 300):
-        profile = profile.seen(tokens, 2 * tokens, 3 * tokens)
-    assert (profile.prefill_tokens, profile.decode_tokens, profile.context_tokens) == pytest.approx((200, 400, 600))
-    for _ in range(50):
-        profile = profile.seen(200, 400, 600)
-    assert profile.seen(1200, 400, 600).prefill_tokens == pytest.approx(200 + MEMORY * 1000)
-    assert profile.trajectories == 53
-
-
-def test_prefill_heavy_tasks_are_faster_on_compute_and_decode_heavy_ones_on_bandwidth() -> None:
-    assert COMPUTE.trajectory_s(PREFILL_HEAVY) < BANDWIDTH.trajectory_s(PREFILL_HEAVY)
-    assert BANDWIDTH.trajectory_s(DECODE_HEAVY) < COMPUTE.trajectory_s(DECODE_HEAVY)
-
-
-def times_of(profiles: dict[str, TaskProfile], pools: list[PoolSpeed]) -> dict[tuple[str, str], float]:
-    return {(task, one.name): one.trajectory_s(profile) for task, profile in profiles.items() for one in pools}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_assignment_is_the_one_under_which_the_busiest_pool_is_done_first(seed: int) -> None:
-    rng = random.Random(seed)
-    pools = [COMPUTE, BANDWIDTH, pool("old", "a100", 3)]
-    profiles = {
-        f"t{number}": TaskProfile(
-            prefill_tokens=rng.uniform(100, 50_000),
-            decode_tokens=rng.uniform(10, 8_000),
-            context_tokens=rng.uniform(500, 20_000),
-        )
-        for number in range(5)
-    }
-    demand = {task: rng.uniform(1, 100) for task in profiles}
-    fixed = {"t0": "old"} if seed % 2 else {}
-    engines = {one.name: one.engines for one in pools}
-    times = times_of(profiles, pools)
-    best = min(
-        finish_s(dict(zip(profiles, chosen, strict=True)), demand, times, engines)
-        for chosen in itertools.product(engines, repeat=5)
-        if not fixed or chosen[0] == "old"
+def profile(prompt: float, new: float, decode: float, turns: float) -> TaskProfile:
+    return TaskProfile(
+        prompt_tokens=prompt,
+        new_tokens=new,
+        cached_tokens=prompt - new,
+        prefill_tokens=new,
+        decode_tokens=decode,
+        decode_squares=1.1 * decode**2,
+        turns=turns,
+        context_tokens=prompt / turns + decode / turns,
+        elsewhere_s=1.0,
+        trajectories=100,
     )
-    found = assign(profiles, demand, pools, fixed)
-    assert finish_s(found, demand, times, engines) == best
-    assert set(found) == set(profiles)
-    assert not fixed or found["t0"] == "old"
 
 
-def test_with_many_tasks_one_at_a_time_is_moved_until_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(3)
-    pools = [COMPUTE, BANDWIDTH]
-    profiles = {
-        f"t{number}": TaskProfile(
-            prefill_tokens=rng.uniform(100, 50_000), decode_tokens=rng.uniform(10, 8_000), context_tokens=5_000
-        )
-        for number in range(9)
-    }
-    demand = {task: rng.uniform(1, 100) for task in profiles}
-    engines = {one.name: one.engines for one in pools}
-    times = times_of(profiles, pools)
-    optimum = finish_s(assign(profiles, demand, pools, {}), demand, times, engines)
-    monkeypatch.setattr(affinity, "EXHAUSTIVE", 100)
-    found = assign(profiles, demand, pools, {"t3": "compute"})
-    assert found["t3"] == "compute"
-    found = assign(profiles, demand, pools, {})
-    value = finish_s(found, demand, times, engines)
-    assert value[0] <= 1.15 * optimum[0], "near the optimum"
-    for task, name in itertools.product(profiles, engines):
-        assert finish_s({**found, task: name}, demand, times, engines) >= value
-
-
+COMPUTE, BANDWIDTH = pool("compute", "h800", 2), pool("bandwidth", "h20", 4)
+PREFILL_HEAVY = profile(160_000, 24_000, 700, 12)
+DECODE_HEAVY = profile(3_300, 500, 5_000, 2)
 ORDER = {"compute": ["compute", "bandwidth"], "bandwidth": ["bandwidth", "compute"]}
 
 
-def two_tasks(game: str = "auto", maths: str = "auto") -> Affinity:
-    return Affinity({"game": game, "maths": maths}, {"game": 32.0, "maths": 32.0}, [COMPUTE, BANDWIDTH], ORDER)
-
-
-def feed(one: Affinity, task: str, profile: TaskProfile, times: int) -> list[dict[str, str]]:
-    moves = [
-        one.seen(task, int(profile.prefill_tokens), int(profile.decode_tokens), int(profile.context_tokens))
-        for _ in range(times)
-    ]
-    return [move for move in moves if move]
-
-
-def test_tasks_move_to_the_pool_that_suits_them_once_they_are_measured() -> None:
-    one = two_tasks()
-    before = dict(one.pool_of)
-    left, right = ("game", "maths") if before["game"] == "bandwidth" else ("maths", "game")
-    moved: dict[str, str] = {}
-    for _ in range(4):
-        for move in feed(one, left, PREFILL_HEAVY, REPLAN_EVERY) + feed(one, right, DECODE_HEAVY, REPLAN_EVERY):
-            moved |= move
-    assert one.pool_of == {left: "compute", right: "bandwidth"}
-    assert one.order(left) == ("compute", "bandwidth")
-    assert one.order(right) == ("bandwidth", "compute")
-    assert moved == one.pool_of, "and each move was told"
-    assert one.explain()[left]["compute"] == COMPUTE.trajectory_s(one.profiles[left])
-
-
-def test_the_assignment_is_looked_at_once_in_so_many_trajectories() -> None:
-    one = two_tasks()
-    one.pool_of = {"game": "bandwidth", "maths": "compute"}
-    one.profiles = {"game": PREFILL_HEAVY, "maths": DECODE_HEAVY}
-    assert feed(one, "game", PREFILL_HEAVY, REPLAN_EVERY - 1) == []
-    assert feed(one, "game", PREFILL_HEAVY, 1) == [{"game": "compute", "maths": "bandwidth"}]
-
-
-def test_a_small_gain_does_not_move_a_task() -> None:
-    """Two pools alike but for one part in twenty: not worth the caches."""
-    slower = PoolSpeed(
-        name="slower", hardware=HARDWARE["h800"], model=MODELS["qwen3-8b"], engines=20, gpus=1, max_batch=256
+def problem(
+    profiles: dict[str, TaskProfile], pools: list[PoolSpeed], fixed: dict[str, str] | None = None, count: float = 16.0
+) -> Problem:
+    return Problem(
+        profiles=profiles,
+        demand=dict.fromkeys(profiles, count),
+        members=dict.fromkeys(profiles, 4),
+        pools=pools,
+        fixed=fixed or {},
+        ahead=1.5,
     )
-    faster = PoolSpeed(
-        name="faster", hardware=HARDWARE["h800"], model=MODELS["qwen3-8b"], engines=21, gpus=1, max_batch=256
+
+
+def drawn(seed: int, count: int) -> dict[str, TaskProfile]:
+    rng = random.Random(seed)
+    found = {}
+    for number in range(count):
+        new = rng.uniform(300, 20_000)
+        found[f"t{number}"] = profile(new * rng.uniform(1, 6), new, rng.uniform(200, 5_000), rng.randint(1, 12))
+    return found
+
+
+# --- the best plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_assignment_of_whole_tasks_is_faster_than_the_plan(seed: int) -> None:
+    fixed = {"t0": "old"} if seed % 2 else {}
+    one = problem(drawn(seed, 3), [COMPUTE, BANDWIDTH, pool("old", "a100", 3)], fixed)
+    found = best_plan(one)
+    best_s = min(
+        one.step_s({task: {name: 1.0} for task, name in zip(one.profiles, chosen, strict=True)})
+        for chosen in itertools.product(["compute", "bandwidth", "old"], repeat=3)
+        if not fixed or chosen[0] == "old"
     )
-    one = Affinity({"game": "auto"}, {"game": 32.0}, [slower, faster], {"slower": ["slower"], "faster": ["faster"]})
-    assert one.pool_of == {"game": "faster"}
-    one.pool_of = {"game": "slower"}
-    assert feed(one, "game", PREFILL_HEAVY, 3 * REPLAN_EVERY) == []
-    assert one.pool_of == {"game": "slower"}
+    assert one.step_s(found) <= best_s
+    assert all(sum(shares.values()) == pytest.approx(1.0) for shares in found.values())
+    assert not fixed or found["t0"] == {"old": 1.0}
+
+
+def test_one_task_alone_is_split_where_two_pools_are_faster_than_one() -> None:
+    one = problem({"a": DECODE_HEAVY}, [COMPUTE, BANDWIDTH], count=200.0)
+    found = best_plan(one)
+    assert set(found["a"]) == {"compute", "bandwidth"}
+    assert found["a"]["bandwidth"] > found["a"]["compute"]
+    assert one.step_s(found) < 0.9 * one.step_s({"a": {"bandwidth": 1.0}})
+
+
+def test_a_task_leaves_its_favourite_where_the_whole_is_faster_so() -> None:
+    """Everything decodes, and everything likes the same pool; all of it there would leave the other idle."""
+    tasks = {f"t{number}": DECODE_HEAVY for number in range(4)}
+    found = best_plan(problem(tasks, [COMPUTE, BANDWIDTH.with_engines(2)], count=64.0))
+    used = {name for shares in found.values() for name in shares}
+    assert used == {"compute", "bandwidth"}
+
+
+def test_with_many_tasks_one_at_a_time_is_moved_until_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = drawn(3, 6)
+    exact = problem(tasks, [COMPUTE, BANDWIDTH])
+    optimum_s = exact.step_s(best_plan(exact))
+    monkeypatch.setattr(planning, "EXHAUSTIVE", 10)
+    found = best_plan(problem(tasks, [COMPUTE, BANDWIDTH], {"t3": "compute"}))
+    assert found["t3"] == {"compute": 1.0}
+    assert exact.step_s(best_plan(problem(tasks, [COMPUTE, BANDWIDTH]))) <= 1.1 * optimum_s
+
+
+# --- over time --------------------------------------------------------------------------------------------------
+
+
+def two_tasks(game: str = "auto", maths: str = "auto", demand: float = 32.0) -> Affinity:
+    names = ("game", "maths")
+    return Affinity(
+        {"game": game, "maths": maths},
+        dict.fromkeys(names, demand),
+        dict.fromkeys(names, 4),
+        [COMPUTE, BANDWIDTH],
+        ORDER,
+    )
+
+
+def feed(one: Affinity, times: int, game: TaskProfile, maths: TaskProfile, seed: int = 0) -> list[Decision]:
+    """So many trajectories of each, with some noise."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(times):
+        for task, needed in (("game", game), ("maths", maths)):
+            decode = needed.decode_tokens * rng.lognormvariate(0, 0.4)
+            found.append(one.seen(task, replace(needed, decode_tokens=decode, decode_squares=decode**2)))
+    return [decision for decision in found if decision is not None]
+
+
+def test_nothing_measured_means_spread_by_what_the_pools_can_do() -> None:
+    one = two_tasks()
+    assert set(one.plan["game"]) == {"compute", "bandwidth"}
+    pools = [one.place("game")[0] for _ in range(100)]
+    for name, share in one.plan["game"].items():
+        assert pools.count(name) == pytest.approx(100 * share, abs=1)
+    assert "nothing is measured yet" in one.first().reason
+
+
+def test_tasks_go_to_the_pool_that_suits_them_once_they_are_measured_and_the_reason_is_told() -> None:
+    one = two_tasks()
+    decisions = feed(one, FIRST_LOOK, PREFILL_HEAVY, DECODE_HEAVY)
+    assert one.plan == {"game": {"compute": 1.0}, "maths": {"bandwidth": 1.0}}
+    (decision,) = decisions
+    assert decision.moves == decision.plan == one.plan
+    assert "every task is measured" in decision.reason
+    assert "faster" in decision.reason
+    assert decision.predictions["game"]["compute"].step_s < decision.predictions["game"]["bandwidth"].step_s
+    assert decision.profiles["maths"].trajectories >= FIRST_LOOK - 1
+    assert one.place("game") == ("compute", "bandwidth")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_never_moves_a_task(seed: int) -> None:
+    one = two_tasks()
+    feed(one, 10 * FIRST_LOOK, PREFILL_HEAVY, DECODE_HEAVY, seed)
+    later = feed(one, 8 * REPLAN_EVERY, PREFILL_HEAVY, DECODE_HEAVY, seed + 100)
+    assert len(later) >= 10
+    assert [decision.moves for decision in later if decision.moves] == []
+    assert all("kept" in decision.reason for decision in later)
+
+
+def test_the_assignment_follows_a_task_that_changes() -> None:
+    one = two_tasks()
+    feed(one, 2 * REPLAN_EVERY, PREFILL_HEAVY, DECODE_HEAVY)
+    later = feed(one, REPLAN_EVERY, DECODE_HEAVY, PREFILL_HEAVY)
+    assert one.plan == {"game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
+    moved = [decision for decision in later if decision.moves]
+    assert any("has changed" in decision.reason for decision in moved)
+
+
+def test_looks_come_once_in_so_many_trajectories() -> None:
+    one = two_tasks(demand=8.0)
+    young = feed(one, 2 * YOUNG * 8, PREFILL_HEAVY, DECODE_HEAVY)
+    assert len(young) >= 3
+    assert len(feed(one, 2 * REPLAN_EVERY, PREFILL_HEAVY, DECODE_HEAVY)) == 4
+
+
+def test_a_gain_below_the_margin_moves_nothing() -> None:
+    """Two pools alike but for one part in forty."""
+    pools = [pool("slower", "h800", 40), pool("faster", "h800", 41)]
+    order = {"slower": ["slower", "faster"], "faster": ["faster", "slower"]}
+    one = Affinity({"a": "auto"}, {"a": 32.0}, {"a": 4}, pools, order)
+    one.plan = {"a": {"slower": 1.0}}
+    decisions = [one.seen("a", PREFILL_HEAVY) for _ in range(3 * REPLAN_EVERY)]
+    assert any(decision is not None for decision in decisions)
+    assert one.plan == {"a": {"slower": 1.0}}
 
 
 def test_declared_tasks_stay_where_the_user_wants_them() -> None:
     one = two_tasks(game="bandwidth", maths="compute")
-    assert feed(one, "game", PREFILL_HEAVY, 3 * REPLAN_EVERY) == []
-    assert one.pool_of == {"game": "bandwidth", "maths": "compute"}
+    feed(one, 2 * REPLAN_EVERY, PREFILL_HEAVY, DECODE_HEAVY)
+    assert one.plan == {"game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
+    assert one.first().reason == "declared"
     half = two_tasks(game="bandwidth")
-    feed(half, "game", PREFILL_HEAVY, 3 * REPLAN_EVERY)
-    feed(half, "maths", DECODE_HEAVY, 3 * REPLAN_EVERY)
-    assert half.pool_of["game"] == "bandwidth"
+    feed(half, 2 * REPLAN_EVERY, PREFILL_HEAVY, DECODE_HEAVY)
+    assert half.plan["game"] == {"bandwidth": 1.0}
+    assert half.place("game") == ("bandwidth", "compute")
+
+
+def test_when_a_pool_is_lost_its_tasks_move_and_come_back_with_it() -> None:
+    one = two_tasks()
+    feed(one, FIRST_LOOK, PREFILL_HEAVY, DECODE_HEAVY)
+    gone = one.engines({"compute": 0, "bandwidth": 4})
+    assert gone is not None
+    assert gone.moves == {"game": {"bandwidth": 1.0}}
+    assert "compute 2 -> 0" in gone.reason
+    assert one.place("game")[0] == "bandwidth"
+    back = one.engines({"compute": 2, "bandwidth": 4})
+    assert back is not None
+    assert back.plan == {"game": {"compute": 1.0}, "maths": {"bandwidth": 1.0}}
+    assert one.engines({"compute": 2, "bandwidth": 4}) is None, "nothing came or went"
+
+
+def test_a_declared_task_keeps_its_pool_when_that_is_lost_and_does_not_hold_up_the_others() -> None:
+    one = two_tasks(game="compute")
+    feed(one, FIRST_LOOK, PREFILL_HEAVY, DECODE_HEAVY)
+    one.plan = {**one.plan, "maths": {"compute": 1.0}}
+    gone = one.engines({"compute": 0, "bandwidth": 4})
+    assert gone is not None
+    assert gone.moves == {"maths": {"bandwidth": 1.0}}
+    assert one.place("game") == ("compute", "bandwidth"), "routing falls back, and says so"
 
 
 def test_with_one_pool_there_is_nothing_to_move() -> None:
-    one = Affinity({"game": "auto"}, {"game": 1.0}, [COMPUTE], {"compute": ["compute"]})
-    assert feed(one, "game", DECODE_HEAVY, 3 * REPLAN_EVERY) == []
+    one = Affinity({"a": "auto"}, {"a": 1.0}, {"a": 4}, [COMPUTE], {"compute": ["compute"]})
+    for _ in range(3 * REPLAN_EVERY):
+        one.seen("a", DECODE_HEAVY)
+    plan: Plan = {"a": {"compute": 1.0}}
+    assert one.plan == plan

@@ -8,11 +8,12 @@ import numpy as np
 
 from rollart.config import SimEngineSettings, SimTaskSettings, Spread
 from rollart.events import EventLog
-from rollart.hardware import HARDWARE, MODELS
+from rollart.hardware import HARDWARE, MODELS, Pair
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.links import Link, SimStore, digest_of
+from rollart.sim.pair import SimPair
 from rollart.types import Bucket, EngineSpec, GenerateRequest, Sampling, WeightManifest
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class Bench:
         max_batch: int = 16,
         model: str = "qwen3-8b",
         settings: SimEngineSettings | None = None,
+        pair: Pair | None = None,
     ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
@@ -49,6 +51,7 @@ class Bench:
             hardware={"pool": HARDWARE["h20"]},
             settings=settings or SimEngineSettings(load_gb_s=10.0),
             max_batch={"pool": max_batch},
+            pairs={} if pair is None else {"pool": pair},
             tasks={"a": SimTaskSettings(answer_tokens=answer or Spread(mean=100))},
             dice=Dice(0),
             store=self.store,
@@ -56,7 +59,7 @@ class Bench:
             log=self.log,
         )
         self.died: list[str] = []
-        self.engine = SimEngine(SPEC, world, self.died.append)
+        self.engine = (SimEngine if pair is None else SimPair)(SPEC, world, self.died.append)
 
     def put(self, version: int, gb: float = 1.0) -> WeightManifest:
         """A version of so many gigabytes, complete in the store."""

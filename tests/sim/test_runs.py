@@ -175,11 +175,38 @@ def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_traje
         "rollout.staleness=3",
     )
     finished(simulate(job(*measured), tmp_path / "run"))
-    moves = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "affinity"]
-    assert moves
+    looks = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "affinity"]
+    assert [event["moves"] for event in looks if event["moves"]]
+    assert looks[-1]["plan"] == {"game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
     starts = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "start"]
     where = {event["task"].split("/")[0]: event["pool"] for event in starts}
     assert where == {"game": "bandwidth", "maths": "compute"}
+
+
+def test_the_members_of_a_group_stay_together_whatever_the_shares(tmp_path: Path) -> None:
+    auto = ("tasks.0.affinity=auto", "tasks.1.affinity=auto")
+    finished(simulate(job(*auto), tmp_path / "run"))
+    pools: dict[str, set[str]] = {}
+    for event in read_events(tmp_path / "run" / "events.jsonl"):
+        if event["e"] == "start":
+            pools.setdefault(event["id"].split(".")[0], set()).add(event["pool"])
+    assert {len(names) for names in pools.values()} == {1}
+    assert {name for names in pools.values() for name in names} == {"compute", "bandwidth"}
+
+
+def test_a_task_can_change_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    shift = "sim.tasks.game.shift={after_s: 60, answer_tokens: 77}"
+    finished(simulate(job("train.steps=8", "sim.tasks.game.answer_tokens=33", shift), tmp_path / "run"))
+    sent: dict[str, float] = {}
+    game: set[str] = set()
+    for event in read_events(tmp_path / "run" / "events.jsonl"):
+        if event["e"] == "start" and event["task"].startswith("game"):
+            game.add(event["id"])
+        elif event["e"] == "send":
+            sent[event["id"]] = event["t"]
+        elif event["e"] == "said" and event["id"].rpartition("/")[0] in game:
+            assert event["tokens"] == (77 if sent[event["id"]] >= 60 else 33)
+    assert min(sent.values()) < 60 < max(sent.values())
 
 
 @pytest.mark.parametrize("seed", [0, 7, 22, 35])

@@ -1,0 +1,101 @@
+"""Places groups on pools: tells the affinity policy what happened, writes down what it decides, and asks it.
+
+Affinity decides; this measures. Everything in a profile comes from finished turns, whatever engine served them.
+"""
+
+from typing import Any
+
+from rollart.control.fleet import Fleet
+from rollart.events import LogHandle
+from rollart.policy.affinity import Affinity, Decision
+from rollart.policy.prediction import NEVER_S
+from rollart.policy.profile import TaskProfile
+from rollart.types import Status, Trajectory
+
+
+class Placing:
+    def __init__(self, affinity: Affinity, fleet: Fleet, log: LogHandle) -> None:
+        self._affinity = affinity
+        self._fleet = fleet
+        self._log = log
+        fleet.on_change = self._engines_changed
+        self._write(affinity.first(), -1)
+
+    def place(self, task: str) -> tuple[str, ...]:
+        """The pool for the next group of a task, then its stand-ins."""
+        return self._affinity.place(task)
+
+    def measure(self, trajectory: Trajectory) -> None:
+        """Let affinity learn from what a trajectory needed. One that was cancelled says nothing about its task."""
+        if trajectory.turns and trajectory.status is not Status.ABORTED:
+            self._write(self._affinity.seen(trajectory.task.domain, needs(trajectory)), -1)
+
+    def _engines_changed(self, cause: int) -> None:
+        up = {name: sum(view.up for view in views) for name, views in self._fleet.pools.items()}
+        self._write(self._affinity.engines(up), cause)
+
+    def _write(self, decision: Decision | None, cause: int) -> None:
+        if decision is None:
+            return
+        self._log.emit(
+            "affinity",
+            {
+                "reason": decision.reason,
+                "plan": decision.plan,
+                "moves": decision.moves,
+                "step_s": {pool: _seconds(value) for pool, value in decision.step_s.items()},
+                "engines": decision.engines,
+                "profiles": {task: _profile(profile) for task, profile in decision.profiles.items()},
+                "predicted": {
+                    task: {
+                        pool: {"step_s": _seconds(alone.step_s), "trajectory_s": _seconds(alone.trajectory_s)}
+                        for pool, alone in pools.items()
+                    }
+                    for task, pools in decision.predictions.items()
+                },
+                "cause": cause,
+            },
+        )
+
+
+def needs(trajectory: Trajectory) -> TaskProfile:
+    """What one trajectory took, counted from its turns."""
+    length = prompts = context = new = 0
+    for turn in trajectory.turns:
+        length = len(turn.context) if turn.fresh else length + len(turn.context)
+        new += len(turn.context)
+        prompts += length
+        length += len(turn.completion.tokens)
+        context += length
+    turns = len(trajectory.turns)
+    generating_s = sum(turn.generate_s for turn in trajectory.turns)
+    return TaskProfile(
+        prompt_tokens=prompts,
+        new_tokens=new,
+        cached_tokens=sum(turn.completion.cached_tokens for turn in trajectory.turns),
+        prefill_tokens=sum(turn.completion.prefill_tokens for turn in trajectory.turns),
+        decode_tokens=trajectory.sampled_tokens,
+        decode_squares=float(trajectory.sampled_tokens) ** 2,
+        turns=turns,
+        context_tokens=context / turns,
+        elsewhere_s=max(0.0, trajectory.ended_s - trajectory.started_s - generating_s),
+    )
+
+
+def _profile(profile: TaskProfile) -> dict[str, Any]:
+    return {
+        "prompt_tokens": round(profile.prompt_tokens, 1),
+        "new_tokens": round(profile.new_tokens, 1),
+        "cached_tokens": round(profile.cached_tokens, 1),
+        "prefill_tokens": round(profile.prefill_tokens, 1),
+        "decode_tokens": round(profile.decode_tokens, 1),
+        "decode_spread": round(profile.decode_spread, 3),
+        "turns": round(profile.turns, 2),
+        "context_tokens": round(profile.context_tokens, 1),
+        "elsewhere_s": round(profile.elsewhere_s, 3),
+        "trajectories": profile.trajectories,
+    }
+
+
+def _seconds(value: float) -> float | None:
+    return None if value >= NEVER_S else round(value, 3)

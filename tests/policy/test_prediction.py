@@ -1,0 +1,89 @@
+"""What a pool is predicted to need: more for more work, less with more engines, and as the simulator finds it."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollart.hardware import HARDWARE, MODELS, Pair
+from rollart.policy.prediction import NEVER_S, PoolSpeed, forecast
+from rollart.policy.profile import TaskProfile
+
+COMPUTE = PoolSpeed(
+    name="compute", hardware=HARDWARE["h800"], model=MODELS["qwen3-8b"], engines=2, gpus=1, max_batch=256
+)
+BANDWIDTH = replace(COMPUTE, name="bandwidth", hardware=HARDWARE["h20"], engines=4)
+
+
+def profile(turns: float, prompt: float, observation: float, answer: float, spread: float = 0.3) -> TaskProfile:
+    """A task of which every trajectory has the same turns."""
+    prompts = sum(prompt + number * (observation + answer) for number in range(round(turns)))
+    new = prompt + (turns - 1) * observation
+    return TaskProfile(
+        prompt_tokens=prompts,
+        new_tokens=new,
+        cached_tokens=prompts - new,
+        prefill_tokens=new,
+        decode_tokens=turns * answer,
+        decode_squares=(turns * answer) ** 2 * (1 + spread**2),
+        turns=turns,
+        context_tokens=prompts / turns + answer,
+        elsewhere_s=1.0,
+        trajectories=100,
+    )
+
+
+PREFILL_HEAVY = profile(12, 3000, 2000, 60)
+DECODE_HEAVY = profile(2, 300, 150, 2500)
+
+
+def period_s(pool: PoolSpeed, one: TaskProfile, count: float = 32.0, members: int = 4, ahead: float = 1.5) -> float:
+    return forecast(pool, {"a": count}, {"a": one}, {"a": members}, ahead).period_s
+
+
+def test_each_kind_of_task_is_faster_on_its_kind_of_hardware_at_equal_numbers() -> None:
+    assert period_s(COMPUTE, PREFILL_HEAVY) < period_s(BANDWIDTH.with_engines(2), PREFILL_HEAVY)
+    assert period_s(BANDWIDTH.with_engines(2), DECODE_HEAVY) < period_s(COMPUTE, DECODE_HEAVY)
+
+
+@pytest.mark.parametrize("pool", [COMPUTE, BANDWIDTH])
+@pytest.mark.parametrize("one", [PREFILL_HEAVY, DECODE_HEAVY])
+def test_more_work_takes_longer_and_more_engines_are_faster(pool: PoolSpeed, one: TaskProfile) -> None:
+    assert period_s(pool, one, 64.0) > period_s(pool, one, 32.0) > period_s(pool, one, 8.0)
+    assert period_s(pool.with_engines(8), one) < period_s(pool, one)
+    both = forecast(pool, {"a": 16.0, "b": 16.0}, {"a": one, "b": one}, {"a": 4, "b": 4}, 1.5)
+    assert both.period_s == pytest.approx(period_s(pool, one, 32.0), rel=0.02), "two halves are one whole"
+
+
+def test_tokens_are_cheaper_in_a_batch() -> None:
+    assert period_s(BANDWIDTH, DECODE_HEAVY, 64.0) < 1.8 * period_s(BANDWIDTH, DECODE_HEAVY, 32.0)
+
+
+def test_caches_that_do_not_fit_are_paid_for() -> None:
+    """The same work with four times the context: without the caches it is prefilled over and over."""
+    wide = replace(PREFILL_HEAVY, context_tokens=4 * PREFILL_HEAVY.context_tokens)
+    assert period_s(COMPUTE, wide, 48.0) > 2 * period_s(COMPUTE, PREFILL_HEAVY, 48.0)
+    uncached = replace(PREFILL_HEAVY, cached_tokens=0.0)
+    assert period_s(COMPUTE, uncached) > 1.3 * period_s(COMPUTE, PREFILL_HEAVY), "an engine without a cache"
+
+
+def test_a_group_waits_for_its_slowest_member() -> None:
+    uneven = replace(DECODE_HEAVY, decode_squares=DECODE_HEAVY.decode_tokens**2 * 2)
+    assert period_s(BANDWIDTH, uneven) > 1.2 * period_s(BANDWIDTH, DECODE_HEAVY)
+    assert period_s(BANDWIDTH, uneven, members=16) > period_s(BANDWIDTH, uneven, members=4)
+
+
+def test_a_looser_bound_lets_long_trajectories_take_longer() -> None:
+    slow = replace(DECODE_HEAVY, elsewhere_s=300.0)
+    assert period_s(BANDWIDTH, slow, 8.0, ahead=3.5) < 0.6 * period_s(BANDWIDTH, slow, 8.0, ahead=1.5)
+
+
+def test_a_pool_without_engines_never_finishes_and_one_without_work_at_once() -> None:
+    assert period_s(COMPUTE.with_engines(0), DECODE_HEAVY) == NEVER_S
+    assert forecast(COMPUTE, {"a": 0.0}, {"a": DECODE_HEAVY}, {"a": 4}, 1.5).period_s == 0.0
+
+
+def test_a_pair_prefills_on_the_other_hardware() -> None:
+    pair = replace(BANDWIDTH, pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9))
+    assert period_s(pair, PREFILL_HEAVY) < 0.7 * period_s(BANDWIDTH, PREFILL_HEAVY)
+    thin = replace(BANDWIDTH, pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=0.05e9))
+    assert period_s(thin, PREFILL_HEAVY) > 1.5 * period_s(pair, PREFILL_HEAVY)

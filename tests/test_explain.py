@@ -1,0 +1,95 @@
+"""`rollart explain`: each task's profile, pools, predictions, changes and fallbacks, from the events alone."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollart.cli import main
+from rollart.config import build_job
+from rollart.events import read_events
+from rollart.explain import Explain, words
+from rollart.run import simulate
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tasks: one declared to a pool whose only engine dies and takes long to come back."""
+    folder = tmp_path_factory.mktemp("explain") / "run"
+    raw: dict[str, Any] = {
+        "name": "why",
+        "tasks": [
+            {"name": "game", "group_size": 2, "max_turns": 20},
+            {"name": "maths", "group_size": 2, "max_tokens": 4096},
+            {"name": "named", "group_size": 2, "affinity": "bandwidth"},
+        ],
+        "rollout": {"groups_per_step": 6, "zero_variance": "keep"},
+        "pools": [
+            {"name": "compute", "hardware": "h800", "engines": {"count": 1}},
+            {"name": "bandwidth", "hardware": "h20", "engines": {"count": 1}},
+            {"name": "environments", "slots": 64},
+        ],
+        "train": {"steps": 8},
+        "sim": {
+            "tasks": {
+                "game": {"turns": 12, "prompt_tokens": 3000, "observation_tokens": 2000, "answer_tokens": 30},
+                "maths": {"turns": 1, "answer_tokens": 2500},
+            },
+            "faults": [{"kind": "engine_death", "at_s": 90, "target": 0}],
+        },
+    }
+    assert simulate(build_job(raw), folder).summary["state"] == "finished"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(out: Path) -> dict[str, Any]:
+    explain = Explain()
+    for event in read_events(out / "events.jsonl"):
+        explain.read(event)
+    return explain.result()
+
+
+def test_each_task_has_its_profile_its_pools_and_the_reason(result: dict[str, Any]) -> None:
+    game, maths, named = (result["tasks"][name] for name in ("game", "maths", "named"))
+    assert game["profile"]["turns"] == pytest.approx(12, abs=1)
+    assert maths["profile"]["decode_tokens"] == pytest.approx(2500, rel=0.05)
+    assert game["pools"] == {"compute": 1.0}
+    assert named["pools"] == {"bandwidth": 1.0}
+    assert named["reason"] == "declared: bandwidth"
+    assert "faster" in game["reason"]
+    assert game["predicted"]["compute"]["step_s"] < game["predicted"]["bandwidth"]["step_s"]
+
+
+def test_changes_and_attempts_are_those_of_the_events(result: dict[str, Any], out: Path) -> None:
+    events = list(read_events(out / "events.jsonl"))
+    moves = [event for event in events if event["e"] == "affinity" and "game" in event["moves"]]
+    assert [change["t"] for change in result["tasks"]["game"]["changes"][1:]] == [event["t"] for event in moves]
+    starts = [event for event in events if event["e"] == "start" and event["task"].startswith("maths/")]
+    assert sum(result["tasks"]["maths"]["attempts"].values()) == len(starts)
+    assert result["looks"] == sum(event["e"] == "affinity" for event in events)
+
+
+def test_fallbacks_are_counted_with_their_reason(result: dict[str, Any], out: Path) -> None:
+    sent = [event for event in read_events(out / "events.jsonl") if event["e"] == "send" and "fallback" in event]
+    told = {reason: count for task in result["tasks"].values() for reason, count in task["fallbacks"].items()}
+    assert sent
+    assert sum(sum(task["fallbacks"].values()) for task in result["tasks"].values()) == len(sent)
+    assert "pool bandwidth has no engine up: compute served instead" in told
+
+
+def test_the_command_prints_it_for_people_and_for_programs(
+    out: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == words(result)
+    for part in ("why, simulated", "game -> compute", "named -> bandwidth", "trajectories)", "fallback"):
+        assert part in text
+    assert main(["explain", str(out), "--json"]) == 0
+    assert orjson.loads(capsys.readouterr().out) == orjson.loads(orjson.dumps(result))
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    assert main(["explain", str(tmp_path)]) == 2
