@@ -4,6 +4,7 @@ All processes of a run carry a marker in their environment, so that none can hid
 child of init.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -48,6 +49,11 @@ def job(model: Path, **changes: Any) -> dict[str, Any]:
     return {**raw, **changes}
 
 
+def _die_with_the_tests() -> None:
+    """In the child: tests that are themselves killed leave no job behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 @dataclass
 class Run:
     """One `rollart train`, and what was made of its run directory so far."""
@@ -72,6 +78,7 @@ class Run:
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
+                preexec_fn=_die_with_the_tests,
             )
 
     @property

@@ -85,7 +85,7 @@ class TestLocalCluster(Given, ClusterContract):
     def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
         async def generates(engine: object) -> int:
             assert isinstance(engine, LocalEngine)
-            bench = EngineBench(engine, 1, "a", _nothing, _nothing, 0)
+            bench = EngineBench(engine, 1, "a", put=_put, lose=_lose, too_long=0)
             return (await engine.generate(bench.ask("x"))).spans[0].version
 
         async def main() -> None:
@@ -95,7 +95,11 @@ class TestLocalCluster(Given, ClusterContract):
         asyncio.run(main())
 
 
-async def _nothing(_: object) -> WeightManifest:  # type: ignore[return]
+async def _put(version: WeightVersion) -> WeightManifest:
+    raise AssertionError("not asked for here")
+
+
+async def _lose(manifest: WeightManifest) -> None:
     raise AssertionError("not asked for here")
 
 
