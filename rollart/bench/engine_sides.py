@@ -64,7 +64,9 @@ class EmbeddedSide(_InProcess):
 
     def __init__(self, folder: str) -> None:
         self._engine = EmbeddedEngine(
-            load_model(folder), settings=EngineSettings(kv_tokens=CACHE_TOKENS, step_tokens=STEP_TOKENS), eos=frozenset()
+            load_model(folder),
+            settings=EngineSettings(kv_tokens=CACHE_TOKENS, step_tokens=STEP_TOKENS),
+            eos=frozenset(),
         )
 
     def play(self, workload: Workload) -> Answers:
@@ -138,23 +140,20 @@ class GenerateSide(_InProcess):
         output = self._model.generate(
             input_ids=tokens,
             attention_mask=mask,
-            generation_config=_plain_sampling(temperature),
-            max_new_tokens=max(lengths),
+            generation_config=_plain_sampling(temperature, max(lengths)),
             stopping_criteria=StoppingCriteriaList([_RowLengths(longest, lengths)]),
         )
-        return [
-            row[longest : longest + length].tolist() for row, length in zip(output, lengths, strict=True)
-        ]
+        return [row[longest : longest + length].tolist() for row, length in zip(output, lengths, strict=True)]
 
 
 class TransformersBatchingSide(_InProcess):
     """transformers' continuous batching; each turn a new request with the whole history, prefix sharing on."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, temperature: float = 1.0) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        generation = _plain_sampling(1.0)
-        generation.eos_token_id = -1
-        self._generation = generation
+        generation = _plain_sampling(temperature)
+        generation.eos_token_id = -1  # none
+        self._temperature = temperature
         self._manager = model.init_continuous_batching(
             generation_config=generation,
             continuous_batching_config=ContinuousBatchingConfig(
@@ -167,6 +166,7 @@ class TransformersBatchingSide(_InProcess):
     def play(self, workload: Workload) -> Answers:
         answers: Answers = [[] for _ in range(workload.sessions)]
         history: list[list[int]] = [[] for _ in range(workload.sessions)]
+        assert workload.temperature == self._temperature, "its temperature is set when it starts"
         self._plays += 1
         for session in range(workload.sessions):
             self._ask(workload, session, 0, history[session])
@@ -205,7 +205,7 @@ class VllmSide:
 
     def __init__(self, python: str, folder: str, threads: int) -> None:
         self._process = subprocess.Popen(
-            [python, str(VLLM_SCRIPT), folder, str(CACHE_TOKENS), str(STEP_TOKENS)],
+            [python, str(VLLM_SCRIPT), folder, str(STEP_TOKENS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
@@ -243,8 +243,10 @@ class VllmSide:
             self._process.wait()
 
 
-def _plain_sampling(temperature: float) -> GenerationConfig:
+def _plain_sampling(temperature: float, max_new_tokens: int | None = None) -> GenerationConfig:
     """The full distribution, as training samples it, and no end but the length."""
     if temperature == 0.0:
-        return GenerationConfig(do_sample=False, pad_token_id=0)
-    return GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0)
+        return GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=max_new_tokens)
+    return GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0, max_new_tokens=max_new_tokens
+    )

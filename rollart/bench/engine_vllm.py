@@ -11,7 +11,7 @@ from typing import Any
 MARK = "rollart-bench "
 
 
-def main(folder: str, cache_tokens: int, step_tokens: int) -> None:
+def main(folder: str, step_tokens: int) -> None:
     import vllm
 
     llm = vllm.LLM(
@@ -22,7 +22,6 @@ def main(folder: str, cache_tokens: int, step_tokens: int) -> None:
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=True,
         seed=0,
-        **eval(sys.argv[4] if len(sys.argv) > 4 else "{}"),
     )
     say({"version": vllm.__version__})
     for number, line in enumerate(sys.stdin):
@@ -71,4 +70,4 @@ def say(value: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]))

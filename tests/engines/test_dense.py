@@ -9,7 +9,17 @@ import torch
 from rollart.engines import dense
 from rollart.engines.dense import DenseForward, dense_forward
 from rollart.model import PackedPlan, forward_hidden, named_weights, project
-from tests.engines.reference import KINDS, VOCAB, check, drain, make_engine, our_model, plain_model, random_tokens, request
+from tests.engines.reference import (
+    KINDS,
+    VOCAB,
+    check,
+    drain,
+    make_engine,
+    our_model,
+    plain_model,
+    random_tokens,
+    request,
+)
 
 DENSE = [kind for kind in KINDS if "moe" not in kind]
 
