@@ -84,7 +84,8 @@ class _Timeline:
         self._lengths_s = np.diff(times, append=times[-1])
         self._number = _running(came, went, np.ones(len(calls)), len(times))
         self._cached = _running(came, went, context, len(times))
-        prefilled = _sums(np.bincount(came, [call.prefill for call in calls], len(times)))
+        prefill: Array = np.array([call.prefill for call in calls], dtype=np.float64)
+        prefilled = _sums(np.bincount(came, prefill, len(times)))
         counted = np.array([call.whole and call.said_s > call.sent_s for call in calls], dtype=bool)
         self._from, self._to = came[counted], went[counted]
         self._tokens = np.array([call.tokens for call in calls], dtype=np.float64)[counted]
