@@ -1,8 +1,8 @@
-"""`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same two cores.
+"""`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same cores.
 
-Both sides train for the same number of steps with the same batch, one after the other, and keep their weights after every
-step. Then the same held-out play (`trl_side.py evaluate`) finds each side's first step that reaches the target. So no
-evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not. One JSON object goes to stdout.
+Both sides train for the same number of steps with the same batch, one after the other, and keep their weights after
+every step. Then the same held-out play (`trl_side.py evaluate`) finds each side's first step that reaches the target.
+So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not. Prints one JSON object.
 """
 
 import argparse
@@ -72,15 +72,11 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
-    parser.add_argument(
-        "--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="python of TRL's environment"
-    )
+    parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
     parser.add_argument("--steps", type=int, default=30, help="of each side")
     parser.add_argument("--target", type=float, default=0.8, help="held-out success that counts as learnt")
     parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
-    parser.add_argument(
-        "--rounds", type=int, default=1, help="each with the next seed; the order of the sides alternates"
-    )
+    parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
     parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="see docs/trl.md")
@@ -257,7 +253,7 @@ def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[fl
 
 
 def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds. Where TRL did not get there, its whole time stands in, and the ratio is a lower bound."""
+    """Medians over the rounds. Where TRL did not get there its whole time stands in, and the ratio is a lower bound."""
     if not all(result["rollart"]["steps_to_success"] for result in rounds):
         sys.exit(f"RollArt did not reach {args.target} in {args.steps} steps:\n{json.dumps(rounds, indent=2)}")
     bound = not all(result["trl"]["steps_to_success"] for result in rounds)

@@ -1,7 +1,7 @@
 """TRL's side of the comparison; runs in TRL's own environment, with this repository on PYTHONPATH.
 
-`train` runs GRPOTrainer on FrozenLake through `rollout_func` and writes the times of its steps, its figures and, every so
-many steps, the weights. `evaluate` plays the held-out tasks with any number of saved models, of either side.
+`train` runs GRPOTrainer on FrozenLake through `rollout_func` and writes the times of its steps, its figures and, every
+so many steps, the weights. `evaluate` plays the held-out tasks with any number of saved models, of either side.
 Time spent writing weights for the evaluation is taken off the clock.
 """
 
@@ -148,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def settings(args: argparse.Namespace) -> Any:
-    """As in benchmarks/trl_frozen_lake.yaml. One update a batch; `dapo` is TRL's name for a token mean over the batch."""
+    """As in benchmarks/trl_frozen_lake.yaml. One update a batch; `dapo` is TRL's name for a mean over all tokens."""
     return GRPOConfig(
         output_dir=str(args.out / "trainer"),
         seed=args.seed,
