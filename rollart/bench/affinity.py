@@ -118,6 +118,15 @@ def _task(rng: random.Random, kind: str) -> dict[str, Any]:
     }
 
 
+def shifting(seed: int, after_s: float) -> Tasks:
+    """Three tasks, of which one (p2) turns from prefill-heavy to decode-heavy in the middle of the run."""
+    tasks = {name: dict(task) for name, task in draw_tasks(seed, "pdp").items()}
+    later = _task(random.Random(f"shift/{seed}"), "d")
+    changed = {key: later[key] for key in ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "step_s")}
+    tasks["p2"]["shift"] = {"after_s": after_s, **changed}
+    return tasks
+
+
 # --- what is measured -------------------------------------------------------------------------------------------
 
 
@@ -125,7 +134,7 @@ def against_fixed(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
     """`auto` beside every assignment of whole tasks to pools, on the same pools."""
     fixed = _every_assignment(tasks, FLEET, steps)
     best = min(fixed, key=lambda key: fixed[key].step_s)
-    auto = _run(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
+    auto = play(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
     gap = auto.step_s / fixed[best].step_s - 1.0
     _say(f"{name} ({', '.join(tasks)}): best fixed {fixed[best].step_s:.1f} s a step, auto {auto.step_s:.1f} s")
     return {
@@ -165,15 +174,12 @@ def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
 
 
 def after_a_shift(steps: int, after_s: float, seed: int = 20) -> dict[str, Any]:
-    """One of three tasks turns from prefill-heavy to decode-heavy in the middle; the time after that counts."""
-    tasks = {name: dict(task) for name, task in draw_tasks(seed, "pdp").items()}
-    later = _task(random.Random(f"shift/{seed}"), "d")
-    changed = {key: later[key] for key in ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "step_s")}
-    tasks["p2"]["shift"] = {"after_s": after_s, **changed}
+    """`auto` beside every fixed assignment, from the time on when one of three tasks has changed."""
+    tasks = shifting(seed, after_s)
     fixed = _every_assignment(tasks, FLEET, steps)
     best = min(fixed, key=lambda key: fixed[key].step_after_s(after_s))
     before = min(fixed, key=lambda key: _step_before_s(fixed[key], after_s))
-    auto = _run(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
+    auto = play(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
     best_s, auto_s = fixed[best].step_after_s(after_s), auto.step_after_s(after_s)
     moves = [plan for plan in auto.plans if plan["t"] > after_s]
     _say(f"after a shift: best fixed {best_s:.1f} s a step, auto {auto_s:.1f} s, {len(moves)} changes of the plan")
@@ -200,12 +206,13 @@ def _step_before_s(run: Run, end_s: float) -> float:
 def _every_assignment(tasks: Tasks, fleet: Mapping[str, int], steps: int) -> dict[tuple[tuple[str, str], ...], Run]:
     choices: Sequence[tuple[str, ...]] = list(itertools.product(fleet, repeat=len(tasks)))
     return {
-        tuple(zip(tasks, chosen, strict=True)): _run(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps)
+        tuple(zip(tasks, chosen, strict=True)): play(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps)
         for chosen in choices
     }
 
 
-def _run(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int) -> Run:
+def play(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int) -> Run:
+    """One job, simulated."""
     job = build_job(
         {
             "name": "bench-affinity",
