@@ -29,10 +29,10 @@ COMPUTE, BANDWIDTH = "compute", "bandwidth"
 KINDS = {COMPUTE: "h800", BANDWIDTH: "h20"}
 FLEET = {COMPUTE: 2, BANDWIDTH: 4}
 BUDGET = 4 * HARDWARE["h800"].cost
-"""What four of the dear kind cost: as much as eleven of the cheap kind."""
+"""What four of the dear kind cost: about as much as eleven of the cheap kind."""
 SEEDS = (0, 1, 2, 3, 4, 5)
 STEPS = 40
-COST_STEPS = 20
+COST_STEPS = 12
 SHIFT_STEPS = 60
 SHIFT_AFTER_S = 1000.0
 
@@ -72,7 +72,8 @@ def measure() -> dict[str, Any]:
         "worst_gap": max(row["gap"] for row in assignments),
         "gaps": [row["gap"] for row in assignments],
         "mixed_over_better_kind": [row["mixed_over_better_kind"] for row in both],
-        "one_sided_over_better_kind": [row["best_over_better_kind"] for row in (prefill, decode)],
+        "one_sided_mixed_over_better_kind": [row["mixed_over_better_kind"] for row in (prefill, decode)],
+        "one_sided_best_over_better_kind": [row["best_over_better_kind"] for row in (prefill, decode)],
         "gap_after_shift": shifted["gap"],
         "mixes": assignments,
         "equal_cost": [*both, prefill, decode],
@@ -151,24 +152,32 @@ def against_fixed(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
 
 
 def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
-    """Each kind of hardware alone beside every mix of the two that the budget buys, each with its best assignment."""
-    found: dict[str, float] = {}
-    for dear in range(int(BUDGET / HARDWARE["h800"].cost) + 1):
-        cheap = int((BUDGET - dear * HARDWARE["h800"].cost) / HARDWARE["h20"].cost + 1e-9)
+    """Each kind of hardware alone beside every mix of the two that the budget buys, each with its best assignment.
+
+    Counts are whole, so a fleet costs a little more or less than the budget. What is compared is seconds times price.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for dear in range(round(BUDGET / HARDWARE["h800"].cost) + 1):
+        cheap = round((BUDGET - dear * HARDWARE["h800"].cost) / HARDWARE["h20"].cost)
         fleet = {pool: count for pool, count in ((COMPUTE, dear), (BANDWIDTH, cheap)) if count}
-        runs = _every_assignment(tasks, fleet, steps)
-        found[" + ".join(f"{count} {KINDS[pool]}" for pool, count in fleet.items())] = min(
-            run.step_s for run in runs.values()
-        )
-    alone = {fleet: seconds for fleet, seconds in found.items() if "+" not in fleet}
-    mixed = {fleet: seconds for fleet, seconds in found.items() if "+" in fleet}
-    better, best = min(alone.values()), min(mixed.values())
-    _say(f"{name}: better kind alone {better:.1f} s a step, best mixed pool {best:.1f} s")
+        runs = list(_every_assignment(tasks, fleet, steps).values())
+        if len(fleet) > 1:
+            runs.append(play(tasks, dict.fromkeys(tasks, "auto"), fleet, steps))
+        step_s = min(run.step_s for run in runs)
+        price = sum(count * HARDWARE[KINDS[pool]].cost for pool, count in fleet.items())
+        rows[" + ".join(f"{count} {KINDS[pool]}" for pool, count in fleet.items())] = {
+            "price": round(price, 2),
+            "step_s": round(step_s, 2),
+            "step_s_at_budget": round(step_s * price / BUDGET, 2),
+        }
+    alone = min(row["step_s_at_budget"] for fleet, row in rows.items() if "+" not in fleet)
+    mixed = min(row["step_s_at_budget"] for fleet, row in rows.items() if "+" in fleet)
+    _say(f"{name}: better kind alone {alone:.1f} s a step, best mixed pool {mixed:.1f} s, both at a price of {BUDGET}")
     return {
         "tasks": list(tasks),
-        "step_s": {fleet: round(seconds, 2) for fleet, seconds in found.items()},
-        "mixed_over_better_kind": round(best / better, 4),
-        "best_over_better_kind": round(min(found.values()) / better, 4),
+        "fleets": rows,
+        "mixed_over_better_kind": round(mixed / alone, 4),
+        "best_over_better_kind": round(min(mixed, alone) / alone, 4),
         "budget": BUDGET,
     }
 
