@@ -29,10 +29,10 @@ COMPUTE, BANDWIDTH = "compute", "bandwidth"
 KINDS = {COMPUTE: "h800", BANDWIDTH: "h20"}
 FLEET = {COMPUTE: 2, BANDWIDTH: 4}
 BUDGET = 4 * HARDWARE["h800"].cost
-"""What four of the dear kind cost: as much as eleven of the cheap kind."""
+"""What four of the dear kind cost: about as much as eleven of the cheap kind."""
 SEEDS = (0, 1, 2, 3, 4, 5)
 STEPS = 40
-COST_STEPS = 20
+COST_STEPS = 12
 SHIFT_STEPS = 60
 SHIFT_AFTER_S = 1000.0
 
@@ -72,7 +72,8 @@ def measure() -> dict[str, Any]:
         "worst_gap": max(row["gap"] for row in assignments),
         "gaps": [row["gap"] for row in assignments],
         "mixed_over_better_kind": [row["mixed_over_better_kind"] for row in both],
-        "one_sided_over_better_kind": [row["best_over_better_kind"] for row in (prefill, decode)],
+        "one_sided_mixed_over_better_kind": [row["mixed_over_better_kind"] for row in (prefill, decode)],
+        "one_sided_best_over_better_kind": [row["best_over_better_kind"] for row in (prefill, decode)],
         "gap_after_shift": shifted["gap"],
         "mixes": assignments,
         "equal_cost": [*both, prefill, decode],
@@ -118,6 +119,15 @@ def _task(rng: random.Random, kind: str) -> dict[str, Any]:
     }
 
 
+def shifting(seed: int, after_s: float) -> Tasks:
+    """Three tasks, of which one (p2) turns from prefill-heavy to decode-heavy in the middle of the run."""
+    tasks = {name: dict(task) for name, task in draw_tasks(seed, "pdp").items()}
+    later = _task(random.Random(f"shift/{seed}"), "d")
+    changed = {key: later[key] for key in ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "step_s")}
+    tasks["p2"]["shift"] = {"after_s": after_s, **changed}
+    return tasks
+
+
 # --- what is measured -------------------------------------------------------------------------------------------
 
 
@@ -125,7 +135,7 @@ def against_fixed(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
     """`auto` beside every assignment of whole tasks to pools, on the same pools."""
     fixed = _every_assignment(tasks, FLEET, steps)
     best = min(fixed, key=lambda key: fixed[key].step_s)
-    auto = _run(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
+    auto = play(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
     gap = auto.step_s / fixed[best].step_s - 1.0
     _say(f"{name} ({', '.join(tasks)}): best fixed {fixed[best].step_s:.1f} s a step, auto {auto.step_s:.1f} s")
     return {
@@ -142,38 +152,43 @@ def against_fixed(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
 
 
 def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
-    """Each kind of hardware alone beside every mix of the two that the budget buys, each with its best assignment."""
-    found: dict[str, float] = {}
-    for dear in range(int(BUDGET / HARDWARE["h800"].cost) + 1):
-        cheap = int((BUDGET - dear * HARDWARE["h800"].cost) / HARDWARE["h20"].cost + 1e-9)
+    """Each kind of hardware alone beside every mix of the two that the budget buys, each with its best assignment.
+
+    Counts are whole, so a fleet costs a little more or less than the budget. What is compared is seconds times price.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for dear in range(round(BUDGET / HARDWARE["h800"].cost) + 1):
+        cheap = round((BUDGET - dear * HARDWARE["h800"].cost) / HARDWARE["h20"].cost)
         fleet = {pool: count for pool, count in ((COMPUTE, dear), (BANDWIDTH, cheap)) if count}
-        runs = _every_assignment(tasks, fleet, steps)
-        found[" + ".join(f"{count} {KINDS[pool]}" for pool, count in fleet.items())] = min(
-            run.step_s for run in runs.values()
-        )
-    alone = {fleet: seconds for fleet, seconds in found.items() if "+" not in fleet}
-    mixed = {fleet: seconds for fleet, seconds in found.items() if "+" in fleet}
-    better, best = min(alone.values()), min(mixed.values())
-    _say(f"{name}: better kind alone {better:.1f} s a step, best mixed pool {best:.1f} s")
+        runs = list(_every_assignment(tasks, fleet, steps).values())
+        if len(fleet) > 1:
+            runs.append(play(tasks, dict.fromkeys(tasks, "auto"), fleet, steps))
+        step_s = min(run.step_s for run in runs)
+        price = sum(count * HARDWARE[KINDS[pool]].cost for pool, count in fleet.items())
+        rows[" + ".join(f"{count} {KINDS[pool]}" for pool, count in fleet.items())] = {
+            "price": round(price, 2),
+            "step_s": round(step_s, 2),
+            "step_s_at_budget": round(step_s * price / BUDGET, 2),
+        }
+    alone = min(row["step_s_at_budget"] for fleet, row in rows.items() if "+" not in fleet)
+    mixed = min(row["step_s_at_budget"] for fleet, row in rows.items() if "+" in fleet)
+    _say(f"{name}: better kind alone {alone:.1f} s a step, best mixed pool {mixed:.1f} s, both at a price of {BUDGET}")
     return {
         "tasks": list(tasks),
-        "step_s": {fleet: round(seconds, 2) for fleet, seconds in found.items()},
-        "mixed_over_better_kind": round(best / better, 4),
-        "best_over_better_kind": round(min(found.values()) / better, 4),
+        "fleets": rows,
+        "mixed_over_better_kind": round(mixed / alone, 4),
+        "best_over_better_kind": round(min(mixed, alone) / alone, 4),
         "budget": BUDGET,
     }
 
 
 def after_a_shift(steps: int, after_s: float, seed: int = 20) -> dict[str, Any]:
-    """One of three tasks turns from prefill-heavy to decode-heavy in the middle; the time after that counts."""
-    tasks = {name: dict(task) for name, task in draw_tasks(seed, "pdp").items()}
-    later = _task(random.Random(f"shift/{seed}"), "d")
-    changed = {key: later[key] for key in ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "step_s")}
-    tasks["p2"]["shift"] = {"after_s": after_s, **changed}
+    """`auto` beside every fixed assignment, from the time on when one of three tasks has changed."""
+    tasks = shifting(seed, after_s)
     fixed = _every_assignment(tasks, FLEET, steps)
     best = min(fixed, key=lambda key: fixed[key].step_after_s(after_s))
     before = min(fixed, key=lambda key: _step_before_s(fixed[key], after_s))
-    auto = _run(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
+    auto = play(tasks, dict.fromkeys(tasks, "auto"), FLEET, steps)
     best_s, auto_s = fixed[best].step_after_s(after_s), auto.step_after_s(after_s)
     moves = [plan for plan in auto.plans if plan["t"] > after_s]
     _say(f"after a shift: best fixed {best_s:.1f} s a step, auto {auto_s:.1f} s, {len(moves)} changes of the plan")
@@ -200,12 +215,13 @@ def _step_before_s(run: Run, end_s: float) -> float:
 def _every_assignment(tasks: Tasks, fleet: Mapping[str, int], steps: int) -> dict[tuple[tuple[str, str], ...], Run]:
     choices: Sequence[tuple[str, ...]] = list(itertools.product(fleet, repeat=len(tasks)))
     return {
-        tuple(zip(tasks, chosen, strict=True)): _run(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps)
+        tuple(zip(tasks, chosen, strict=True)): play(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps)
         for chosen in choices
     }
 
 
-def _run(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int) -> Run:
+def play(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int) -> Run:
+    """One job, simulated."""
     job = build_job(
         {
             "name": "bench-affinity",
