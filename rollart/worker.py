@@ -80,7 +80,9 @@ async def build(setup: Mapping[str, Any]) -> Any:
 
             files = open_store(setup["store"])
             assert isinstance(files, FileStore)  # `refuse_what_is_not_there` lets no other through
-            server = ServerSettings(**setup["server"], kind=setup["type"], engine_id=setup["id"])
+            server = ServerSettings(
+                **setup["server"], kind=setup["type"], engine_id=setup["id"], model=str(files.initial())
+            )
             return await launch(server, fetch=files.fetch, folder=files.folder)
         case "engine":
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings

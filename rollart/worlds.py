@@ -281,7 +281,7 @@ def check_real(job: Job) -> None:
             f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {job.model.path}"
         )
-    refuse_models_that_reload_wrongly(job)
+    refuse_mixtures_on_servers(job)
 
 
 def _workers(
@@ -413,22 +413,18 @@ def _refuse_missing_cores(job: Job) -> None:
             raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
 
 
-def refuse_models_that_reload_wrongly(job: Job) -> None:
-    """vLLM is silently wrong after it reloads some kinds of model: off by more than 1 in tied embeddings."""
-    if all(pool.engines is None or pool.engines.type != "vllm" for pool in job.pools):
+def refuse_mixtures_on_servers(job: Job) -> None:
+    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
+    kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
+    if not kinds:
         return
-    from transformers import AutoConfig
+    import json
 
-    config = AutoConfig.from_pretrained(job.model.path, local_files_only=True).get_text_config()
-    if config.tie_word_embeddings:
+    config = json.loads((Path(job.model.path) / "config.json").read_text())
+    if config.get("num_experts") or config.get("num_local_experts"):
         raise JobError(
-            f"model.path: {job.model.path} has tied embeddings, which vLLM reloads wrongly; give a model without, "
-            "such as `rollart model smollm2 DIR --untied` makes, or set engines.type to embedded"
-        )
-    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
-        raise JobError(
-            f"model.path: {job.model.path} is a mixture of experts, which vLLM reloads wrongly; give another model, "
-            "or set engines.type to embedded"
+            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
+            "of yet; give another model, or set engines.type to embedded"
         )
 
 
@@ -504,7 +500,6 @@ def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
 
 def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) -> dict[str, Any]:
     return {
-        "model": str(Path(job.model.path).absolute()),
         "context_tokens": job.model.context_tokens,
         "log_dir": str((out / "logs").absolute()),
         "dtype": engines.dtype,

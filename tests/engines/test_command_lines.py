@@ -1,0 +1,34 @@
+"""How servers are started: loopback only, the key not on vLLM's command line, the job's settings all there."""
+
+from itertools import pairwise
+
+from rollart.engines import sglang, vllm
+
+
+def options(line: list[str]) -> dict[str, str]:
+    return {key: value for key, value in pairwise(line) if key.startswith("--")}
+
+
+def test_vllm() -> None:
+    line = vllm.command("py", "/m", port=81, dtype="bfloat16", max_batch=7, max_context=99, gpus=2, eager=False)
+    given = options(line)
+    assert line[:4] == ["py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert given["--host"] == "127.0.0.1"
+    assert (given["--port"], given["--dtype"], given["--tensor-parallel-size"]) == ("81", "bfloat16", "2")
+    assert (given["--max-num-seqs"], given["--max-model-len"]) == ("7", "99")
+    assert given["--logprobs-mode"] == "processed_logprobs"
+    assert "--enforce-eager" not in line
+    variables = vllm.environment("secret", 3, eager=False)
+    assert "secret" not in line
+    assert variables["VLLM_API_KEY"] == "secret"
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["OMP_NUM_THREADS"] == "3"
+
+
+def test_sglang() -> None:
+    line = sglang.command("py", "/m", port=81, key="k", dtype="bfloat16", max_batch=7, max_context=99, gpus=2)
+    given = options(line)
+    assert line[:4] == ["py", "-P", "-m", "sglang.launch_server"]
+    assert given["--host"] == "127.0.0.1"
+    assert (given["--port"], given["--dtype"], given["--tp-size"]) == ("81", "bfloat16", "2")
+    assert (given["--max-running-requests"], given["--context-length"]) == ("7", "99")
