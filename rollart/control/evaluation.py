@@ -55,7 +55,5 @@ class Evaluation:
         async with self._room:
             task = self._task_sets[settings.name].held_out(number)
             return await self._manager.run(
-                Run(
-                    TrajectoryId(group, number, 0), task, settings, self._placing.place(settings.name), evaluation=True
-                )
+                Run(TrajectoryId(group, number, 0), task, settings, self._placing.place(settings.name), evaluation=True)
             )

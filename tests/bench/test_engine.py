@@ -9,6 +9,7 @@ import torch
 from rollart.bench import engine as bench
 from rollart.bench.engine_sides import EmbeddedSide, GenerateSide, Side, TransformersBatchingSide
 from rollart.bench.engine_workload import Answers, build_workload
+from rollart.errors import JobError
 
 SMALL = bench.Shape(hidden=32, layers=2, vocab=97)
 
@@ -97,5 +98,5 @@ def test_the_parameters_are_counted(tmp_path: Path) -> None:
 def test_an_interpreter_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench.make_model(SMALL, str(tmp_path))
     monkeypatch.setenv(bench.VLLM_PYTHON, "/nowhere/python")
-    with pytest.raises(bench.JobError, match="unset it"):
+    with pytest.raises(JobError, match="unset it"):
         bench.make_sides(str(tmp_path))

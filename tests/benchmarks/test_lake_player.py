@@ -29,7 +29,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 def model(tokenizer: ChatTokenizer) -> Any:
     """Random weights that say the four moves and the end of a turn much oftener than other tokens."""
     torch.manual_seed(SEED)
-    made: Any = tiny_model(tokenizer.vocabulary_size).eval()
+    made: Any = tiny_model(tokenizer.vocabulary_size)
+    made.eval()
     likely = [tokenizer.end_of_turn, *(int(tokenizer.encode(move)[0]) for move in ("left", "down", "right", "up"))]
     scores = made.lm_head.forward
     bias = torch.full((tokenizer.vocabulary_size,), -6.0)

@@ -169,7 +169,7 @@ def nothing() -> None:
 def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[], object]]) -> list[Event]:
     """Run it; the promises hold, nothing is lost. Returns the events."""
     script = Script(*deeds)
-    result: RunResult = train(job, out, readers=(script.read,))
+    result: RunResult = train(job, out, watch=lambda _: script.read)
     script.end()
     assert result.summary["state"] == "interrupted", result.summary["reason"]
     assert result.violations == []

@@ -32,6 +32,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         hardware={"pool": HARDWARE["h20"]},
         settings=SimEngineSettings(),
         max_batch={"pool": 8},
+        pairs={},
         tasks={"a": SimTaskSettings()},
         dice=Dice(0),
         store=store,

@@ -33,11 +33,12 @@ async def local_cluster(
             train={"pool": "cpu", "steps": 8, "lr": 1e-2},
         )
     )
+    setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 18}
     store = ShmStore(run_id, bucket_bytes=1 << 18)
     cluster = LocalCluster(
         folder / "logs",
-        _engine_setups(settings, run_id, 1 << 18),
-        _trainer_setup(settings, folder, run_id, 1 << 18),
+        _engine_setups(settings, folder, setup),
+        _trainer_setup(settings, folder, setup),
         lost,
     )
     try:

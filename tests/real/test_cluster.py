@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rollart.cluster.local import LocalCluster, LocalEngine, Worker
+from rollart.cluster.handles import WorkerEngine
+from rollart.cluster.local import LocalCluster, Process
 from rollart.errors import ClusterError, EngineError, WeightError
 from rollart.ports import Trainer
 from rollart.types import Batch, WeightManifest, WeightVersion
@@ -84,7 +85,7 @@ class TestLocalTrainer(Given, TrainerContract):
 class TestLocalCluster(Given, ClusterContract):
     def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
         async def generates(engine: object) -> int:
-            assert isinstance(engine, LocalEngine)
+            assert isinstance(engine, WorkerEngine)
             bench = EngineBench(engine, 1, "a", put=_put, lose=_lose, too_long=0)
             return (await engine.generate(bench.ask("x"))).spans[0].version
 
@@ -127,7 +128,12 @@ def test_the_death_of_an_idle_engine_is_told_at_once_and_one_that_was_stopped_is
 
 def test_a_worker_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     async def main() -> None:
-        setup = {"threads": 1, "model": str(tmp_path / "nowhere"), "run_id": "x", "bucket_bytes": 1 << 20}
+        setup = {
+            "threads": 1,
+            "type": "embedded",
+            "model": str(tmp_path / "nowhere"),
+            "store": {"type": "shm", "run_id": "x", "bucket_bytes": 1 << 20},
+        }
         cluster = LocalCluster(tmp_path, {"cpu": {**setup, "device": "cpu", "settings": {}}}, setup)
         try:
             with pytest.raises(ClusterError, match=r"cpu-0 could not start: .*nowhere"):
@@ -143,7 +149,7 @@ def test_a_worker_that_dies_while_it_starts_is_told_with_its_last_words(
 ) -> None:
     async def main() -> None:
         monkeypatch.setenv("PYTHONHOME", str(tmp_path / "no python here"))
-        worker = Worker("w", tmp_path)
+        worker = Process("w", tmp_path)
         with pytest.raises(ClusterError, match=r"w could not start: exit status 1; see .*w\.log; it last said: "):
             await worker.start({"threads": 1})
         monkeypatch.delenv("PYTHONHOME")
