@@ -28,7 +28,14 @@ def refuse_unplaceable(job: Job) -> None:
     """Raises JobError that names each pool and what it lacks."""
     if job.cluster.type == "ray" and job.cluster.address is not None and not job.cluster.check:
         return
-    lacking = [found for found in fit(demands(job), nodes_for(job)) if found.missing]
+    nodes = nodes_for(job)
+    hosts = {node.host for node in nodes}
+    if job.weights.type == "shm" and len(hosts) > 1:
+        raise JobError(
+            f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
+            "files and weights.path to a directory that they share (or cluster.check to false)"
+        )
+    lacking = [found for found in fit(demands(job), nodes) if found.missing]
     if lacking:
         raise JobError(
             "pools: the job cannot be placed. "

@@ -354,6 +354,8 @@ class Node:
     name: str
     resources: Mapping[str, float]
     """All it has, in use or not: `CPU`, `GPU`, `memory` (bytes), and the names of its kinds."""
+    host: str = ""
+    """Nodes of one host share its memory and disks."""
     taken_on_trust: bool = False
     """Everything runs here whatever its kind, and shares the cores: this machine, without a cluster."""
 

@@ -69,6 +69,17 @@ def test_the_report_names_what_is_missing_and_who_stands_in(
     assert "missing" not in shown
 
 
+def test_shared_memory_is_refused_where_there_are_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(name=f"{host}/0", host=host, resources={"CPU": 64.0}) for host in ("one", "two")]
+    monkeypatch.setattr(resources, "nodes_for", lambda job: nodes)
+    raw = {**JOB, "pools": [{"name": "compute", "engines": {"count": 2}, "slots": 8}], "tasks": [{"name": "lake"}]}
+    with pytest.raises(JobError, match=r"^weights.type: shm is the memory of one machine, and the cluster has 2"):
+        resources.refuse_unplaceable(build_job(raw))
+    resources.refuse_unplaceable(build_job({**raw, "weights": {"type": "files"}}))
+    del nodes[1]
+    resources.refuse_unplaceable(build_job(raw))
+
+
 WRONG = [
     ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has no effect with type local"),
     ({"cluster": {"type": "ray", "address": "ray://head:10001"}}, "cluster.address: ray:// is Ray Client"),

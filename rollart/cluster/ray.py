@@ -230,7 +230,11 @@ def nodes_at(address: str) -> list[Node]:
     connect(address, ())
     try:
         return [
-            Node(name=f"{node['NodeManagerHostname']}/{node['NodeID'][:8]}", resources=dict(node["Resources"]))
+            Node(
+                name=f"{node['NodeManagerHostname']}/{node['NodeID'][:8]}",
+                host=node["NodeManagerHostname"],
+                resources=dict(node["Resources"]),
+            )
             for node in ray.nodes()  # type: ignore[no-untyped-call]
             if node["Alive"]
         ]
