@@ -40,3 +40,31 @@ def test_the_slowest_of_more_members_takes_longer() -> None:
     even, uneven = needed(100), replace(needed(100), decode_squares=20_000.0)
     assert even.straggle(8) == 1.0
     assert 1.0 == uneven.straggle(1) < uneven.straggle(4) < uneven.straggle(16)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_change(seed: int) -> None:
+    rng, meter = random.Random(seed), Meter()
+    changes = [
+        meter.add(needed(rng.lognormvariate(7, 0.6), rng.lognormvariate(8, 0.5), rng.randint(1, 9)))
+        for _ in range(100 * WINDOW)
+    ]
+    assert not any(changes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_change_is_seen_within_two_windows_and_the_old_average_forgotten(seed: int) -> None:
+    rng, meter = random.Random(seed), Meter()
+    for _ in range(10 * WINDOW):
+        meter.add(needed(rng.lognormvariate(5, 0.6)))
+    assert any(meter.add(needed(rng.lognormvariate(7, 0.6))) for _ in range(2 * WINDOW))
+    for _ in range(WINDOW):
+        meter.add(needed(rng.lognormvariate(7, 0.6)))
+    assert meter.profile.decode_tokens == pytest.approx(1313, rel=0.35)
+
+
+def test_a_certain_but_small_change_is_none() -> None:
+    meter = Meter()
+    for _ in range(10 * WINDOW):
+        meter.add(needed(1000))
+    assert not any(meter.add(needed(1050)) for _ in range(4 * WINDOW))
