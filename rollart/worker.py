@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.cluster.link import LENGTH
+from rollart.cluster.link import LENGTH, Outbox
 from rollart.tasks.child import die_with_parent
-from rollart.wire import pack, unpack
+from rollart.wire import unpack
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
 
 async def _serve(link: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=link, limit=2**26)
+    outbox = Outbox(writer.write)
     worker: Any = None
     running: set[asyncio.Task[None]] = set()
 
@@ -38,12 +39,11 @@ async def _serve(link: socket.socket) -> None:
                 value = None
             else:
                 value = await getattr(worker, method)(*arguments)
-            body = pack([number, True, value])
+            outbox.put([number, True, value])
         except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
             if method == "setup" or not type(error).__module__.startswith("rollart."):
                 traceback.print_exc()
-            body = pack([number, False, [type(error).__name__, str(error) or type(error).__name__]])
-        writer.write(LENGTH.pack(len(body)) + body)
+            outbox.put([number, False, [type(error).__name__, str(error) or type(error).__name__]])
 
     while True:
         try:

@@ -6,6 +6,7 @@ value]` back. When the worker goes, every call under way learns so at once.
 
 import asyncio
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from rollart.wire import pack, unpack
@@ -27,6 +28,26 @@ class WorkerFailed(Exception):
         self.kind = kind
 
 
+class Outbox:
+    """Writes all that one round of the event loop has to say at once: calls come in bursts, and each write costs."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._frames: list[bytes] = []
+
+    def put(self, message: Any) -> None:
+        """Raises TypeError for what may not cross; then nothing is sent."""
+        body = pack(message)
+        if not self._frames:
+            self._loop.call_soon(self._flush)
+        self._frames += (LENGTH.pack(len(body)), body)
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        self._write(b"".join(frames))
+
+
 class Link(asyncio.Protocol):
     """The parent's end."""
 
@@ -34,6 +55,7 @@ class Link(asyncio.Protocol):
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the other end is gone."""
         self._transport: asyncio.WriteTransport | None = None
+        self._outbox = Outbox(self._write)
         self._buffer = bytearray()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = 0
@@ -44,14 +66,17 @@ class Link(asyncio.Protocol):
             raise WorkerGone
         self._numbers += 1
         number = self._numbers
-        body = pack([number, method, list(arguments)])
+        self._outbox.put([number, method, list(arguments)])
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._transport.write(LENGTH.pack(len(body)) + body)
         try:
             return await future
         finally:
             self._calls.pop(number, None)
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self.lost.done():
+            self._transport.write(data)
 
     def close(self) -> None:
         if self._transport is not None:
