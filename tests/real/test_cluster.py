@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -148,11 +149,13 @@ def test_a_worker_that_dies_while_it_starts_is_told_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        monkeypatch.setenv("PYTHONHOME", str(tmp_path / "no python here"))
+        python = tmp_path / "python"
+        python.write_text("#!/bin/sh\necho these are my last words >&2\nexit 7\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
         worker = Process("w", tmp_path)
-        with pytest.raises(ClusterError, match=r"w could not start: exit status 1; see .*w\.log; it last said: "):
+        with pytest.raises(ClusterError, match=r"w could not start: exit status 7; see .*w\.log; .* my last words"):
             await worker.start({"threads": 1})
-        monkeypatch.delenv("PYTHONHOME")
         await worker.stop()
         await worker.stop()
 
