@@ -2,8 +2,9 @@
 
 One implementation serves two callers. The trainer packs several sequences into one flat row (`packed_logits`,
 `packed_logprobs`); the engine mixes prefill chunks and decode tokens of many sessions in one flat row
-(`forward_hidden` with its own plan). Both give the model tokens (1, T) without padding, and an `AttentionPlan` that
-says which token may see which keys; nothing but attention knows where one sequence ends.
+(`forward_hidden` with its own plan; for dense models it has a faster one, `rollart.engines.dense`). Both give the
+model tokens (1, T) without padding, and an `AttentionPlan` that says which token may see which keys; nothing but
+attention knows where one sequence ends.
 
 Shapes in names: T flat tokens, V vocabulary, H hidden, P padded tokens.
 """
@@ -107,7 +108,7 @@ def _check_projection(model: PreTrainedModel) -> None:
 
 
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-    """The final hidden states (T, H) of T flat tokens under `plan`: the one forward of engine and trainer."""
+    """The final hidden states (T, H) of T flat tokens under `plan`."""
     output = model.base_model(
         input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, plan=plan
     )
