@@ -90,7 +90,7 @@ class _Timeline:
         self._number = _running(came, went, np.ones(len(calls)), len(times))
         self._cached = _running(came, went, context, len(times))
         prefill: Array = np.array([call.prefill for call in calls], dtype=np.float64)
-        prefilled = _sums(np.bincount(came, prefill, len(times)))
+        prefilled = _sums(np.bincount(came, prefill, len(times)).astype(np.float64))
         counted = np.array([call.whole and call.said_s > call.sent_s for call in calls], dtype=bool)
         self._from, self._to = came[counted], went[counted]
         self._tokens = np.array([call.tokens for call in calls], dtype=np.float64)[counted]
