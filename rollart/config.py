@@ -441,6 +441,9 @@ class SimTrainSettings(Settings):
     """Each token of the batch, prompts included, instead of the roofline."""
     step_s: NonNegative | None = None
     """The whole step, instead of the roofline."""
+    call_s: NonNegative = 0.0
+    """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
+    shares the trainer's core."""
     save_s: NonNegative = 1.0
     restore_s: NonNegative = 5.0
 

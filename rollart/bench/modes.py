@@ -4,7 +4,8 @@ Everything is real: processes, model, environments, rewards, trainer, weights. `
 is the only thing that changes. Engine and trainer have one core each; the coordinator, with the environments and the
 reward worker, is on the trainer's core, so that generation is the same in all modes. Rounds are interleaved, each
 with a seed of its own, and the modes of a round meet the same environment latencies.
-Afterwards `rollart sim fit` on the `sync+` runs alone gives the profile with which all five modes are simulated.
+Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these, give the
+profile with which all five modes are simulated.
 """
 
 import os
@@ -45,6 +46,7 @@ def measure(rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | Non
             for mode in _rotated(list(MODES), number):
                 real[mode].append(_real_run(overrides, mode, number, out))
     profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
+    profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000  # its core is the coordinator's as well
     simulated = {mode: [_simulated_run(overrides, mode, number, profile) for number in range(rounds)] for mode in MODES}
     means = {mode: _mean(runs) for mode, runs in real.items()}
     predicted = {mode: _mean(runs) for mode, runs in simulated.items()}

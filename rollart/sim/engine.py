@@ -121,6 +121,8 @@ class SimEngine:
         self.version: WeightVersion = 0
         self.dead = ""
         self.hung = False
+        self.answered = 0
+        """Calls, since it was started."""
         self._paused = False
         self._staged_s: dict[WeightVersion, float] = {}
         self._waiting: deque[Sequence] = deque()
@@ -407,6 +409,7 @@ class SimEngine:
             self._idle_kv += sequence.kv
             self._evict()
         if not sequence.future.done():
+            self.answered += 1
             sequence.future.set_result(
                 Completion(
                     tokens=_ZERO_TOKENS[: sequence.need],

@@ -6,6 +6,7 @@ its answer. Best fitted on a run in which generation and training take turns (`s
 cost each other is in the figures.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -283,12 +284,16 @@ def spread_of(values: Sequence[float]) -> Spread:
     deviation = statistics.pstdev(values)
     if deviation <= SAME * mean:
         return Spread(mean=_rounded(mean))
-    low, high = _rounded(min(values)), _rounded(max(values))
+    low, high = _rounded(max(0.0, min(values))), _rounded(max(values))
     skewness = statistics.fmean(((value - mean) / deviation) ** 3 for value in values)
-    if skewness <= SKEWED or low <= 0:
-        return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=max(0.0, low), high=high)
-    logs = [float(np.log(value)) for value in values]
-    return Spread(kind="lognormal", mean=_rounded(mean), sigma=_rounded(statistics.pstdev(logs)), low=low, high=high)
+    if skewness > SKEWED and low > 0:
+        sigma = statistics.pstdev([math.log(value) for value in values])
+        return Spread(kind="lognormal", mean=_rounded(mean), sigma=_rounded(sigma), low=low, high=high)
+    below, middle, above = (float(value) for value in np.quantile(values, [0.1587, 0.5, 0.8413]))
+    cut = Spread(kind="normal", mean=_rounded(middle), sigma=_rounded((above - below) / 2), low=low, high=high)
+    if abs(statistics.fmean(cut.value((share + 0.5) / 500) for share in range(500)) - mean) < 2 * SAME * mean:
+        return cut  # quantiles also tell a normal distribution of which one end is cut off
+    return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=low, high=high)
 
 
 def _task_settings(task: _Task) -> dict[str, Any]:

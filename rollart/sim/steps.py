@@ -15,6 +15,9 @@ Array = npt.NDArray[np.float64]
 
 FAR = 4.0
 """Calls whose error is more than so many times the typical one are left out of a second fit."""
+ALIKE = 0.1
+"""Answers whose lengths spread by less than this share of their mean cannot tell the way to the engine from the steps
+in it: then all of the time is in the steps."""
 PASSES = 6
 """Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
@@ -53,6 +56,8 @@ def fit_steps(calls: Sequence[Call]) -> StepCosts:
     weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
     for _ in range(PASSES):
         rows = np.concatenate([engine.rows(weights) for engine in engines])
+        if rows[:, 1].std() < ALIKE * rows[:, 1].mean():
+            rows[:, 0] = 0.0
         weights = _not_negative(rows, seconds)
         error = np.abs(rows @ weights - seconds)
         near = error <= FAR * max(float(np.median(error)), 1e-9)
@@ -120,7 +125,7 @@ def _sums(values: Array) -> Array:
 def _not_negative(rows: Array, seconds: Array) -> Array:
     """Least squares with no negative weight: the most negative one is left out until there is none."""
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
-    left = list(range(rows.shape[1]))
+    left = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     weights = np.zeros(rows.shape[1])
     while left:
         found = np.linalg.lstsq(rows[:, left] / scale[left], seconds, rcond=None)[0]

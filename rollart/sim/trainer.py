@@ -1,7 +1,7 @@
 """The simulated trainer, the cluster that starts workers, and the journal: what survives a crash and what does not."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollart.config import FaultSettings, SimTrainSettings
 from rollart.errors import TrainerError
@@ -23,8 +23,11 @@ class SimTrainer:
         store: SimStore,
         push: Link,
         faults: Faults,
+        answered: Callable[[], int],
     ) -> None:
+        """`answered`: generate calls answered so far, by the engines there are now."""
         self._settings = settings
+        self._answered = answered
         self._token_s = token_s
         self._store = store
         self._push = push
@@ -59,7 +62,7 @@ class SimTrainer:
             if self._faults.take("trainer_during", f"step {batch.step}"):
                 await self._sleep(seconds / 2)
                 self.die("in the middle of a step")
-            await self._sleep(seconds)
+            await self._work(seconds)
         finally:
             self.stepping = False
         self.version += 1
@@ -103,6 +106,14 @@ class SimTrainer:
     def _check(self) -> None:
         if self.dead:
             raise TrainerError(f"the trainer died {self.dead} (simulated)")
+
+    async def _work(self, seconds: float) -> None:
+        """So many seconds of the core, of which the coordinator takes some for each call answered meanwhile."""
+        before = self._answered()
+        await self._sleep(seconds)
+        while self._settings.call_s and (now := self._answered()) > before:
+            seconds, before = (now - before) * self._settings.call_s, now
+            await self._sleep(seconds)
 
     async def _sleep(self, seconds: float) -> None:
         """Work for so long, or until the process dies."""
@@ -171,6 +182,7 @@ class SimCluster:
             self._world.store,
             self._push,
             self._faults,
+            lambda: sum(engine.answered for engine in self.engines.values()),
         )
         return self.current
 

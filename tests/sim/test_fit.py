@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rollart.cli import main
-from rollart.config import Job, build_job
+from rollart.config import Job, Spread, build_job
 from rollart.errors import JobError
 from rollart.run import simulate
 from rollart.sim.fit import fit_runs, spread_of
@@ -132,5 +132,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_distribution_is_named_by_its_shape() -> None:
     assert spread_of([3.0, 3.0, 3.001]).kind == "constant"
     assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]).kind == "normal"
+    true = Spread(kind="normal", mean=0.2, sigma=0.15)
+    cut_at_zero = spread_of([true.value((share + 0.5) / 1000) for share in range(1000)])
+    assert (cut_at_zero.mean, cut_at_zero.sigma) == pytest.approx((0.2, 0.15), rel=0.02)
     long_tailed = spread_of([1.0] * 50 + [2.0] * 10 + [30.0])
     assert (long_tailed.kind, long_tailed.high) == ("lognormal", 30.0)
+
+
+def test_a_train_step_is_prolonged_by_the_calls_answered_meanwhile() -> None:
+    busy = job("rollart", train={"fixed_s": 2.0, "token_s": 0.0, "call_s": 0.01})
+    idle = job("sync+", train={"fixed_s": 2.0, "token_s": 0.0, "call_s": 0.01})
+    assert (
+        simulate(idle).summary["step_time_s"]
+        == simulate(job("sync+", train={"fixed_s": 2.0, "token_s": 0.0})).summary["step_time_s"]
+    )
+    without = job("rollart", train={"fixed_s": 2.0, "token_s": 0.0})
+    assert simulate(busy).summary["step_time_s"]["p50"] > simulate(without).summary["step_time_s"]["p50"] + 0.5
