@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
-    parser.add_argument("--steps", type=int, default=30, help="of each side")
+    parser.add_argument("--steps", type=int, default=60, help="of each side")
     parser.add_argument("--target", type=float, default=0.8, help="held-out success that counts as learnt")
     parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
     parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
