@@ -1,6 +1,7 @@
 """Profiles: a long average that noise does not move, and that a real change replaces at once."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -36,13 +37,9 @@ def test_the_first_trajectories_count_evenly_and_later_ones_by_memory() -> None:
 
 
 def test_the_slowest_of_more_members_takes_longer() -> None:
-    even, uneven = needed(100), TaskProfile(**{**_fields(needed(100)), "decode_squares": 20_000.0})
+    even, uneven = needed(100), replace(needed(100), decode_squares=20_000.0)
     assert even.straggle(8) == 1.0
     assert 1.0 == uneven.straggle(1) < uneven.straggle(4) < uneven.straggle(16)
-
-
-def _fields(profile: TaskProfile) -> dict[str, float]:
-    return {name: getattr(profile, name) for name in TaskProfile.__dataclass_fields__ if name != "trajectories"}
 
 
 @pytest.mark.parametrize("seed", range(5))
