@@ -32,7 +32,10 @@ BUDGET = 4 * HARDWARE["h800"].cost
 """What four of the dear kind cost: about as much as eleven of the cheap kind."""
 SEEDS = (0, 1, 2, 3, 4, 5)
 STEPS = 40
-COST_STEPS = 12
+COST_STEPS = 6
+COST_GROUPS = 36
+"""Groups in a step where fleets are compared: enough to keep them busy. With few, a step takes as long as its longest
+group, on whatever hardware."""
 SHIFT_STEPS = 60
 SHIFT_AFTER_S = 1000.0
 
@@ -160,9 +163,9 @@ def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
     for dear in range(round(BUDGET / HARDWARE["h800"].cost) + 1):
         cheap = round((BUDGET - dear * HARDWARE["h800"].cost) / HARDWARE["h20"].cost)
         fleet = {pool: count for pool, count in ((COMPUTE, dear), (BANDWIDTH, cheap)) if count}
-        runs = list(_every_assignment(tasks, fleet, steps).values())
+        runs = list(_every_assignment(tasks, fleet, steps, COST_GROUPS).values())
         if len(fleet) > 1:
-            runs.append(play(tasks, dict.fromkeys(tasks, "auto"), fleet, steps))
+            runs.append(play(tasks, dict.fromkeys(tasks, "auto"), fleet, steps, COST_GROUPS))
         step_s = min(run.step_s for run in runs)
         price = sum(count * HARDWARE[KINDS[pool]].cost for pool, count in fleet.items())
         rows[" + ".join(f"{count} {KINDS[pool]}" for pool, count in fleet.items())] = {
@@ -179,6 +182,7 @@ def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
         "mixed_over_better_kind": round(mixed / alone, 4),
         "best_over_better_kind": round(min(mixed, alone) / alone, 4),
         "budget": BUDGET,
+        "groups_per_step": COST_GROUPS,
     }
 
 
@@ -212,15 +216,19 @@ def _step_before_s(run: Run, end_s: float) -> float:
 # --- running ----------------------------------------------------------------------------------------------------
 
 
-def _every_assignment(tasks: Tasks, fleet: Mapping[str, int], steps: int) -> dict[tuple[tuple[str, str], ...], Run]:
+def _every_assignment(
+    tasks: Tasks, fleet: Mapping[str, int], steps: int, groups: int = GROUPS_PER_STEP
+) -> dict[tuple[tuple[str, str], ...], Run]:
     choices: Sequence[tuple[str, ...]] = list(itertools.product(fleet, repeat=len(tasks)))
     return {
-        tuple(zip(tasks, chosen, strict=True)): play(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps)
+        tuple(zip(tasks, chosen, strict=True)): play(tasks, dict(zip(tasks, chosen, strict=True)), fleet, steps, groups)
         for chosen in choices
     }
 
 
-def play(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int) -> Run:
+def play(
+    tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], steps: int, groups: int = GROUPS_PER_STEP
+) -> Run:
     """One job, simulated."""
     job = build_job(
         {
@@ -229,10 +237,10 @@ def play(tasks: Tasks, affinity: Mapping[str, str], fleet: Mapping[str, int], st
                 {"name": name, "group_size": GROUP, "max_turns": 50, "max_tokens": 8192, "affinity": affinity[name]}
                 for name in tasks
             ],
-            "rollout": {"groups_per_step": GROUPS_PER_STEP, "zero_variance": "keep"},
+            "rollout": {"groups_per_step": groups, "zero_variance": "keep"},
             "pools": [
                 *({"name": name, "hardware": KINDS[name], "engines": {"count": n}} for name, n in fleet.items()),
-                {"name": "environments", "slots": 4 * GROUP * GROUPS_PER_STEP},
+                {"name": "environments", "slots": 4 * GROUP * groups},
             ],
             "train": {"steps": steps},
             "checkpoint": {"every": 10 * steps},

@@ -12,26 +12,25 @@ def test_mixes_depend_on_their_seed_alone() -> None:
 
 
 def test_auto_is_near_the_best_fixed_assignment() -> None:
-    row = affinity.against_fixed(draw_tasks(7, "pd"), 24, "test")
+    row = affinity.against_fixed(draw_tasks(7, "pd"), 20, "test")
     assert row["runs"] == 5
     assert row["gap"] <= 0.08, "a short run: the start, when nothing is measured, weighs more than in the command's"
     assert row["worst_step_s"] > 1.15 * row["auto_step_s"], "and it matters which it is"
 
 
-def test_both_kinds_of_hardware_beat_one_kind_at_equal_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "BUDGET", 2 * 2.85)
-    row = at_equal_cost(draw_tasks(10, "pd"), 8, "test")
-    assert set(row["step_s"]) == {"5 h20", "1 h800 + 2 h20", "2 h800"}
+def test_both_kinds_of_hardware_beat_one_kind_at_equal_cost() -> None:
+    row = at_equal_cost(draw_tasks(10, "pd"), 6, "test")
+    assert set(row["fleets"]) == {"11 h20", "1 h800 + 9 h20", "2 h800 + 6 h20", "3 h800 + 3 h20", "4 h800"}
     assert row["mixed_over_better_kind"] < 1.0
 
 
 def test_the_assignment_follows_a_shift() -> None:
     run = affinity.play(affinity.shifting(20, 400.0), dict.fromkeys(("p0", "d1", "p2"), "auto"), affinity.FLEET, 24)
-    before = [plan["plan"]["p2"] for plan in run.plans if plan["t"] < 400.0][-1]
-    later = [plan for plan in run.plans if plan["t"] > 400.0]
-    assert "p2 has changed" in later[0]["reason"]
-    assert before == {"compute": 1.0}
-    assert "bandwidth" in later[-1]["plan"]["p2"]
+    shares = [(plan["t"], plan["plan"]["p2"].get("bandwidth", 0.0)) for plan in run.plans]
+    before = [share for at_s, share in shares if at_s < 400.0][-1]
+    assert before < 0.5
+    assert shares[-1][0] > 400.0
+    assert shares[-1][1] > before
 
 
 @pytest.mark.slow

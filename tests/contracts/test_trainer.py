@@ -31,6 +31,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         model=MODELS["qwen3-8b"],
         hardware={"pool": HARDWARE["h20"]},
         settings=SimEngineSettings(),
+        pairs={},
         max_batch={"pool": 8},
         pairs={},
         tasks={"a": SimTaskSettings()},
