@@ -59,8 +59,8 @@ class Server(Protocol):
     async def load(self, folder: Path, version: WeightVersion) -> None:
         """Take the weights of this Hugging Face directory, and forget every cache. Raises WeightError."""
 
-    async def score(self, tokens: list[int]) -> list[float]:
-        """Log-probability of each token but the first, temperature 1."""
+    async def score(self, tokens: list[int]) -> list[list[float]]:
+        """Log-probability of each token but the first, temperature 1: a row from each process behind it."""
 
     async def close(self) -> None: ...
 
@@ -303,7 +303,10 @@ class RemoteEngine:
 
     async def _prove(self, version: WeightVersion, probe: Probe) -> None:
         """The server's log-probabilities of the probe must be those that the trainer computed."""
-        answer = await self._server.score(list(probe.tokens))
+        for answer in await self._server.score(list(probe.tokens)):
+            self._compare(version, probe, answer)
+
+    def _compare(self, version: WeightVersion, probe: Probe, answer: list[float]) -> None:
         allowed = TOLERANCES[self._settings.dtype]
         off = _difference(answer, probe.logprobs)
         if not off <= allowed:

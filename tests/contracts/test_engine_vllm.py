@@ -189,7 +189,7 @@ def test_the_probe_agrees_closely(vllm: Running) -> None:
         manifest = vllm.versions.put(1)
         await engine.swap(manifest)
         assert probe is not None
-        answer = await engine._server.score(list(probe.tokens))
+        [answer] = await engine._server.score(list(probe.tokens))
         assert max(abs(a - b) for a, b in zip(answer, probe.logprobs, strict=True)) < 1e-4
 
     vllm.play(work)
