@@ -116,7 +116,8 @@ class RemoteEngine:
         call = self._calls[request.id] = Call(request=request, prompt=request.tokens().tolist())
         try:
             while True:
-                await self._open.wait()
+                while not self._open.is_set():  # another swap may begin between its opening and our turn
+                    await self._open.wait()
                 if self._failure is not None:
                     raise self._failure
                 finish = Finish.ABORT if call.aborted else await self._segment(call)
@@ -208,6 +209,7 @@ class RemoteEngine:
             eos=self._eos,
             version=self.version,
         )
+        call.cut = False
         entered = self._share.enter()
         task = call.task = asyncio.create_task(self._read(call, segment))
         try:
@@ -226,7 +228,7 @@ class RemoteEngine:
                 return finish
         if call.aborted:
             return Finish.ABORT
-        if self._open.is_set():
+        if not call.cut:
             raise EngineError(f"{self._id}: the server ended request {call.request.id} by itself")
         return None
 
@@ -264,6 +266,8 @@ class RemoteEngine:
         """End all segments; returns how many tokens must be computed again for them."""
         running = [call for call in self._calls.values() if call.task is not None]
         tasks = [call.task for call in running if call.task is not None]
+        for call in running:
+            call.cut = True
         await self._server.halt()
         if tasks:
             await asyncio.wait(tasks, timeout=QUIET_S)
