@@ -144,9 +144,9 @@ async def _vllm(
         max_batch=settings.max_batch,
         max_context=max_context,
         gpus=gpus,
-        eager=settings.cpu,
+        cpu=settings.cpu,
     )
-    environment = vllm.environment(key, settings.threads, eager=settings.cpu) | variables
+    environment = vllm.environment(key, settings.threads, cpu=settings.cpu) | variables
     http, process = await _start(settings, role, [*line, *more], environment, port, key)
     return vllm.VllmServer(http, process, gives=role == "prefill")
 

@@ -35,7 +35,7 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
 def command(
-    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, eager: bool
+    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, cpu: bool
 ) -> list[str]:
     """The server's command line. Its key is not on it: others could read that."""
     return [
@@ -46,11 +46,16 @@ def command(
         *("--tensor-parallel-size", str(gpus)),
         *("--logprobs-mode", LOGPROBS, "--generation-config", "vllm"),
         *("--stream-interval", str(STREAM_INTERVAL), "--enable-prompt-tokens-details"),
-        *(["--enforce-eager"] if eager else []),
+        *(_on_a_cpu(max_context) if cpu else []),
     ]
 
 
-def environment(key: str, threads: int, *, eager: bool) -> dict[str, str]:
+def _on_a_cpu(max_context: int) -> list[str]:
+    """Nothing compiled; and prompts computed whole, as vLLM's CPU build dies where a seeded request's prompt is cut."""
+    return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context, 2048))]
+
+
+def environment(key: str, threads: int, *, cpu: bool) -> dict[str, str]:
     """Control calls on, everything that speaks to the outside off; a CPU build takes its threads from here."""
     return {
         "VLLM_API_KEY": key,
@@ -61,7 +66,7 @@ def environment(key: str, threads: int, *, eager: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
-        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
+        **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
     }
 
 

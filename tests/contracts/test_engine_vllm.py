@@ -51,10 +51,10 @@ class Running:
             max_batch=4,
             max_context=CONTEXT_TOKENS,
             gpus=1,
-            eager=True,
+            cpu=True,
         )
         self.process = ServerProcess(
-            line, environment(KEY, 1, eager=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
+            line, environment(KEY, 1, cpu=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
         )
         asyncio.run(self.process.ready(self.url + "/health", START_S))
 
