@@ -142,6 +142,15 @@ class RolloutSettings(Settings):
     """The job stops after this many short batches in a row."""
 
 
+class SplitSettings(Settings):
+    """Prefill and decode of one vLLM engine on two servers; their cache travels by vLLM's own connector."""
+
+    connector: str = "NixlConnector"
+    """`kv_connector` of vLLM's `--kv-transfer-config`."""
+    prefill_gpus: Count = 1
+    """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
+
+
 class EngineSettings(Settings):
     """The engines of one pool."""
 
@@ -178,6 +187,8 @@ class EngineSettings(Settings):
     """`vllm`, `sglang`: what the server computes in."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
+    split: SplitSettings | None = None
+    """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
 
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
@@ -186,10 +197,12 @@ class EngineSettings(Settings):
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+        if self.split is not None and self.type != "vllm":
+            raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
         if self.url is not None:
             if self.count > 1:
                 raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args"):
+            for key in ("python", "args", "split"):
                 if getattr(self, key):
                     raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
         return self

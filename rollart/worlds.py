@@ -510,6 +510,8 @@ def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) ->
         "python": engines.python,
         "url": engines.url,
         "args": engines.args,
+        "connector": engines.split.connector if engines.split else None,
+        "prefill_gpus": engines.split.prefill_gpus if engines.split else 1,
         "start_s": job.limits.start_s,
     }
 

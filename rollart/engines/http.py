@@ -3,6 +3,7 @@
 A connection that breaks is an EngineError: the server is lost. An answer that refuses one request is a RequestError.
 """
 
+import contextlib
 import ipaddress
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -17,7 +18,11 @@ EVENT = "data: "
 END = "[DONE]"
 REFUSALS = frozenset({400, 404, 413, 422})
 """Answers that speak of the request, not of the server."""
-CONNECT_S = 10.0
+CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+"""How a connection ends that the server closed while it was idle."""
+CONNECT_S = 60.0
+KEEP_S = 2.0
+"""An idle connection is not used again after this: servers close theirs after 5 s, perhaps just as we write to it."""
 
 
 class Http:
@@ -30,7 +35,7 @@ class Http:
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_S),
             trust_env=not _is_loopback(host),  # no proxy between us and ourselves
         )
 
@@ -41,30 +46,49 @@ class Http:
         return await self._call("POST", path, {} if body is None else body)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        try:
-            response = await self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        self._check(path, response.status_code, response.content)
-        return _json(response.content)
+        async with self._answer(method, path, body) as response:
+            content = await response.aread()
+        self._check(path, response.status_code, content)
+        return _json(content)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Each event of a stream, decoded. Ends with the stream; closing this closes the connection."""
+        async with self._answer("POST", path, body) as response:
+            if response.status_code != 200:
+                self._check(path, response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                if not line.startswith(EVENT) or line == EVENT + END:
+                    continue
+                event = _json(line[len(EVENT) :].encode())
+                if "error" in event:
+                    error = event["error"]
+                    code = error.get("code") if isinstance(error, dict) else None
+                    raise (RequestError if code in REFUSALS else EngineError)(f"{self.url}{path}: {error}")
+                yield event
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> AsyncGenerator[httpx.Response, None]:
+        """The server's answer once it has begun. A connection that closed before that was an old one: a new one is
+        tried, once."""
+        response: httpx.Response | None = None
         try:
-            async with self._client.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    self._check(path, response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    if not line.startswith(EVENT) or line == EVENT + END:
-                        continue
-                    event = _json(line[len(EVENT) :].encode())
-                    if "error" in event:
-                        error = event["error"]
-                        code = error.get("code") if isinstance(error, dict) else None
-                        raise (RequestError if code in REFUSALS else EngineError)(f"{self.url}{path}: {error}")
-                    yield event
+            for old in (True, False):
+                request = self._client.build_request(method, path, json=body)
+                try:
+                    response = await self._client.send(request, stream=True)
+                    break
+                except CLOSED:
+                    if not old:
+                        raise
+            assert response is not None
+            yield response
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            if response is not None:
+                await response.aclose()
 
     def _check(self, path: str, status: int, content: bytes) -> None:
         if status != 200:

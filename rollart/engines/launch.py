@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.engines import sglang, vllm
+from rollart.engines import sglang, split, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine, RemoteSettings
@@ -24,6 +24,8 @@ PYTHON_VARIABLES = {"vllm": "ROLLART_VLLM_PYTHON", "sglang": "ROLLART_SGLANG_PYT
 TOKEN_VARIABLE = "ROLLART_ENGINE_TOKEN"
 """Holds the key of a server that we attach to. Never in the job file, which is written into the run directory."""
 WARM_TOKENS = [1, 2, 3, 4]
+
+AnyServer = vllm.VllmServer | sglang.SglangServer | split.SplitServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,9 @@ class ServerSettings:
     """Attach to this server instead of starting one."""
     args: tuple[str, ...] = ()
     """More of the server's own command line."""
+    connector: str | None = None
+    """vLLM: split prefill from decode, with this connector between them."""
+    prefill_gpus: int = 1
     start_s: float = 600.0
 
 
@@ -84,27 +89,14 @@ async def launch(
         raise
 
 
-async def _server(settings: ServerSettings, model: Path, max_context: int) -> "vllm.VllmServer | sglang.SglangServer":
-    kind = vllm.VllmServer if settings.kind == "vllm" else sglang.SglangServer
+async def _server(settings: ServerSettings, model: Path, max_context: int) -> AnyServer:
     if settings.url is not None:
-        return kind(Http(settings.url, os.environ.get(TOKEN_VARIABLE)))
-    python = settings.python or os.environ.get(PYTHON_VARIABLES[settings.kind]) or sys.executable
-    port, key = free_port(), secrets.token_urlsafe(24)
-    if settings.kind == "vllm":
-        line = vllm.command(
-            python,
-            str(model),
-            port=port,
-            dtype=settings.dtype,
-            max_batch=settings.max_batch,
-            max_context=max_context,
-            gpus=settings.gpus,
-            eager=settings.cpu,
-        )
-        variables = vllm.environment(key, settings.threads, eager=settings.cpu)
-    else:
+        http = Http(settings.url, os.environ.get(TOKEN_VARIABLE))
+        return vllm.VllmServer(http) if settings.kind == "vllm" else sglang.SglangServer(http)
+    if settings.kind == "sglang":
+        port, key = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
-            python,
+            _python(settings),
             str(model),
             port=port,
             key=key,
@@ -113,16 +105,70 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> "v
             max_context=max_context,
             gpus=settings.gpus,
         )
-        variables = sglang.environment()
-    log = Path(settings.log_dir) / f"{settings.engine_id}-{settings.kind}.log"
+        return sglang.SglangServer(*await _start(settings, "sglang", line, sglang.environment(), port, key))
+    if settings.connector is None:
+        return await _vllm(settings, "vllm", model, max_context, settings.gpus, [], {})
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    more = split.arguments(settings.connector)
+    devices = {
+        "decode": range(settings.gpus),
+        "prefill": range(settings.gpus, settings.gpus + settings.prefill_gpus),
+    }
+    pair: dict[str, vllm.VllmServer] = {}
+    try:
+        for role, share in devices.items():
+            variables = split.environment(free_port(), share, visible)
+            pair[role] = await _vllm(settings, role, model, max_context, len(share), more, variables)
+    except BaseException:
+        for server in pair.values():
+            await server.close()
+        raise
+    return split.SplitServer(pair["prefill"], pair["decode"])
+
+
+async def _vllm(
+    settings: ServerSettings,
+    role: str,
+    model: Path,
+    max_context: int,
+    gpus: int,
+    more: list[str],
+    variables: dict[str, str],
+) -> vllm.VllmServer:
+    port, key = free_port(), secrets.token_urlsafe(24)
+    line = vllm.command(
+        _python(settings),
+        str(model),
+        port=port,
+        dtype=settings.dtype,
+        max_batch=settings.max_batch,
+        max_context=max_context,
+        gpus=gpus,
+        cpu=settings.cpu,
+    )
+    environment = vllm.environment(key, settings.threads, cpu=settings.cpu) | variables
+    http, process = await _start(settings, role, [*line, *more], environment, port, key)
+    return vllm.VllmServer(http, process, gives=role == "prefill")
+
+
+def _python(settings: ServerSettings) -> str:
+    python = settings.python or os.environ.get(PYTHON_VARIABLES[settings.kind]) or sys.executable
+    # The server runs in another directory; a venv's link must stay a link.
+    return os.path.abspath(python) if os.sep in python else python
+
+
+async def _start(
+    settings: ServerSettings, role: str, line: list[str], variables: dict[str, str], port: int, key: str
+) -> tuple[Http, ServerProcess]:
+    log = Path(settings.log_dir) / f"{settings.engine_id}-{role}.log"
     process = ServerProcess([*line, *settings.args], variables, log)
     url = f"http://127.0.0.1:{port}"
     try:
-        await process.ready(url + kind.health, settings.start_s)
+        await process.ready(f"{url}/health", settings.start_s)
     except BaseException:
         await process.stop()
         raise
-    return kind(Http(url, key), process)
+    return Http(url, key), process
 
 
 def _model(path: str) -> tuple[Path, dict[str, Any]]:

@@ -59,8 +59,8 @@ class Server(Protocol):
     async def load(self, folder: Path, version: WeightVersion) -> None:
         """Take the weights of this Hugging Face directory, and forget every cache. Raises WeightError."""
 
-    async def score(self, tokens: list[int]) -> list[float]:
-        """Log-probability of each token but the first, temperature 1."""
+    async def score(self, tokens: list[int]) -> list[list[float]]:
+        """Log-probability of each token but the first, temperature 1: a row from each process behind it."""
 
     async def close(self) -> None: ...
 
@@ -116,7 +116,8 @@ class RemoteEngine:
         call = self._calls[request.id] = Call(request=request, prompt=request.tokens().tolist())
         try:
             while True:
-                await self._open.wait()
+                while not self._open.is_set():  # another swap may begin between its opening and our turn
+                    await self._open.wait()
                 if self._failure is not None:
                     raise self._failure
                 finish = Finish.ABORT if call.aborted else await self._segment(call)
@@ -208,6 +209,7 @@ class RemoteEngine:
             eos=self._eos,
             version=self.version,
         )
+        call.cut = False
         entered = self._share.enter()
         task = call.task = asyncio.create_task(self._read(call, segment))
         try:
@@ -226,7 +228,7 @@ class RemoteEngine:
                 return finish
         if call.aborted:
             return Finish.ABORT
-        if self._open.is_set():
+        if not call.cut:
             raise EngineError(f"{self._id}: the server ended request {call.request.id} by itself")
         return None
 
@@ -264,6 +266,8 @@ class RemoteEngine:
         """End all segments; returns how many tokens must be computed again for them."""
         running = [call for call in self._calls.values() if call.task is not None]
         tasks = [call.task for call in running if call.task is not None]
+        for call in running:
+            call.cut = True
         await self._server.halt()
         if tasks:
             await asyncio.wait(tasks, timeout=QUIET_S)
@@ -303,7 +307,10 @@ class RemoteEngine:
 
     async def _prove(self, version: WeightVersion, probe: Probe) -> None:
         """The server's log-probabilities of the probe must be those that the trainer computed."""
-        answer = await self._server.score(list(probe.tokens))
+        for answer in await self._server.score(list(probe.tokens)):
+            self._compare(version, probe, answer)
+
+    def _compare(self, version: WeightVersion, probe: Probe, answer: list[float]) -> None:
         allowed = TOLERANCES[self._settings.dtype]
         off = _difference(answer, probe.logprobs)
         if not off <= allowed:

@@ -52,6 +52,8 @@ class Call:
     segment_id: str = ""
     num_segments: int = 0
     aborted: bool = False
+    cut: bool = False
+    """A swap ends the segment under way."""
     cached_tokens: int = 0
     prefill_tokens: int = 0
     busy_s: float = 0.0

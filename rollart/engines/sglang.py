@@ -43,8 +43,6 @@ def environment() -> dict[str, str]:
 class SglangServer:
     """The HTTP interface of one SGLang server."""
 
-    health = "/health"
-
     def __init__(self, http: Http, process: ServerProcess | None = None) -> None:
         self._http = http
         self._process = process
@@ -78,7 +76,7 @@ class SglangServer:
             raise WeightError(f"{self._http.url}: could not load {folder}: {answer.get('message')}")
         await self._http.post("/flush_cache")
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int]) -> list[list[float]]:
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -86,7 +84,7 @@ class SglangServer:
             "logprob_start_len": 0,
         }
         answer = await self._http.post("/generate", body)
-        return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+        return [[row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]]
 
     async def close(self) -> None:
         await self._http.close()

@@ -23,11 +23,19 @@ MODEL = "policy"
 LOGPROBS = "processed_logprobs"
 STREAM_INTERVAL = 8
 """Tokens in one event of a stream: fewer events cost the server less."""
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
 def command(
-    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, eager: bool
+    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, cpu: bool
 ) -> list[str]:
     """The server's command line. Its key is not on it: others could read that."""
     return [
@@ -38,11 +46,16 @@ def command(
         *("--tensor-parallel-size", str(gpus)),
         *("--logprobs-mode", LOGPROBS, "--generation-config", "vllm"),
         *("--stream-interval", str(STREAM_INTERVAL), "--enable-prompt-tokens-details"),
-        *(["--enforce-eager"] if eager else []),
+        *(_on_a_cpu(max_context) if cpu else []),
     ]
 
 
-def environment(key: str, threads: int, *, eager: bool) -> dict[str, str]:
+def _on_a_cpu(max_context: int) -> list[str]:
+    """Nothing compiled; and prompts computed whole, as vLLM's CPU build dies where a seeded request's prompt is cut."""
+    return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context, 2048))]
+
+
+def environment(key: str, threads: int, *, cpu: bool) -> dict[str, str]:
     """Control calls on, everything that speaks to the outside off; a CPU build takes its threads from here."""
     return {
         "VLLM_API_KEY": key,
@@ -53,18 +66,18 @@ def environment(key: str, threads: int, *, eager: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
-        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
+        **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
     }
 
 
 class VllmServer:
     """The HTTP interface of one vLLM server (0.32; older ones lack some of the control calls)."""
 
-    health = "/health"
-
-    def __init__(self, http: Http, process: ServerProcess | None = None) -> None:
+    def __init__(self, http: Http, process: ServerProcess | None = None, *, gives: bool = False) -> None:
+        """`gives`: it computes prompts for another server, and may hold their cache until that one has fetched it."""
         self._http = http
         self._process = process
+        self._gives = gives
 
     async def context_tokens(self) -> int:
         """How long prompt and answer may be. Raises EngineError for a server that was not started as we need it."""
@@ -82,8 +95,18 @@ class VllmServer:
             )
         return int(config["max_model_len"])
 
-    async def stream(self, segment: Segment) -> AsyncGenerator[Piece, None]:
-        async with contextlib.aclosing(self._http.events("/v1/completions", _body(segment))) as events:
+    async def prefill(self, segment: Segment) -> dict[str, Any] | None:
+        """Compute the prompt for another server; returns how that one fetches its cache, None where it was ended."""
+        body = _body(segment) | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+        del body["stream_options"]
+        answer = await self._http.post("/v1/completions", body)
+        transfer: dict[str, Any] | None = answer.get("kv_transfer_params")
+        return transfer
+
+    async def stream(self, segment: Segment, transfer: dict[str, Any] | None = None) -> AsyncGenerator[Piece, None]:
+        """`transfer`: where the prompt's cache lies, as another server's `prefill` said."""
+        body = _body(segment) | ({"kv_transfer_params": transfer} if transfer else {})
+        async with contextlib.aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
                 piece = _piece(event)
                 if piece is not None:
@@ -103,14 +126,15 @@ class VllmServer:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.post("/collective_rpc", body)
         answer = await self._http.post("/reset_prefix_cache")
-        if not answer.get("success"):
+        # What is held for another server cannot be reset; its salt keeps it from later requests.
+        if not answer.get("success") and not self._gives:
             raise WeightError(f"{self._http.url}: the cache of older weights could not be cleared")
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int]) -> list[list[float]]:
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         answer = await self._http.post("/v1/completions", body)
         rows = answer["choices"][0]["prompt_logprobs"][1:]
-        return [row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows, strict=True)]
+        return [[row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows, strict=True)]]
 
     async def close(self) -> None:
         await self._http.close()

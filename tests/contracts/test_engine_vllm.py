@@ -51,10 +51,10 @@ class Running:
             max_batch=4,
             max_context=CONTEXT_TOKENS,
             gpus=1,
-            eager=True,
+            cpu=True,
         )
         self.process = ServerProcess(
-            line, environment(KEY, 1, eager=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
+            line, environment(KEY, 1, cpu=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
         )
         asyncio.run(self.process.ready(self.url + "/health", START_S))
 
@@ -189,7 +189,7 @@ def test_the_probe_agrees_closely(vllm: Running) -> None:
         manifest = vllm.versions.put(1)
         await engine.swap(manifest)
         assert probe is not None
-        answer = await engine._server.score(list(probe.tokens))
+        [answer] = await engine._server.score(list(probe.tokens))
         assert max(abs(a - b) for a, b in zip(answer, probe.logprobs, strict=True)) < 1e-4
 
     vllm.play(work)

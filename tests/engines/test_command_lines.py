@@ -10,7 +10,7 @@ def options(line: list[str]) -> dict[str, str]:
 
 
 def test_vllm() -> None:
-    line = vllm.command("py", "/m", port=81, dtype="bfloat16", max_batch=7, max_context=99, gpus=2, eager=False)
+    line = vllm.command("py", "/m", port=81, dtype="bfloat16", max_batch=7, max_context=99, gpus=2, cpu=False)
     given = options(line)
     assert line[:4] == ["py", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert given["--host"] == "127.0.0.1"
@@ -18,7 +18,10 @@ def test_vllm() -> None:
     assert (given["--max-num-seqs"], given["--max-model-len"]) == ("7", "99")
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert "--enforce-eager" not in line
-    variables = vllm.environment("secret", 3, eager=False)
+    on_a_cpu = vllm.command("py", "/m", port=81, dtype="float32", max_batch=7, max_context=9999, gpus=1, cpu=True)
+    assert {"--enforce-eager", "--no-enable-chunked-prefill"} <= set(on_a_cpu)
+    assert int(options(on_a_cpu)["--max-num-batched-tokens"]) >= 9999, "a whole prompt fits in one step"
+    variables = vllm.environment("secret", 3, cpu=False)
     assert "secret" not in line
     assert variables["VLLM_API_KEY"] == "secret"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"

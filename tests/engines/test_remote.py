@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
 from rollart.engines.segments import Call
@@ -287,3 +288,25 @@ def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
         await engine.close()
 
     asyncio.run(asyncio.wait_for(awaited(), 60))
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_no_loss() -> None:
+    """It answers one request on each connection, and closes it when the next one comes, as at the end of keep-alive."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        for _ in range(3):
+            assert await http.get("/") == {}
+        server.close()
+        with pytest.raises(EngineError, match="ConnectError"):
+            await http.get("/")
+        await http.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
