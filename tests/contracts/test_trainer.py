@@ -33,7 +33,6 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         settings=SimEngineSettings(),
         pairs={},
         max_batch={"pool": 8},
-        pairs={},
         tasks={"a": SimTaskSettings()},
         dice=Dice(0),
         store=store,
