@@ -10,7 +10,7 @@ from rollart.events import Event, EventLog, read_events
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
 from rollart.training import _alone, _complete, _harmless
-from rollart.worlds import _shm_runs, refuse_what_is_not_there
+from rollart.worlds import _stores_before, refuse_what_is_not_there
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
@@ -162,8 +162,9 @@ def test_failures_are_counted_and_their_first_reasons_kept() -> None:
     assert failures["engine"] == {"count": 0, "reasons": []}
 
 
-def test_a_run_knows_what_its_earlier_lives_left_in_shared_memory(tmp_path: Path) -> None:
-    assert _shm_runs(tmp_path, "job-1") == []
-    assert _shm_runs(tmp_path, "job-2") == ["job-1"]
-    assert _shm_runs(tmp_path, "job-3") == ["job-1", "job-2"]
-    assert _shm_runs(tmp_path, "job-2") == ["job-1", "job-3"], "a process id may come again"
+def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> None:
+    first, second, third = ({"type": "shm", "run_id": f"job-{number}"} for number in (1, 2, 3))
+    assert _stores_before(tmp_path, first) == []
+    assert _stores_before(tmp_path, second) == [first]
+    assert _stores_before(tmp_path, third) == [first, second]
+    assert _stores_before(tmp_path, second) == [first, third], "a process id may come again"
