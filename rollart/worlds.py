@@ -71,26 +71,23 @@ def demands(job: Job) -> list[Demand]:
     for pool in job.pools:
         kind = _kind_of(pool)
         if pool.engines:
-            found.append(
-                Demand(
-                    pool=pool.name,
-                    role="rollout",
-                    count=pool.engines.count,
-                    needs=_needs(kind, pool.engines.threads, pool.engines.gpus, pool.engines.device),
-                )
-            )
+            engines = pool.engines
+            # a server takes what hardware its pool has; the embedded engine is told
+            on_cpu = engines.device == "cpu" if engines.type == "embedded" else pool.hardware == "cpu"
+            needs = _needs(kind, engines.threads, engines.gpus, on_cpu=on_cpu)
+            found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
         if pool.slots:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
             needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
             found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
         if pool is job.train_pool:
-            needs = _needs(kind, job.train.threads, job.train.gpus, job.train.device)
+            needs = _needs(kind, job.train.threads, job.train.gpus, on_cpu=job.train.device == "cpu")
             found.append(Demand(pool=pool.name, role="train", count=1, needs=needs))
     return found
 
 
-def _needs(kind: str, threads: int, gpus: int, device: str) -> Needs:
-    return Needs(resource=kind, cpus=float(threads), gpus=0.0 if device == "cpu" else float(gpus))
+def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
+    return Needs(resource=kind, cpus=float(threads), gpus=0.0 if on_cpu else float(gpus))
 
 
 def _kind_of(pool: PoolSettings) -> str:

@@ -40,6 +40,13 @@ def test_every_worker_says_what_it_needs() -> None:
     }
 
 
+@pytest.mark.parametrize(("hardware", "gpus"), [("h20", 2.0), ("cpu", 0.0)])
+def test_a_server_takes_the_gpus_of_its_pool(hardware: str, gpus: float) -> None:
+    pool = {"name": "bandwidth", "hardware": hardware, "resource": "h20", "engines": {"type": "vllm", "gpus": 2}}
+    found = demands(build_job({**JOB, "pools": [pool, {"name": "rooms", "slots": 1}], "train": {}}))
+    assert found[0].needs == Needs(resource="h20", cpus=1, gpus=gpus)
+
+
 def test_a_job_for_gpus_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", list)
     with pytest.raises(JobError, match=r"Pool compute, rollout: 0 of 2 workers placed") as refused:

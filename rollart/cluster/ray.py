@@ -210,6 +210,7 @@ def connect(address: str | None, room: Sequence[Needs]) -> None:
                 "`ray start --head`, or remove the address to have one for this job alone"
             ) from None
         return
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own default makes its workers the last to get a core
     kinds = {need.resource: 1.0 for need in room if need.resource}
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
     ray.init(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False, **quiet)

@@ -76,6 +76,7 @@ class FiveNodes:
 @pytest.fixture(scope="module")
 def all_nodes() -> Iterator[FiveNodes]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
     five = FiveNodes()
     yield five
     five.cluster.shutdown()  # type: ignore[no-untyped-call]
