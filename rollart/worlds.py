@@ -203,7 +203,6 @@ def refuse_what_is_not_there(job: Job) -> None:
     wanted = [
         ("cluster.type", job.cluster.type, "local"),
         ("weights.type", job.weights.type, "shm"),
-        ("train.type", job.train.type, "single"),
         *(
             (f"pools.{pool.name}.engines.type", pool.engines.type, "embedded")
             for pool in job.pools
@@ -213,6 +212,10 @@ def refuse_what_is_not_there(job: Job) -> None:
     for key, given, there in wanted:
         if given != there:
             raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
+    if job.train.type == "single" and job.train.gpus > 1:
+        raise JobError(
+            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+        )
     if len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
@@ -260,6 +263,9 @@ def _engine_setups(job: Job, run_id: str, bucket_bytes: int) -> dict[str, dict[s
 def _trainer_setup(job: Job, out: Path, run_id: str, bucket_bytes: int) -> dict[str, Any]:
     train = job.train
     return {
+        "type": train.type,
+        "world_size": train.gpus,
+        "log_dir": str(out / "logs"),
         "run_id": run_id,
         "bucket_bytes": bucket_bytes,
         "threads": train.threads,

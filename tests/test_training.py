@@ -18,7 +18,7 @@ JOB = {
     [
         ({"cluster": {"type": "ray"}}, "cluster.type"),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
-        ({"train": {"type": "fsdp2"}}, "train.type"),
+        ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "pools.cpu.engines.type"),
         (
             {
@@ -38,3 +38,4 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
 
 def test_what_train_has_is_let_through() -> None:
     refuse_what_is_not_there(build_job(JOB))
+    refuse_what_is_not_there(build_job({**JOB, "train": {"type": "fsdp2", "gpus": 2}}))

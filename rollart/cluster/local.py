@@ -31,6 +31,8 @@ from rollart.types import (
 
 TAIL_BYTES = 1500
 """How much of a dead worker's stderr goes into the error."""
+END_S = 1.0
+"""How long to wait for the exit status of a worker that is gone."""
 _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error for error in (EngineError, RequestError, WeightError, TrainerError)
 }
@@ -80,9 +82,16 @@ class Worker:
         try:
             return await self.link.call(method, *arguments)
         except WorkerGone:
+            await self._wait_for_end()
             raise error(f"{self.name}: its process has ended; {self.last_words()}") from None
         except WorkerFailed as failure:
             raise _ERRORS.get(failure.kind, error)(f"{self.name}: {failure.kind}: {failure}") from None
+
+    async def _wait_for_end(self) -> None:
+        """Its socket closes a little before its exit status is to be had."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, END_S)
 
     def last_words(self) -> str:
         status = self._process.poll() if self._process is not None else None
