@@ -110,11 +110,9 @@ class RankedTrainer:
             for rank, own in zip(self._ranks, arguments, strict=True)
         ]
         try:
-            _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if not waiting and not any(call.exception() for call in calls):
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if not _failed(calls):
                 return [call.result() for call in calls]
-            if waiting and all(rank.pid is not None for rank in self._ranks):
-                await asyncio.wait(waiting, timeout=CONFESSION_S, return_when=asyncio.FIRST_EXCEPTION)
             raise TrainerError(await self._give_up(calls))
         finally:
             for call in calls:
@@ -122,11 +120,20 @@ class RankedTrainer:
 
     async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> str:
         """End all ranks; returns why: the words of one that died, or else of the first that raised."""
-        failed = [place for place, call in enumerate(calls) if call.done() and call.exception() is not None]
-        dead = [place for place in failed if self._ranks[place].pid is None]
-        self._lost = str(calls[(dead or failed)[0]].exception())
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CONFESSION_S
+        while not (dead := [place for place in _failed(calls) if self._ranks[place].pid is None]):
+            waiting = [call for call in calls if not call.done()]
+            if not waiting or loop.time() >= until:
+                break
+            await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        self._lost = str(calls[(dead or _failed(calls))[0]].exception())
         await asyncio.gather(*(rank.stop() for rank in self._ranks))
         return self._lost
+
+
+def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:
+    return [place for place, call in enumerate(calls) if call.done() and call.exception() is not None]
 
 
 class AsyncRank:
