@@ -319,7 +319,7 @@ def test_a_mixture_of_experts_is_saved_under_its_usual_names_file_by_file(
         path = tmp_path / "model"
         config = Qwen3MoeConfig(
             vocab_size=VOCAB, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_experts=4,
-            num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
             max_position_embeddings=64,
         )  # fmt: skip
         auto: Any = AutoModelForCausalLM
