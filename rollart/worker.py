@@ -12,11 +12,21 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rollart.cluster.link import LENGTH, Outbox
+from rollart.errors import ClusterError
 from rollart.tasks.child import die_with_parent
 from rollart.wire import unpack
+
+MEETING = "ranks-meet"
+"""Name of the file in the log directory through which the ranks of a trainer find each other."""
+
+if TYPE_CHECKING:
+    from rollart.train.ranks import RankedTrainer
+    from rollart.train.settings import TrainerSettings
+    from rollart.weights.buckets import BucketStore
 
 
 def main() -> None:
@@ -88,9 +98,8 @@ async def build(setup: Mapping[str, Any]) -> Any:
             from rollart.engines.embedded import EmbeddedEngine, EngineSettings
             from rollart.engines.threaded import ThreadedEngine
             from rollart.weights.ahead import FetchAhead
-            from rollart.weights.kinds import open_store
 
-            ahead = FetchAhead(open_store(setup["store"]))
+            ahead = FetchAhead(_store(setup))
             core = EmbeddedEngine.from_directory(
                 setup["model"],
                 device=setup["device"],
@@ -98,15 +107,74 @@ async def build(setup: Mapping[str, Any]) -> Any:
                 settings=EngineSettings(**setup["settings"]),
             )
             return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
+        case "trainer" if setup["type"] == "fsdp2":
+            return await _ranked_trainer(setup)
         case "trainer":
-            from rollart.train.losses import LossSettings
-            from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
-            from rollart.weights.kinds import open_store
+            from rollart.train.single import AsyncTrainer, SingleTrainer
 
-            store = open_store(setup["store"])
-            settings = SingleSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
-            return AsyncTrainer(SingleTrainer(settings), store)
+            return AsyncTrainer(SingleTrainer(_trainer_settings(setup)), _store(setup))
+        case "rank":
+            from rollart.train.fsdp2 import RankSettings, ShardedTrainer
+            from rollart.train.ranks import AsyncRank
+
+            at = RankSettings(**setup["at"])
+            return AsyncRank(await asyncio.to_thread(ShardedTrainer, _trainer_settings(setup), at), _store(setup))
     raise ValueError(f"no such worker: {setup['role']}")
+
+
+def _store(setup: Mapping[str, Any]) -> "BucketStore":
+    from rollart.weights.kinds import open_store
+
+    return open_store(setup["store"])
+
+
+def _trainer_settings(setup: Mapping[str, Any]) -> "TrainerSettings":
+    from rollart.train.losses import LossSettings
+    from rollart.train.settings import TrainerSettings
+
+    return TrainerSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
+
+
+async def _ranked_trainer(setup: Mapping[str, Any]) -> "RankedTrainer":
+    """A trainer whose ranks are child processes of this one. They end with it, as it ends with its parent."""
+    from rollart.cluster.local import Process
+    from rollart.train.ranks import RankedTrainer
+
+    log_dir = Path(setup["log_dir"])
+    ranks = [Process(f"rank-{rank}", log_dir) for rank in range(setup["world_size"])]
+    meeting = _meeting_place(log_dir)
+    setups = [
+        {
+            **setup,
+            "role": "rank",
+            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": f"file://{meeting}"},
+            "settings": {**setup["settings"], "device": _device_of(setup["settings"]["device"], rank)},
+        }
+        for rank in range(len(ranks))
+    ]
+    starts = [asyncio.ensure_future(rank.start(own)) for rank, own in zip(ranks, setups, strict=True)]
+    try:
+        await asyncio.gather(*starts)
+    except ClusterError:
+        # the others may be waiting for the one that failed
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*(rank.stop() for rank in ranks))
+        raise
+    return RankedTrainer(_trainer_settings(setup), ranks)
+
+
+def _meeting_place(log_dir: Path) -> Path:
+    """A file that is not there yet, for ranks of this machine. What a trainer before this one left is removed."""
+    for left in log_dir.glob(f"{MEETING}-*"):
+        left.unlink(missing_ok=True)
+    return log_dir.resolve() / f"{MEETING}-{os.getpid()}"
+
+
+def _device_of(first: str, rank: int) -> str:
+    """A rank's own device, where the first one's is given: `cuda:0` and those after it, or the CPU."""
+    kind, _, number = first.partition(":")
+    return kind if kind == "cpu" else f"{kind}:{int(number or 0) + rank}"
 
 
 def _environments(setup: Mapping[str, Any]) -> Any:

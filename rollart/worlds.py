@@ -370,18 +370,12 @@ def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str
 
 def refuse_what_is_not_there(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
-    wanted = [
-        ("train.type", job.train.type, "single"),
-    ]
     for pool in job.pools:
         if pool.engines is not None and pool.engines.prefill is not None and pool.engines.type != "vllm":
             raise JobError(
                 f"pools.{pool.name}.engines.prefill: `rollart train` has no engines of type {pool.engines.type!r} "
                 "that are split into prefill and decode; remove it, or use `rollart sim`"
             )
-    for key, given, there in wanted:
-        if given != there:
-            raise JobError(f"{key}: `rollart train` has no {given!r} yet; set {key}={there}, or use `rollart sim`")
     _refuse_missing_cores(job)
     if job.weights.type == "mooncake":
         raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
@@ -398,6 +392,10 @@ def refuse_what_is_not_there(job: Job) -> None:
                 f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
                 "set weights.type=files"
             )
+    if job.train.type == "single" and job.train.gpus > 1:
+        raise JobError(
+            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+        )
     if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
 
@@ -516,6 +514,9 @@ def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) ->
 def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
     train = job.train
     return {
+        "type": train.type,
+        "world_size": train.gpus,
+        "log_dir": str((out / "logs").absolute()),
         "store": store,
         "threads": train.threads,
         "cores": train.cores,

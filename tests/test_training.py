@@ -25,7 +25,7 @@ JOB = {
     [
         ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
-        ({"train": {"type": "fsdp2"}}, "train.type"),
+        ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
         ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "weights.type"),
@@ -50,6 +50,7 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
     "change",
     [
         {},
+        {"train": {"type": "fsdp2", "gpus": 2}},
         {"weights": {"type": "files"}},
         {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]},
         {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},

@@ -4,11 +4,13 @@ Owns: the names below one checkpoint root. Layout of one checkpoint:
 
     step-00000020/            a name appears only when all below it is on disk
       model/                  a Hugging Face directory: safetensors, config, the tokenizer's files
-      optimizer.safetensors   moments, and float32 masters where the network is bfloat16
+      optimizer.safetensors   moments, and float32 masters where the network is bfloat16; whole tensors, one or several
+                              files (optimizer-00001.safetensors, ...)
       trainer.json            version and format
 
-Nothing is pickled. Invariant: the checkpoint restored from, and the last one written, are never pruned, since the
-coordinator may still point to either. Called by the trainer.
+Nothing is pickled, and nothing depends on how many ranks wrote it: any trainer may continue it. Invariant: the
+checkpoint restored from, and the last one written, are never pruned, since the coordinator may still point to either.
+Called by the trainer.
 """
 
 import json
@@ -19,6 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollart.errors import TrainerError
+from rollart.types import WeightVersion
+
+FORMAT = 1
+"""Of the files beside the model in a checkpoint."""
+MODEL_DIR, OPTIMIZER, TRAINER_FILE = "model", "optimizer", "trainer.json"
+RNG = "rng"
+"""Key of the generator's state in the (first) optimizer file."""
 NAME = re.compile(r"step-\d{8}(\.\d+)?")
 UNFINISHED = re.compile(r"\.unfinished-step-\d{8}(\.\d+)?")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
@@ -67,6 +77,26 @@ class Checkpoints:
         for path in sorted(self._root.iterdir()):
             if (NAME.fullmatch(path.name) and path.name not in kept) or UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def saved_version(reference: str) -> WeightVersion:
+    """The version of a checkpoint. Raises TrainerError where `reference` is none that we can read."""
+    if not (Path(reference) / TRAINER_FILE).is_file():
+        raise TrainerError(f"checkpoint {reference}: no {TRAINER_FILE} there; give a path that `save` returned")
+    state = read_json(Path(reference) / TRAINER_FILE)
+    if state.get("format") != FORMAT:
+        raise TrainerError(f"checkpoint {reference}: format {state.get('format')!r}; this RollArt reads {FORMAT}")
+    return int(state["version"])
+
+
+def write_state(folder: Path, version: WeightVersion, *, bf16: bool) -> None:
+    """Write what `saved_version` reads."""
+    write_json(folder / TRAINER_FILE, {"format": FORMAT, "version": version, "bf16": bf16})
+
+
+def optimizer_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that hold the optimizer's tensors."""
+    return sorted(folder.glob(f"{OPTIMIZER}*.safetensors"))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -27,7 +27,7 @@ behaviour, truncated or masked at `weight_cap`) or `none`; it is current / behav
 is `bypass`. Group baselines (GRPO's, RLOO's) are in the advantages already. KL and entropy are token means always.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -152,11 +152,12 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReport:
-    """What one micro-batch adds to the step's metrics. Scalars, no gradient, still on the device."""
+    """What one micro-batch adds to the step's metrics, or several. Scalars, no gradient; those of one micro-batch are
+    still on the device."""
 
-    shares: dict[str, Tensor]
-    """Already divided by the batch's totals: added up over micro-batches."""
-    maxima: dict[str, Tensor]
+    shares: Mapping[str, Tensor | float]
+    """Already divided by the batch's totals: added up over micro-batches and ranks."""
+    maxima: Mapping[str, Tensor | float]
 
 
 def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> tuple[Tensor, LossReport]:
@@ -169,7 +170,7 @@ def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> t
     surrogate_N, clipped_N = _surrogate(settings, inputs, ratio_N)
     policy = -(surrogate_N * weight_N * _scale(settings, inputs, totals)).sum()
     loss = policy
-    shares = {"actor/pg_loss": policy.detach()}
+    shares: dict[str, Tensor | float] = {"actor/pg_loss": policy.detach()}
     if inputs.entropy_N is not None:
         entropy = inputs.entropy_N.sum() / totals.tokens
         shares["actor/entropy"] = entropy.detach()
@@ -183,7 +184,7 @@ def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> t
     assert inputs.entropy_N is not None or not settings.entropy_coef, "entropy_coef needs entropy_N"
     assert inputs.reference_N is not None or not settings.kl_coef, "kl_coef needs reference_N"
     shares["actor/loss"] = loss.detach()
-    maxima: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor | float] = {}
     with torch.no_grad():
         # The tokens are the engine's samples: this is KL(engine || trainer).
         mismatch_N = kl_k3(inputs.behaviour_N, inputs.proximal_N)
@@ -201,15 +202,22 @@ def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> t
     return loss, LossReport(shares=shares, maxima=maxima)
 
 
-def merge_reports(reports: Sequence[LossReport]) -> dict[str, float]:
-    """The metrics of an update from its micro-batches' reports."""
-    merged: dict[str, float] = {}
+def add_reports(reports: Sequence[LossReport]) -> LossReport:
+    """One report of several micro-batches."""
+    shares: dict[str, float] = {}
+    maxima: dict[str, float] = {}
     for report in reports:
         for name, share in report.shares.items():
-            merged[name] = merged.get(name, 0.0) + float(share)
+            shares[name] = shares.get(name, 0.0) + float(share)
         for name, value in report.maxima.items():
-            merged[name] = max(merged.get(name, float("-inf")), float(value))
-    return merged
+            maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+    return LossReport(shares=shares, maxima=maxima)
+
+
+def merge_reports(reports: Sequence[LossReport]) -> dict[str, float]:
+    """The metrics of an update from the reports of all its micro-batches."""
+    added = add_reports(reports)
+    return {name: float(value) for name, value in (*added.shares.items(), *added.maxima.items())}
 
 
 def batch_advantages(settings: LossSettings, advantages_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW over float32 master weights, with gradient clipping.
+"""AdamW over float32 master weights, with gradient clipping. Weights may be sharded over ranks (DTensor).
 
 Owns: master weights, accumulated gradients and the optimizer's moments.
 Invariant: gradients add up in float32 and updates happen in float32, whatever the network computes in. Where the
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq", "step")
 
@@ -42,6 +43,8 @@ class MasterAdamW:
         if not grads:
             return 0.0
         norm = torch.nn.utils.get_total_norm(grads)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if self._grad_clip > 0 and torch.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(list(self._masters.values()), self._grad_clip, norm)
         return float(norm)
@@ -75,9 +78,10 @@ class MasterAdamW:
         if strange := sorted(set(tensors) - known):
             raise ValueError(f"optimizer state holds {strange[0]!r}, which this network does not have")
         for name, master in self._masters.items():
-            if (copy := tensors.get(f"{MASTER}/{name}")) is not None and master is not self._params[name]:
+            if (copy := tensors.get(f"{MASTER}/{name}")) is not None:
                 master.copy_(copy)
-                self._params[name].copy_(master)
+                if master is not self._params[name]:
+                    self._params[name].copy_(master)
             moments = {key: tensors[f"{key}/{name}"] for key in MOMENTS if f"{key}/{name}" in tensors}
             if moments and moments["exp_avg"].shape != master.shape:
                 raise ValueError(f"optimizer state of {name!r} is not of shape {tuple(master.shape)}")

@@ -88,22 +88,33 @@ def order(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(cut, key=lambda sample: (-len(sample.tokens), sample.trajectory, sample.tokens.tobytes()))
 
 
-def pack(
+def bins(
     samples: Sequence[Sample], max_tokens: int, temperatures: Mapping[str, float] | None = None
-) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens, first-fit decreasing.
+) -> list[list[Sample]]:
+    """The members of micro-batches of at most `max_tokens` tokens, first-fit decreasing.
 
     A sample longer than the budget gets a micro-batch of its own. Samples without a sampled token are left out.
     `temperatures` is by domain; a domain not named was sampled at 1. Each micro-batch is of one temperature.
     """
     by_temperature: dict[float, list[Sample]] = {}
     for sample in order(samples):
-        by_temperature.setdefault((temperatures or {}).get(sample.domain, 1.0), []).append(sample)
+        by_temperature.setdefault(_temperature(sample, temperatures), []).append(sample)
     return [
-        _micro_batch(members, temperature)
+        members
         for temperature in sorted(by_temperature)
         for members in _first_fit(by_temperature[temperature], max_tokens)
     ]
+
+
+def pack(
+    samples: Sequence[Sample], max_tokens: int, temperatures: Mapping[str, float] | None = None
+) -> list[MicroBatch]:
+    """The micro-batches of `bins`."""
+    return [micro_batch(members, temperatures) for members in bins(samples, max_tokens, temperatures)]
+
+
+def _temperature(sample: Sample, temperatures: Mapping[str, float] | None) -> float:
+    return (temperatures or {}).get(sample.domain, 1.0)
 
 
 def _first_fit(ordered: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
@@ -124,7 +135,7 @@ def _first_fit(ordered: Sequence[Sample], max_tokens: int) -> list[list[Sample]]
 
 
 def deal(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Split into `parts` of about equal tokens, one per optimizer update; parts may be empty."""
+    """Split into `parts` of about equal tokens, one per optimizer update or rank; parts may be empty."""
     hands: list[list[Sample]] = [[] for _ in range(parts)]
     load = [0] * parts
     for sample in order(samples):
@@ -150,7 +161,8 @@ def _cut(sample: Sample) -> Sample:
     )
 
 
-def _micro_batch(samples: Sequence[Sample], temperature: float) -> MicroBatch:
+def micro_batch(samples: Sequence[Sample], temperatures: Mapping[str, float] | None = None) -> MicroBatch:
+    """Samples of one temperature, laid end to end."""
     mask_T = np.concatenate([sample.mask for sample in samples])
     sampled = [int(sample.mask.sum()) for sample in samples]
 
@@ -166,5 +178,5 @@ def _micro_batch(samples: Sequence[Sample], temperature: float) -> MicroBatch:
         behaviour_N=flat("logprobs").float(),
         advantages_N=flat("advantages").float(),
         versions_N=flat("versions"),
-        temperature=temperature,
+        temperature=_temperature(samples[0], temperatures),
     )

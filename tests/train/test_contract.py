@@ -11,7 +11,8 @@ import pytest
 from rollart.errors import JobError, WeightError
 from rollart.ports import Journal, Trainer
 from rollart.train.journal import FileJournal
-from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
+from rollart.train.settings import TrainerSettings
+from rollart.train.single import AsyncTrainer, SingleTrainer
 from rollart.types import Batch, WeightManifest
 from rollart.weights.shm import ShmStore
 from rollart.wire import pack
@@ -31,7 +32,7 @@ class TestAsyncTrainer(TrainerContract):
         self.folder = tmp_path
 
     def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
-        settings = SingleSettings(
+        settings = TrainerSettings(
             model_path=str(tiny_model(self.folder / "model")),
             checkpoint_dir=str(self.folder / "checkpoints"),
             lr=1e-2,

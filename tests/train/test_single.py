@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from rollart.errors import TrainerError
 from rollart.ports import Trainer
-from rollart.train import single
+from rollart.train import checkpoints
 from rollart.train.losses import LossSettings
-from rollart.train.single import AsyncTrainer, SingleSettings, SingleTrainer
+from rollart.train.settings import TrainerSettings
+from rollart.train.single import AsyncTrainer, SingleTrainer
+from rollart.train.step import UpdateReport
 from rollart.types import Bucket, Probe, Sample, WeightManifest
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
 
@@ -30,8 +32,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(model_path: Path, tmp_path: Path) -> SingleSettings:
-    return SingleSettings(model_path=str(model_path), checkpoint_dir=str(tmp_path / "checkpoints"), lr=1e-2, threads=1)
+def settings(model_path: Path, tmp_path: Path) -> TrainerSettings:
+    return TrainerSettings(model_path=str(model_path), checkpoint_dir=str(tmp_path / "checkpoints"), lr=1e-2, threads=1)
 
 
 class MemoryStore:
@@ -70,7 +72,7 @@ def bandit_batch(trainer: SingleTrainer, step: int, members: int = 32) -> list[S
     ]  # fmt: skip
 
 
-def train_bandit(settings: SingleSettings, steps: int) -> tuple[SingleTrainer, list[dict[str, float]]]:
+def train_bandit(settings: TrainerSettings, steps: int) -> tuple[SingleTrainer, list[dict[str, float]]]:
     trainer = SingleTrainer(settings)
     metrics = []
     for step in range(steps):
@@ -84,7 +86,7 @@ def wanted_probability(trainer: SingleTrainer) -> float:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_bandit_is_learnt_and_repeats(settings: SingleSettings, bf16: bool) -> None:
+def test_bandit_is_learnt_and_repeats(settings: TrainerSettings, bf16: bool) -> None:
     settings = replace(settings, bf16=bf16, loss=LossSettings(entropy_coef=0.001))
     before = wanted_probability(SingleTrainer(settings))
     trainer, metrics = train_bandit(settings, 20)
@@ -99,14 +101,14 @@ def test_bandit_is_learnt_and_repeats(settings: SingleSettings, bf16: bool) -> N
 
 @pytest.mark.parametrize("algorithm", ["dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"])
 @pytest.mark.parametrize("correction", ["decoupled", "bypass"])
-def test_every_algorithm_learns(settings: SingleSettings, algorithm: Any, correction: Any) -> None:
+def test_every_algorithm_learns(settings: TrainerSettings, algorithm: Any, correction: Any) -> None:
     loss = LossSettings(algorithm=algorithm, correction=correction)
     trainer, metrics = train_bandit(replace(settings, loss=loss), 12)
     assert wanted_probability(trainer) > 0.4
     assert max(step["actor/kl_mismatch"] for step in metrics) < 1e-6  # log-probs of plain transformers, same weights
 
 
-def test_micro_batches_change_nothing(settings: SingleSettings) -> None:
+def test_micro_batches_change_nothing(settings: TrainerSettings) -> None:
     """One step on uneven samples: the weights do not depend on how it was cut."""
     # A large eps makes Adam's first step linear in the gradient, so that a wrong scale would show.
     settings = replace(settings, eps=1.0, grad_clip=0.0, lr=10.0, loss=LossSettings(entropy_coef=0.1, kl_coef=0.1))
@@ -125,7 +127,7 @@ def test_micro_batches_change_nothing(settings: SingleSettings) -> None:
     assert any(not torch.equal(initial[name], tensor) for name, tensor in found[0][1].items())
 
 
-def test_bf16_micro_batches_add_up(settings: SingleSettings) -> None:
+def test_bf16_micro_batches_add_up(settings: TrainerSettings) -> None:
     norms = []
     for budget in (20, 100_000):
         trainer = SingleTrainer(replace(settings, bf16=True, microbatch_tokens=budget))
@@ -133,7 +135,7 @@ def test_bf16_micro_batches_add_up(settings: SingleSettings) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
-def test_temperature_is_the_samplers(settings: SingleSettings) -> None:
+def test_temperature_is_the_samplers(settings: TrainerSettings) -> None:
     trainer = SingleTrainer(replace(settings, temperatures={"bandit": 0.5}))
     model = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
     with torch.no_grad():
@@ -146,7 +148,7 @@ def test_temperature_is_the_samplers(settings: SingleSettings) -> None:
     assert metrics["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
-def test_several_updates_anchor_to_the_steps_beginning(settings: SingleSettings) -> None:
+def test_several_updates_anchor_to_the_steps_beginning(settings: TrainerSettings) -> None:
     """The second update moves away from the proximal policy of the step's start, and may clip."""
     samples = random_samples(2, 24)
     one = SingleTrainer(settings).train_step(make_batch(0, samples))
@@ -159,7 +161,7 @@ def test_several_updates_anchor_to_the_steps_beginning(settings: SingleSettings)
     assert three.metrics["perf/tokens"] == one.metrics["perf/tokens"]
 
 
-def test_kl_holds_the_policy_back(settings: SingleSettings) -> None:
+def test_kl_holds_the_policy_back(settings: TrainerSettings) -> None:
     free, _ = train_bandit(settings, 8)
     held, metrics = train_bandit(replace(settings, loss=LossSettings(kl_coef=5.0)), 8)
     assert wanted_probability(held) < 0.5 * wanted_probability(free)
@@ -167,7 +169,7 @@ def test_kl_holds_the_policy_back(settings: SingleSettings) -> None:
     assert metrics[-1]["actor/kl_ref"] > 0
 
 
-def test_warm_up_rises_linearly(settings: SingleSettings) -> None:
+def test_warm_up_rises_linearly(settings: TrainerSettings) -> None:
     _, metrics = train_bandit(replace(settings, warmup_steps=4), 6)
     assert [step["actor/lr"] for step in metrics] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
@@ -177,13 +179,13 @@ def test_warm_up_rises_linearly(settings: SingleSettings) -> None:
     [("linear", [0.01, 0.0075, 0.005, 0.0025]), ("cosine", [0.01, 0.0085355, 0.005, 0.0014645])],
 )
 def test_the_learning_rate_falls_to_zero_over_the_steps(
-    settings: SingleSettings, decay: Literal["linear", "cosine"], expected: list[float]
+    settings: TrainerSettings, decay: Literal["linear", "cosine"], expected: list[float]
 ) -> None:
     _, metrics = train_bandit(replace(settings, lr_decay=decay, steps=4), 4)
     assert [step["actor/lr"] for step in metrics] == pytest.approx(expected, rel=1e-4)
 
 
-def test_steps_run_in_order_only(settings: SingleSettings) -> None:
+def test_steps_run_in_order_only(settings: TrainerSettings) -> None:
     trainer, _ = train_bandit(settings, 2)
     for step, text in ((1, "step 1 was already trained on"), (3, "step 3 is ahead")):
         with pytest.raises(TrainerError, match=f"{text}.*version 2; send the batch of step 2"):
@@ -191,7 +193,7 @@ def test_steps_run_in_order_only(settings: SingleSettings) -> None:
     assert trainer.version == 2
 
 
-def test_batch_without_a_sampled_token_is_a_step(settings: SingleSettings) -> None:
+def test_batch_without_a_sampled_token_is_a_step(settings: TrainerSettings) -> None:
     trainer = SingleTrainer(settings)
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
     result = trainer.train_step(make_batch(0, [make_sample("g", [1, 2], [0, 0])]))
@@ -200,7 +202,7 @@ def test_batch_without_a_sampled_token_is_a_step(settings: SingleSettings) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors().items())
 
 
-def test_overflow_skips_the_update(settings: SingleSettings) -> None:
+def test_overflow_skips_the_update(settings: TrainerSettings) -> None:
     trainer = SingleTrainer(settings)
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
     result = trainer.train_step(make_batch(0, [make_sample("g", [1, 2], [0, 1], advantage=3e38, logprobs=[0, -30])]))
@@ -210,17 +212,17 @@ def test_overflow_skips_the_update(settings: SingleSettings) -> None:
 
 
 def test_step_that_fails_between_updates_needs_a_restore(
-    settings: SingleSettings, monkeypatch: pytest.MonkeyPatch
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = SingleTrainer(replace(settings, updates_per_step=2))
-    update, calls = trainer._update, iter(range(2))
+    update, calls = trainer._learner._update, iter(range(2))
 
-    def second_fails(*args: Any) -> dict[str, float]:
+    def second_fails(*args: Any) -> UpdateReport:
         if next(calls) == 1:
             raise MemoryError("no memory")
         return update(*args)
 
-    monkeypatch.setattr(trainer, "_update", second_fails)
+    monkeypatch.setattr(trainer._learner, "_update", second_fails)
     with pytest.raises(MemoryError):
         trainer.train_step(make_batch(0, random_samples(0, 8)))
     for call in (lambda: trainer.train_step(make_batch(0, [])), trainer.save):
@@ -231,7 +233,7 @@ def test_step_that_fails_between_updates_needs_a_restore(
     assert trainer.train_step(make_batch(0, random_samples(0, 8))).version == 1
 
 
-def test_current_and_previous_version_can_be_published_again(settings: SingleSettings) -> None:
+def test_current_and_previous_version_can_be_published_again(settings: TrainerSettings) -> None:
     trainer, _ = train_bandit(settings, 1)
     trainer.publish(0, initial := MemoryStore())
     fresh = SingleTrainer(settings).named_tensors()
@@ -253,7 +255,7 @@ def test_current_and_previous_version_can_be_published_again(settings: SingleSet
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_restore_continues_bit_for_bit(settings: SingleSettings, bf16: bool) -> None:
+def test_restore_continues_bit_for_bit(settings: TrainerSettings, bf16: bool) -> None:
     settings = replace(settings, bf16=bf16, warmup_steps=6, weight_decay=0.01)
     batches = [make_batch(step, random_samples(step, 12)) for step in range(6)]
     straight = SingleTrainer(settings)
@@ -275,7 +277,7 @@ def test_restore_continues_bit_for_bit(settings: SingleSettings, bf16: bool) -> 
         assert torch.equal(tensor, resumed._optimizer.tensors()[name])
 
 
-def test_restore_of_nothing_is_the_beginning(settings: SingleSettings) -> None:
+def test_restore_of_nothing_is_the_beginning(settings: TrainerSettings) -> None:
     trainer, _ = train_bandit(settings, 2)
     assert trainer.restore("") == 0
     fresh = SingleTrainer(settings).named_tensors()
@@ -285,7 +287,7 @@ def test_restore_of_nothing_is_the_beginning(settings: SingleSettings) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_checkpoint_is_a_hugging_face_directory(settings: SingleSettings, tmp_path: Path, tied: bool) -> None:
+def test_checkpoint_is_a_hugging_face_directory(settings: TrainerSettings, tmp_path: Path, tied: bool) -> None:
     path = tiny_model(tmp_path / "model", tied=tied)
     trainer, _ = train_bandit(replace(settings, model_path=str(path)), 1)
     saved = Path(trainer.save())
@@ -296,7 +298,7 @@ def test_checkpoint_is_a_hugging_face_directory(settings: SingleSettings, tmp_pa
     assert not list(saved.rglob("*.bin")) + list(saved.rglob("*.pt")) + list(saved.rglob("*.pkl"))
 
 
-def test_old_checkpoints_go_and_the_needed_ones_stay(settings: SingleSettings) -> None:
+def test_old_checkpoints_go_and_the_needed_ones_stay(settings: TrainerSettings) -> None:
     root = Path(settings.checkpoint_dir)
 
     def names() -> list[str]:
@@ -315,14 +317,14 @@ def test_old_checkpoints_go_and_the_needed_ones_stay(settings: SingleSettings) -
     assert names() == ["step-00000001", "step-00000002.1"]
 
 
-def test_save_cut_short_leaves_no_checkpoint(settings: SingleSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_cut_short_leaves_no_checkpoint(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = train_bandit(settings, 1)
     root = Path(settings.checkpoint_dir)
 
     def fails(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(single, "write_json", fails)
+    monkeypatch.setattr(checkpoints, "write_json", fails)
     with pytest.raises(OSError, match="disk full"):
         trainer.save()
     assert [path.name for path in root.iterdir()] == [".unfinished-step-00000001"]
@@ -331,7 +333,7 @@ def test_save_cut_short_leaves_no_checkpoint(settings: SingleSettings, monkeypat
     assert [path.name for path in root.iterdir()] == ["step-00000001"]
 
 
-def test_bf16_updates_too_small_for_bf16_add_up(settings: SingleSettings) -> None:
+def test_bf16_updates_too_small_for_bf16_add_up(settings: TrainerSettings) -> None:
     """Each update is far below bfloat16's resolution; the float32 masters keep them all."""
     trainer = SingleTrainer(replace(settings, bf16=True, lr=1e-5))
     before = trainer._optimizer.tensors()["master/model.norm.weight"].clone()
@@ -348,7 +350,7 @@ def test_bf16_updates_too_small_for_bf16_add_up(settings: SingleSettings) -> Non
     [({"lr": 0.0}, "lr"), ({"updates_per_step": 0}, "updates_per_step"), ({"grad_clip": -1.0}, "grad_clip"),
      ({"keep_checkpoints": 1}, "keep_checkpoints"), ({"temperatures": {"lake": -1.0}}, "temperatures.lake")],
 )  # fmt: skip
-def test_settings_name_the_key(settings: SingleSettings, values: dict[str, Any], key: str) -> None:
+def test_settings_name_the_key(settings: TrainerSettings, values: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: .*; give"):
         replace(settings, **values)
 
@@ -366,7 +368,7 @@ class SlowStore(MemoryStore):
         return super().push(version, tensors)
 
 
-def test_port_publishes_beside_the_next_step(settings: SingleSettings) -> None:
+def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
     async def scenario() -> None:
         core, store = SingleTrainer(settings), SlowStore()
         adapter = AsyncTrainer(core, store)

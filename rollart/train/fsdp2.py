@@ -1,0 +1,301 @@
+"""One rank of the sharded trainer: FSDP2 (`fully_shard`) over all ranks, gloo on CPUs, nccl on GPUs.
+
+Owns: this rank's shards of weights and moments. Each layer is a unit of sharding, and what is left of the model
+(embeddings, norm, head) another; weights are float32 masters, cast to bfloat16 for computing where `bf16` is set.
+Invariants: all ranks make the same calls in the same order (`RankedTrainer` in ranks.py, the only caller, sees to it);
+the current and the previous version can be published while a step is under way, from copies of the shards on the CPU
+and over a process group of its own; a checkpoint holds whole tensors, so that any number of ranks may continue it, and
+so may the single-device trainer.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rollart.errors import TrainerError
+from rollart.model import Scores, load_model, named_weights, packed_scores
+from rollart.train.checkpoints import (
+    MODEL_DIR,
+    OPTIMIZER,
+    RNG,
+    Checkpoints,
+    copy_tokenizer,
+    optimizer_files,
+    saved_version,
+    write_json,
+    write_state,
+)
+from rollart.train.gathering import Gathered, Shard, follow, own_rows
+from rollart.train.learner import Learner, Scorer
+from rollart.train.optimizer import MASTER, MasterAdamW
+from rollart.train.settings import TrainerSettings
+from rollart.train.single import Store
+from rollart.train.step import Share, UpdateReport
+from rollart.train.versions import Versions
+from rollart.types import WeightManifest, WeightVersion
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits for the others in one collective call. A rank that dies is seen by `RankedTrainer`, which then
+ends the rest; this is for a rank that hangs with nobody left to notice."""
+FILE_BYTES = 4 << 30
+"""Largest file of a checkpoint (but a layer stays whole): what rank 0 holds in memory while saving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """Which rank this is, and where it meets the others."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    """`file:///PATH` for ranks of one machine (a new path each time), or `tcp://HOST:PORT`, where rank 0 listens."""
+
+
+class ShardedNetwork(nn.Module):
+    """A model with its score as `forward`: FSDP gathers weights when a module is called, the head's included."""
+
+    def __init__(self, network: PreTrainedModel, mesh: DeviceMesh, *, bf16: bool) -> None:
+        super().__init__()
+        self.network = network
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else torch.float32, reduce_dtype=torch.float32)
+        layers = cast(nn.ModuleList, network.base_model.layers)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        # Also the last unit is given back after each forward pass: between steps every weight is a shard.
+        fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for module in (*layers, self):
+            unit = cast(FSDPModule, module)
+            # Each rank's loss is its share of the whole: gradients are added up, not averaged.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def forward(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores:
+        return packed_scores(self.network, tokens_T, lengths, temperature, wanted_T)
+
+
+class ShardedTrainer:
+    """The synchronous core of one rank. `train_step`, `save` and `restore` from one thread; `publish` from any."""
+
+    def __init__(self, settings: TrainerSettings, at: RankSettings) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._rank, self._ranks = at.rank, at.world_size
+        self._device = torch.device(settings.device)
+        self._mesh = self._meet(at)
+        # Over the CPU, and each with its own order of calls, so that neither meets the other or a step.
+        self._to_publish = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._to_save = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._checkpoints = Checkpoints(Path(settings.checkpoint_dir), settings.keep_checkpoints)
+        self._versions = Versions(self._copy)
+        self._reference: Scorer | None = None
+        if settings.loss.kl_coef:
+            path = Path(settings.reference_path or settings.model_path)
+            self._reference = self._load_network(path).requires_grad_(False)
+        self.restore("")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._sharded.network.config.vocab_size)
+
+    def train_step(self, step: WeightVersion, shares: Sequence[Share], lr: float) -> list[UpdateReport]:
+        """This rank's part of step `step`."""
+        assert step == self._versions.current, f"step {step} on version {self._versions.current}"
+        self._versions.of(step)
+        reports = list(self._learner.updates(shares, lr))
+        self._versions.advance()
+        return reports
+
+    def publish(self, version: WeightVersion, store: Store) -> WeightManifest | None:
+        """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""
+        try:
+            shards = self._versions.of(version)
+        except TrainerError:
+            shards = {}
+        held = torch.tensor(bool(shards), dtype=torch.int32)
+        dist.all_reduce(held, dist.ReduceOp.MIN, group=self._to_publish)
+        if not int(held):
+            return None
+        manifest: list[WeightManifest] = []
+        self._gather(lambda: shards, self._to_publish, lambda tensors: manifest.append(store.push(version, tensors)))
+        return manifest[0] if manifest else None
+
+    def save(self) -> str:
+        """Write a checkpoint: all ranks together, rank 0 to the disk. Returns its path there, "" elsewhere."""
+        if self._rank == 0:
+            return str(self._checkpoints.write(self._versions.current, self._fill))
+        self._fill(Path())
+        return ""
+
+    def restore(self, reference: str) -> WeightVersion:
+        """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
+        version = saved_version(reference) if reference else 0
+        path = Path(reference or self._settings.model_path)
+        sharded = self._load_network(path / MODEL_DIR if reference else path)
+        at = self._settings
+        optimizer = MasterAdamW(
+            sharded.network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip
+        )
+        if reference:
+            optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
+            self._checkpoints.use(path)
+
+        def put_in_place() -> None:
+            self._sharded, self._optimizer = sharded, optimizer
+
+        self._versions.reset(version, put_in_place)
+        self._learner = Learner(at, sharded, self._reference, optimizer, self._device)
+        return version
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _meet(self, at: RankSettings) -> DeviceMesh:
+        if at.rendezvous.startswith("file:"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: nothing listens to the outside
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            init_method=at.rendezvous,
+            rank=at.rank,
+            world_size=at.world_size,
+            timeout=PATIENCE,
+        )
+        return init_device_mesh(self._device.type, (at.world_size,))
+
+    def _load_network(self, path: Path) -> ShardedNetwork:
+        """Read a model and keep this rank's shards. One rank after the other, so that only one holds it whole."""
+        sharded: ShardedNetwork | None = None
+        for turn in range(self._ranks):
+            if turn == self._rank:
+                sharded = ShardedNetwork(load_model(path, torch.float32), self._mesh, bf16=self._settings.bf16)
+                sharded.to(self._device)
+            dist.barrier(group=self._to_save)
+        assert sharded is not None
+        return sharded
+
+    def _copy(self) -> dict[str, Shard]:
+        dtype = torch.bfloat16 if self._settings.bf16 else None
+        return {name: shard.copied(dtype) for name, shard in self._shards().items()}
+
+    def _shards(self) -> dict[str, Shard]:
+        return {name: Shard.of(tensor) for name, tensor in named_weights(self._sharded.network).items()}
+
+    def _own_parts(self, path: Path, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """This rank's part of the saved optimizer state, as the sharded tensors that the optimizer knows."""
+        found: dict[str, Tensor] = {}
+        for file in optimizer_files(path):
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - not a mapping
+                    param = params.get(key.partition("/")[2])
+                    if key == RNG:
+                        torch.set_rng_state(opened.get_tensor(key))
+                    elif param is None or not (rows := opened.get_slice(key)).get_shape():
+                        found[key] = opened.get_tensor(key)
+                    else:
+                        local = rows[own_rows(param.shape[0], self._rank, self._ranks)].to(self._device)
+                        found[key] = _sharded_like(param, local)
+        return found
+
+    def _gather(
+        self,
+        shards: Callable[[], dict[str, Shard]],
+        group: dist.ProcessGroup,
+        use: Callable[[Gathered], object],
+    ) -> None:
+        """Let rank 0 use the whole tensors. Whatever happens there, the others do not wait for ever."""
+        if self._rank != 0:
+            follow(shards(), group)
+            return
+        tensors = Gathered(shards(), group)
+        try:
+            use(tensors)
+        finally:
+            tensors.close()
+
+    def _fill(self, folder: Path) -> None:
+        """Write all of a checkpoint below `folder` (rank 0), or help with it."""
+        network, bf16 = self._sharded.network, self._settings.bf16
+
+        def optimizer_state() -> dict[str, Shard]:
+            masters = {f"{MASTER}/{name}": param for name, param in network.named_parameters()} if bf16 else {}
+            return {key: Shard.of(tensor) for key, tensor in (masters | self._optimizer.tensors()).items()}
+
+        def write_optimizer(tensors: Gathered) -> None:
+            extra = {RNG: torch.get_rng_state()}
+            for number, names in enumerate(_files(tensors), start=1):
+                content = {name: tensors[name].contiguous() for name in names}
+                save_file(content | extra, folder / f"{OPTIMIZER}-{number:05d}.safetensors")
+                extra = {}
+            if extra:  # no update was made yet
+                save_file(extra, folder / f"{OPTIMIZER}.safetensors")
+
+        def write_model(tensors: Gathered) -> None:
+            _write_model(folder / MODEL_DIR, network, tensors, torch.bfloat16 if bf16 else torch.float32)
+
+        self._gather(self._shards, self._to_save, write_model)
+        self._gather(optimizer_state, self._to_save, write_optimizer)
+        if self._rank == 0:
+            copy_tokenizer(Path(self._settings.model_path), folder / MODEL_DIR)
+            write_state(folder, self._versions.current, bf16=bf16)
+
+
+def _sharded_like(param: nn.Parameter, local: Tensor) -> DTensor:
+    weight = param.data
+    assert isinstance(weight, DTensor)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _files(tensors: Gathered) -> list[list[str]]:
+    """The names of each file. A layer is never split: some models' weights are renamed together when saved."""
+    files: list[list[str]] = []
+    size, unit = 0, ""
+    for name in tensors:
+        if not files or (size >= FILE_BYTES and _unit(name) != unit):
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size, unit = size + tensors.num_bytes(name), _unit(name)
+    return files
+
+
+def _unit(name: str) -> str:
+    """The layer a tensor belongs to: its name up to the first number."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: number + 1])
+
+
+def _write_model(folder: Path, network: PreTrainedModel, tensors: Gathered, dtype: torch.dtype) -> None:
+    """A Hugging Face directory, file by file: what `save_pretrained` writes of a model that is all here."""
+    folder.mkdir()
+    network.config.dtype = str(dtype).removeprefix("torch.")
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    if network.can_generate():
+        network.generation_config.save_pretrained(folder)
+    files = _files(tensors)
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        content = revert_weight_conversion(network, {name: tensors[name].to(dtype) for name in names})
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(content, file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})

@@ -1,0 +1,185 @@
+"""Several ranks behind one Trainer port.
+
+Owns: the plan of each step, what each rank is told, and the end of them all when one is lost. It holds no weights: the
+ranks do (fsdp2.py), each in a process of its own. `RankedTrainer` is told how to reach them; who started them, and
+where, is not its concern.
+Invariants: every rank gets the same calls in the same order; a rank that dies or raises ends the rest at once (they may
+be waiting for it inside a collective call, for ever), and every call from then on raises TrainerError: a trainer is
+started again as a whole. What can be refused is refused before any rank hears of it.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from rollart.errors import BoundaryError, TrainerError, boundary
+from rollart.train.checkpoints import saved_version
+from rollart.train.fsdp2 import ShardedTrainer
+from rollart.train.losses import LossReport, Totals
+from rollart.train.settings import TrainerSettings, learning_rate
+from rollart.train.single import Store
+from rollart.train.step import Share, UpdateReport, check_step, plan_step
+from rollart.train.versions import not_held
+from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
+
+CONFESSION_S = 2.0
+"""When a rank reports that another is gone, how long to wait for the end of that other to be seen, to name it."""
+
+
+class Rank(Protocol):
+    """A rank's process, from outside."""
+
+    @property
+    def pid(self) -> int | None:
+        """None when it has ended."""
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any: ...
+
+    async def stop(self) -> None: ...
+
+
+class RankedTrainer:
+    """The `Trainer` port over ranks that were started from these settings."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Sequence[Rank]) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._version: WeightVersion = 0
+        self._vocab_size: int | None = None
+        self._lost = ""
+        """Why there are no ranks any more."""
+        self._work, self._push = asyncio.Lock(), asyncio.Lock()
+        """Held while the ranks do one thing; a push and a step may overlap."""
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        async with self._work:
+            with boundary(TrainerError, f"train step {batch.step}"):
+                check_step(batch.step, self._version)
+                began = time.perf_counter()
+                if self._vocab_size is None:
+                    self._vocab_size = (await self._all("vocab_size"))[0]
+                plan = await asyncio.to_thread(
+                    plan_step, batch, self._settings, vocab_size=self._vocab_size, ranks=len(self._ranks)
+                )
+                lr = learning_rate(self._settings, batch.step)
+                told = [(batch.step, _shares_to_wire(shares), lr) for shares in plan.shares]
+                reports = [_reports_from_wire(answer) for answer in await self._each("train_step", told)]
+                self._version += 1
+                metrics = plan.metrics(reports, lr, time.perf_counter() - began)
+                return StepResult(version=self._version, metrics=metrics)
+
+    async def publish(self, version: WeightVersion) -> WeightManifest:
+        async with self._push:
+            held = [at for at in (self._version - 1, self._version) if at >= 0]
+            if version not in held:
+                raise not_held(version, held)
+            manifest: WeightManifest | None = (await self._all("publish", version))[0]
+            if manifest is None:
+                raise not_held(version, held)
+            return manifest
+
+    async def save(self) -> str:
+        async with self._work:
+            reference: str = (await self._all("save"))[0]
+            return reference
+
+    async def restore(self, reference: str) -> WeightVersion:
+        async with self._work:
+            with boundary(TrainerError, f"trainer restore of {reference}"):
+                version = await asyncio.to_thread(saved_version, reference) if reference else 0
+            await self._all("restore", reference)
+            self._version = version
+            return version
+
+    async def close(self) -> None:
+        """End all ranks."""
+        self._lost = self._lost or "it was closed"
+        await asyncio.gather(*(rank.stop() for rank in self._ranks))
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return await self._each(method, [arguments] * len(self._ranks))
+
+    async def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call all ranks, each with its own arguments; the answers by rank."""
+        if self._lost:
+            raise TrainerError(f"the trainer has no ranks any more ({self._lost}); start it again")
+        calls = [
+            asyncio.ensure_future(rank.call(TrainerError, method, *own))
+            for rank, own in zip(self._ranks, arguments, strict=True)
+        ]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if not _failed(calls):
+                return [call.result() for call in calls]
+            raise TrainerError(await self._give_up(calls))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> str:
+        """End all ranks; returns why: the words of one that died, or else of the first that raised."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CONFESSION_S
+        while not (dead := [place for place in _failed(calls) if self._ranks[place].pid is None]):
+            waiting = [call for call in calls if not call.done()]
+            if not waiting or loop.time() >= until:
+                break
+            await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        self._lost = str(calls[(dead or _failed(calls))[0]].exception())
+        await asyncio.gather(*(rank.stop() for rank in self._ranks))
+        return self._lost
+
+
+def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:
+    return [place for place, call in enumerate(calls) if call.done() and call.exception() is not None]
+
+
+class AsyncRank:
+    """What runs in a rank's process, behind its link. One thread trains, saves and restores; another publishes."""
+
+    def __init__(self, core: ShardedTrainer, store: Store) -> None:
+        self._core = core
+        self._store = store
+        self._work = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._push = ThreadPoolExecutor(1, thread_name_prefix="publish")
+
+    async def vocab_size(self) -> int:
+        return self._core.vocab_size
+
+    async def train_step(self, step: int, shares: Any, lr: float) -> Any:
+        loop = asyncio.get_running_loop()
+        reports = await loop.run_in_executor(self._work, self._core.train_step, step, _shares_from_wire(shares), lr)
+        return _reports_to_wire(reports)
+
+    async def publish(self, version: WeightVersion) -> WeightManifest | None:
+        return await asyncio.get_running_loop().run_in_executor(self._push, self._core.publish, version, self._store)
+
+    async def save(self) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self._work, self._core.save)
+
+    async def restore(self, reference: str) -> WeightVersion:
+        return await asyncio.get_running_loop().run_in_executor(self._work, self._core.restore, reference)
+
+
+def _shares_to_wire(shares: Sequence[Share]) -> list[Any]:
+    return [[share.totals.tokens, share.totals.sequences, [list(part) for part in share.parts]] for share in shares]
+
+
+def _shares_from_wire(shares: list[Any]) -> list[Share]:
+    return [
+        Share(Totals(tokens=tokens, sequences=sequences), tuple(tuple(part) for part in parts))
+        for tokens, sequences, parts in shares
+    ]
+
+
+def _reports_to_wire(reports: Sequence[UpdateReport]) -> list[Any]:
+    return [[report.loss.shares, report.loss.maxima, report.grad_norm, report.skipped] for report in reports]
+
+
+def _reports_from_wire(reports: list[Any]) -> list[UpdateReport]:
+    return [
+        UpdateReport(loss=LossReport(shares=shares, maxima=maxima), grad_norm=norm, skipped=skipped)
+        for shares, maxima, norm, skipped in reports
+    ]

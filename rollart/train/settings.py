@@ -1,0 +1,73 @@
+"""What a trainer is started from, single or sharded, and the learning rate that follows from it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollart.train.losses import LossSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """All that a trainer is started from. Plain data: it travels to the trainer's process."""
+
+    model_path: str
+    """A Hugging Face directory: the initial weights, and the tokenizer's files."""
+    checkpoint_dir: str
+    loss: LossSettings = field(default_factory=LossSettings)
+    lr: float = 1e-5
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to `lr`."""
+    lr_decay: Literal["none", "linear", "cosine"] = "none"
+    steps: int = 1
+    """How many there will be: over them `lr_decay` brings the learning rate to zero."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 means no clipping."""
+    updates_per_step: int = 1
+    """Optimizer updates in a step, each on its share of the samples. More than one costs a forward pass for the
+    proximal log-probabilities, taken once when the step begins."""
+    microbatch_tokens: int = 4096
+    bf16: bool = False
+    """The network computes in bfloat16; master weights and gradients stay float32."""
+    device: str = "cpu"
+    threads: int | None = None
+    """CPU threads of this process; None leaves torch's own choice."""
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """Sampling temperature by domain; 1 where not named."""
+    skip_zero_variance: bool = False
+    """Pass over groups whose members all have advantage 0."""
+    reference_path: str | None = None
+    """The model the KL is taken to; None means the initial weights. Loaded only where `loss.kl_coef` is set."""
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2, "steps": 1}
+        for key, least in least_of.items():
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}: {getattr(self, key)} is too few; give {least} or more")
+        if self.lr <= 0:
+            raise ValueError(f"lr: {self.lr} trains nothing; give a positive number such as 1.0e-5")
+        if self.grad_clip < 0:
+            raise ValueError(f"grad_clip: {self.grad_clip} is negative; give 0 for none, or a norm such as 1.0")
+        for domain, temperature in self.temperatures.items():
+            if temperature < 0:
+                raise ValueError(
+                    f"temperatures.{domain}: {temperature} is negative; give what the task is sampled at, such as 1.0"
+                )
+
+
+def learning_rate(settings: TrainerSettings, step: int) -> float:
+    """Of one step: warm-up times decay."""
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    left = max(0.0, 1 - step / settings.steps)
+    match settings.lr_decay:
+        case "none":
+            return settings.lr * warm
+        case "linear":
+            return settings.lr * warm * left
+        case "cosine":
+            return settings.lr * warm * (1 - math.cos(math.pi * left)) / 2

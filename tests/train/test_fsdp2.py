@@ -1,0 +1,461 @@
+"""The sharded trainer gives what the single-device one gives, with one rank and with two; and it fails whole.
+
+Ranks are real processes that talk over gloo. They take seconds to start, so the fast tests share two of them.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from rollart.errors import BoundaryError, ClusterError, TrainerError
+from rollart.models.tiny import make_tiny
+from rollart.ports import Trainer
+from rollart.train import fsdp2
+from rollart.train.checkpoints import optimizer_files
+from rollart.train.fsdp2 import RankSettings, ShardedTrainer
+from rollart.train.losses import LossSettings
+from rollart.train.ranks import AsyncRank, RankedTrainer
+from rollart.train.settings import TrainerSettings
+from rollart.train.single import SingleTrainer
+from rollart.train.step import plan_step
+from rollart.types import Batch, StepResult, WeightManifest
+from rollart.weights.shm import ShmStore
+from rollart.wire import pack, unpack
+from rollart.worker import _ranked_trainer
+from tests.contracts.trainer import TrainerBench, TrainerContract
+from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
+
+T = TypeVar("T")
+LOSS = LossSettings(algorithm="reinforce++", kl_coef=0.05, entropy_coef=0.01)
+
+
+def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
+    """Several micro-batches in each of two updates, clipping, decay, a reference: all that ranks must agree on."""
+    path = folder / "model"
+    if not path.exists():
+        tiny_model(path, tied=True)
+    return TrainerSettings(
+        **{
+            "model_path": str(path),
+            "checkpoint_dir": str(folder / "checkpoints"),
+            "loss": LOSS,
+            "lr": 1e-3,
+            "weight_decay": 0.01,
+            "grad_clip": 0.1,
+            "updates_per_step": 2,
+            "microbatch_tokens": 48,
+            "threads": 1,
+            **changes,
+        }
+    )
+
+
+def batches(count: int, first: int = 0) -> list[Batch]:
+    """Odd numbers of samples: one rank has a micro-batch less than the other."""
+    return [make_batch(step, random_samples(step, 13)) for step in range(first, first + count)]
+
+
+class Bench:
+    """A ranked trainer as its worker process builds it, and what it published."""
+
+    def __init__(self, trainer: RankedTrainer, store: ShmStore) -> None:
+        self.trainer = trainer
+        self.store = store
+
+    async def weights(self, version: int) -> dict[str, Tensor]:
+        manifest = await self.trainer.publish(version)
+        assert manifest.version == version
+        return {name: tensor.clone() for name, tensor in self.store.fetch(manifest).items()}
+
+
+@asynccontextmanager
+async def ranked(settings: TrainerSettings, world_size: int, folder: Path) -> AsyncIterator[Bench]:
+    plain = asdict(settings)
+    loss = plain.pop("loss")
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    run_id = f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}"
+    setup = {
+        "type": "fsdp2", "world_size": world_size, "log_dir": str(logs), "threads": 1,
+        "run_id": run_id, "bucket_bytes": 4096, "settings": plain, "loss": loss,
+    }  # fmt: skip
+    store = ShmStore(run_id, bucket_bytes=4096)
+    trainer = await _ranked_trainer(setup)
+    try:
+        yield Bench(trainer, store)
+    finally:
+        await trainer.close()
+        store.close()
+
+
+class Here:
+    """A rank in this process: a world of one needs no other."""
+
+    pid = os.getpid()
+
+    def __init__(self, rank: AsyncRank) -> None:
+        self._rank = rank
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        return await getattr(self._rank, method)(*unpack(pack(list(arguments))))
+
+    async def stop(self) -> None:
+        dist.destroy_process_group()
+
+
+@asynccontextmanager
+async def alone(settings: TrainerSettings, folder: Path) -> AsyncIterator[Bench]:
+    """One rank, in this process."""
+    store = ShmStore(f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}", bucket_bytes=4096)
+    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{folder}/meet-{time.monotonic_ns()}")
+    trainer = RankedTrainer(settings, [Here(AsyncRank(ShardedTrainer(settings, at), store))])
+    try:
+        yield Bench(trainer, store)
+    finally:
+        await trainer.close()
+        store.close()
+
+
+def actor(result: StepResult) -> dict[str, float]:
+    return {name: value for name, value in result.metrics.items() if name.startswith("actor/")}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, atol=within, rtol=0)
+
+
+class Shared:
+    """One loop and two ranks for all the fast tests; each begins with the initial weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = settings_in(folder)
+        self.folder = folder
+        self._loop = asyncio.Runner()
+        self._stack = AsyncExitStack()
+        self._bench: Bench | None = None
+
+    def play(self, work: Callable[[Bench], Awaitable[T]]) -> T:
+        async def fresh() -> T:
+            if self._bench is None or self._bench.trainer._lost:
+                self._bench = await self._stack.enter_async_context(ranked(self.settings, 2, self.folder))
+            assert await self._bench.trainer.restore("") == 0
+            return await work(self._bench)
+
+        return self._loop.run(fresh())
+
+    def close(self) -> None:
+        self._loop.run(self._stack.aclose())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    two = Shared(tmp_path_factory.mktemp("ranks"))
+    yield two
+    two.close()
+
+
+async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
+    single = SingleTrainer(settings)
+    for batch in batches(3):
+        expected, found = single.train_step(batch), await bench.trainer.train_step(batch)
+        assert found.version == expected.version
+        assert actor(found) == pytest.approx(actor(expected), rel=1e-4, abs=1e-5)
+        for name in ("perf/tokens", "perf/sampled_tokens"):
+            assert found.metrics[name] == expected.metrics[name]
+    assert found.metrics["actor/grad_norm"] > settings.grad_clip
+    assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
+
+
+def test_one_rank_gives_what_one_device_gives(tmp_path: Path) -> None:
+    async def work() -> None:
+        settings = settings_in(tmp_path)
+        async with alone(settings, tmp_path) as bench:
+            await compare_with_single(bench, settings)
+
+    asyncio.run(work())
+
+
+def test_two_ranks_give_what_one_device_gives(shared: Shared) -> None:
+    shares = plan_step(batches(1)[0], shared.settings, vocab_size=VOCAB, ranks=2).shares
+    counts = [[len([part for part in share.parts if part]) for share in own] for own in shares]
+    assert counts[0] != counts[1], "one rank should have to keep the other company"
+    shared.play(lambda bench: compare_with_single(bench, shared.settings))
+
+
+def test_a_version_is_published_beside_the_next_step_and_again_after_it(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        first, second, third = batches(3)
+        await bench.trainer.train_step(first)
+        before = await bench.weights(1)
+        _, beside = await asyncio.gather(bench.trainer.train_step(second), bench.weights(1))
+        assert_same(beside, before, within=0)
+        after = await bench.weights(2)
+        assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert_same(await bench.weights(1), before, within=0)
+        await bench.trainer.train_step(third)
+        with pytest.raises(TrainerError, match=r"version 1 is not held.*held: \[2, 3\]"):
+            await bench.trainer.publish(1)
+        assert_same(await bench.weights(2), after, within=0)
+
+    shared.play(work)
+
+
+def test_a_refused_call_leaves_the_ranks_as_they_are(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        trainer: Trainer = bench.trainer
+        with pytest.raises(TrainerError, match="step 7 is ahead"):
+            await trainer.train_step(make_batch(7, []))
+        with pytest.raises(TrainerError, match=r"train step 0: ValueError: sample of trajectory g\.0\.0"):
+            await trainer.train_step(make_batch(0, [make_sample("g", [1, VOCAB], [0, 1])]))
+        with pytest.raises(TrainerError, match=r"checkpoint /nowhere: no trainer.json there; give"):
+            await trainer.restore("/nowhere")
+        before = await bench.weights(0)
+        assert (await trainer.train_step(make_batch(0, []))).version == 1
+        assert_same(await bench.weights(1), before, within=0)
+
+    shared.play(work)
+
+
+def test_a_checkpoint_continues_with_two_ranks_with_one_and_on_one_device(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        for batch in batches(2):
+            await bench.trainer.train_step(batch)
+        reference = await bench.trainer.save()
+        rest = [actor(await bench.trainer.train_step(batch)) for batch in batches(2, first=2)]
+        expected = await bench.weights(4)
+        assert await bench.trainer.restore(reference) == 2
+        again = [actor(await bench.trainer.train_step(batch)) for batch in batches(2, first=2)]
+        assert again == rest
+        assert_same(await bench.weights(4), expected, within=0)
+        single = SingleTrainer(shared.settings)
+        assert single.restore(reference) == 2
+        for batch in batches(2, first=2):
+            single.train_step(batch)
+        assert_same(single.named_tensors(), expected, within=1e-5)
+        async with alone(shared.settings, shared.folder) as other:
+            assert await other.trainer.restore(reference) == 2
+            for batch in batches(2, first=2):
+                await other.trainer.train_step(batch)
+            assert_same(await other.weights(4), expected, within=1e-6)
+        saved = Path(reference) / "model"
+        loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
+        single.restore(reference)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in single.named_tensors().items())
+        assert (saved / "tokenizer.json").read_text() == "{}"
+
+    shared.play(work)
+
+
+def test_a_checkpoint_of_one_device_continues_with_two_ranks(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        single = SingleTrainer(shared.settings)
+        for batch in batches(2):
+            single.train_step(batch)
+        assert await bench.trainer.restore(single.save()) == 2
+        single.train_step(batches(1, first=2)[0])
+        await bench.trainer.train_step(batches(1, first=2)[0])
+        assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
+
+    shared.play(work)
+
+
+def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
+    """Updates far below bfloat16's resolution add up; what is published is bfloat16, as the single trainer's."""
+
+    async def work() -> None:
+        settings = settings_in(tmp_path, bf16=True, lr=1e-5, weight_decay=0.0, updates_per_step=1)
+        single = SingleTrainer(settings)
+        async with alone(settings, tmp_path) as bench:
+            for batch in batches(3):
+                expected, found = single.train_step(batch), await bench.trainer.train_step(batch)
+                assert found.metrics["actor/loss"] == pytest.approx(expected.metrics["actor/loss"], abs=2e-3)
+                assert found.metrics["actor/grad_norm"] == pytest.approx(expected.metrics["actor/grad_norm"], rel=0.05)
+            assert_same(await bench.weights(3), single.named_tensors(), within=4e-3)
+            reference = await bench.trainer.save()
+            masters = load_file(optimizer_files(Path(reference))[0])
+            moved = masters["master/model.norm.weight"] - 1
+            assert moved.dtype == torch.float32
+            assert float(moved.abs().max()) == pytest.approx(3e-5, rel=0.1)
+            assert (
+                load_file(Path(reference) / "model" / "model-00001-of-00001.safetensors")["model.norm.weight"].dtype
+                == torch.bfloat16
+            )
+            before = await bench.trainer.train_step(batches(1, first=3)[0])
+            assert await bench.trainer.restore(reference) == 3
+            assert actor(await bench.trainer.train_step(batches(1, first=3)[0])) == actor(before)
+            single.restore(reference)
+            assert torch.equal(single._optimizer.tensors()["master/model.norm.weight"] - 1, moved)
+
+    asyncio.run(work())
+
+
+def test_a_mixture_of_experts_is_saved_under_its_usual_names_file_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp2, "FILE_BYTES", 1)
+
+    async def work() -> None:
+        path = tmp_path / "model"
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_experts=4,
+            num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            max_position_embeddings=64,
+        )  # fmt: skip
+        auto: Any = AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(path)
+        settings = settings_in(tmp_path)
+        async with alone(settings, tmp_path) as bench:
+            await compare_with_single(bench, settings)
+            reference = await bench.trainer.save()
+            single = SingleTrainer(settings)
+            assert single.restore(reference) == 3
+            assert_same(single.named_tensors(), await bench.weights(3), within=0)
+        files = sorted(file.name for file in (Path(reference) / "model").glob("*.safetensors"))
+        assert len(files) >= 4
+        assert len(optimizer_files(Path(reference))) >= 4
+        index = json.loads((Path(reference) / "model" / "model.safetensors.index.json").read_text())
+        original = sorted(load_file(path / "model.safetensors"))
+        assert sorted(index["weight_map"]) == original
+        assert sorted(set(index["weight_map"].values())) == files
+
+    asyncio.run(work())
+
+
+def test_a_rank_that_dies_in_a_step_ends_them_all_at_once(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        pids = [rank.pid for rank in bench.trainer._ranks]
+        assert None not in pids
+        os.kill(pids[1] or 0, signal.SIGSTOP)  # so that the other waits for it in the middle of the step
+        step = asyncio.create_task(bench.trainer.train_step(batches(1)[0]))
+        await asyncio.sleep(1)
+        assert not step.done()
+        os.kill(pids[1] or 0, signal.SIGKILL)
+        with pytest.raises(TrainerError, match=r"rank-1: its process has ended; signal 9"):
+            await asyncio.wait_for(step, 10)
+        assert [rank.pid for rank in bench.trainer._ranks] == [None, None]
+        for call in (bench.trainer.publish(0), bench.trainer.save(), bench.trainer.restore("")):
+            with pytest.raises(TrainerError, match=r"no ranks any more \(rank-1.*start it again"):
+                await call
+
+    shared.play(work)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_start_is_named_and_the_others_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        settings = replace(settings_in(tmp_path), model_path=str(tmp_path / "nothing"))
+        with pytest.raises(ClusterError, match=r"rank-\d could not start: .*nothing"):
+            async with ranked(settings, 2, tmp_path):
+                pass
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+def test_three_ranks_continue_what_two_began(tmp_path: Path) -> None:
+    """Three do not divide any of the model's dimensions: shards are uneven."""
+
+    async def work() -> None:
+        settings = settings_in(tmp_path)
+        async with ranked(settings, 2, tmp_path) as bench:
+            for batch in batches(2):
+                await bench.trainer.train_step(batch)
+            reference = await bench.trainer.save()
+            rest = [await bench.trainer.train_step(batch) for batch in batches(2, first=2)]
+            expected = await bench.weights(4)
+        async with ranked(settings, 3, tmp_path) as bench:
+            assert await bench.trainer.restore(reference) == 2
+            for batch, before in zip(batches(2, first=2), rest, strict=True):
+                assert actor(await bench.trainer.train_step(batch)) == pytest.approx(actor(before), rel=1e-4, abs=1e-6)
+            assert_same(await bench.weights(4), expected, within=1e-6)
+
+    asyncio.run(work())
+
+
+class TestShardedTrainer(TrainerContract):
+    def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
+        async def awaited() -> None:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                async with AsyncExitStack() as stack:
+                    opened = AsyncExitStack()
+                    await stack.enter_async_context(opened)
+                    settings = settings_in(folder)
+
+                    async def another() -> Trainer:
+                        await opened.aclose()
+                        return (await opened.enter_async_context(alone(settings, folder))).trainer
+
+                    def complete(manifest: WeightManifest) -> bool:
+                        return set(manifest.tensors) == set(SingleTrainer(settings).named_tensors())
+
+                    def batch(step: int) -> Batch:
+                        return batches(1, first=step)[0]
+
+                    await work(TrainerBench(trainer=await another(), another=another, batch=batch, complete=complete))
+
+        asyncio.run(awaited())
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_real_job_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "tiny", warmup_steps=20)
+    job = {
+        "name": "sharded",
+        "model": {"path": str(tmp_path / "tiny"), "context_tokens": 256},
+        "tasks": [
+            {"name": "lake", "use": "rollart.tasks.frozen_lake", "group_size": 4, "max_turns": 4, "max_tokens": 4}
+        ],
+        "rollout": {"groups_per_step": 4, "zero_variance": "skip"},
+        "pools": [
+            {"name": "cpu", "engines": {"type": "embedded", "count": 1, "kv_tokens": 16384}},
+            {"name": "environments", "slots": 32, "isolation": "inline"},
+        ],
+        "train": {"type": "fsdp2", "gpus": 2, "pool": "cpu", "steps": 5, "lr": 1e-4},
+        "weights": {"bucket_mb": 1},
+        "checkpoint": {"every": 2},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "rollart.cli", "train", str(tmp_path / "job.yaml"), "--out", str(out), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        patience = time.monotonic() + 400
+        while not (out / "checkpoints" / "step-00000002").exists():
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < patience
+            time.sleep(0.02)
+        [ranks] = [own for worker in children(run.pid) if len(own := children(worker)) == 2]
+        os.kill(ranks[1], signal.SIGKILL)
+        said, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, said
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    [down] = [event for event in events if event["e"] == "trainer.down"]
+    assert "rank-1: its process has ended; signal 9" in down["reason"]
+    assert [event["version"] for event in events if event["e"] == "step.end"] == [1, 2, 3, 4, 5]
+    assert (out / "checkpoints" / "step-00000005" / "model" / "config.json").exists()
+    assert not Path(f"/proc/{ranks[0]}").exists()
