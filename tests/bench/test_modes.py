@@ -35,8 +35,8 @@ def test_the_task_never_ends_by_itself_and_pays_for_digits() -> None:
     environment = DigitsTasks(seed=0).environment(DigitsTasks(seed=0).task(0))
     environment.reset()
     said = [environment.step(text) for text in ("1234", "ab12", "abcd", "")]
-    assert [observation.reward for observation in said] == [1.0, 0.5, 0.0, 0.0]  # type: ignore[union-attr]
-    assert not any(observation.done or observation.truncated for observation in said)  # type: ignore[union-attr]
+    assert [observation.reward for observation in said] == [1.0, 0.5, 0.0, 0.0]
+    assert not any(observation.done or observation.truncated for observation in said)
 
 
 def test_every_mode_begins_a_round() -> None:
