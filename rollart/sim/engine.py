@@ -320,6 +320,7 @@ class SimEngine:
     def _decode_s(self, batch: int, context: float) -> float:
         measured = self._measured
         if measured is not None:
+            context += batch * max(0.0, self._decoding[0][0] - self._steps) / 2  # the mean until the next one is done
             return measured.step_s + measured.sequence_s * batch + measured.kv_token_s * context
         return decode_step_s(self._world.model, self._hardware, self.spec.gpus, batch, context)
 
