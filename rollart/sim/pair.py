@@ -79,7 +79,7 @@ class SimPair(SimEngine):
         self._lacking.pop(sequence.request.id, None)
         kept = [entry for entry in self._moving if entry[1] is not sequence]
         if len(kept) < len(self._moving):
-            self._moving = deque(kept)
+            self._moving = deque(kept)  # its bytes still pass: the link stays taken
         else:
             super()._drop(sequence)
 
