@@ -43,7 +43,7 @@ from tests.contracts.trainer import TrainerBench, TrainerContract
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
 
 T = TypeVar("T")
-LOSS = LossSettings(algorithm="reinforce++", kl_coef=0.05, entropy_coef=0.01)
+LOSS = LossSettings(algorithm="reinforce++", kl_coef=0.1, entropy_coef=0.1)
 
 
 def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
@@ -56,7 +56,9 @@ def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
             "model_path": str(path),
             "checkpoint_dir": str(folder / "checkpoints"),
             "loss": LOSS,
-            "lr": 1e-3,
+            # A large eps keeps Adam nearly linear in the gradient, so that a wrong scale or a stray token shows.
+            "eps": 1e-2,
+            "lr": 0.1,
             "weight_decay": 0.01,
             "grad_clip": 0.1,
             "updates_per_step": 2,
@@ -284,7 +286,7 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
     """Updates far below bfloat16's resolution add up; what is published is bfloat16, as the single trainer's."""
 
     async def work() -> None:
-        settings = settings_in(tmp_path, bf16=True, lr=1e-5, weight_decay=0.0, updates_per_step=1)
+        settings = settings_in(tmp_path, bf16=True, lr=1e-5, eps=1e-8, weight_decay=0.0, updates_per_step=1)
         single = SingleTrainer(settings)
         async with alone(settings, tmp_path) as bench:
             for batch in batches(3):
