@@ -308,8 +308,9 @@ def test_a_job_that_does_not_fit_is_refused_by_pool(
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
 
-    with pytest.raises(JobError, match=r"Pool bandwidth, rollout: 1 of 3 workers placed") as refused:
+    with pytest.raises(JobError, match=r"Pool bandwidth, rollout: 2 of 3 workers placed") as refused:
         train(five_node_job(nodes, model, tmp_path, most=None, bandwidth=3), tmp_path / "run")
+    assert "Pool bandwidth, train: 0 of 1 workers placed" in str(refused.value)
     assert "Pool compute" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
