@@ -109,13 +109,21 @@ class TestVllmEngine(EngineContract):
         asyncio.run(asyncio.wait_for(awaited(), 120))
 
 
+async def started(engine: RemoteEngine) -> None:
+    """Until some request in flight has tokens of the segment under way."""
+    async with asyncio.timeout(60):
+        while not any(call.unspanned for call in engine._calls.values()):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
+
+
 def test_every_token_is_of_the_version_its_span_says(vllm: Running) -> None:
     async def work(engine: RemoteEngine) -> None:
-        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=200, seed=n) for n in range(6)]
+        manifests = [vllm.versions.put(version) for version in (1, 2)]
+        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=200, seed=n) for n in range(12)]
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
-        for version in (1, 2):
-            await asyncio.sleep(0.15)
-            await engine.swap(vllm.versions.put(version))
+        for manifest in manifests:
+            await started(engine)
+            await engine.swap(manifest)
         seen = set()
         for one, task in zip(asked, tasks, strict=True):
             got = await task
@@ -197,12 +205,15 @@ def test_the_probe_agrees_closely(vllm: Running) -> None:
 
 def test_an_abort_frees_the_server(vllm: Running) -> None:
     async def work(engine: RemoteEngine) -> None:
-        task = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200, seed=0)))
-        while "a/0" not in engine._calls or not engine._calls["a/0"].tokens:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        await engine.abort("a/0")
+        asked = [request([5, 6, 7], f"s{n}/0", max_tokens=200, seed=n) for n in range(6)]
+        wholes = [len((await engine.generate(one)).tokens) for one in asked]
+        longest = asked[wholes.index(max(wholes))]
+        task = asyncio.ensure_future(engine.generate(longest))
+        await started(engine)
+        await engine.abort(longest.id)
         got = await task
         assert got.finish is Finish.ABORT
+        assert len(got.tokens) < max(wholes)
         await asyncio.sleep(0.2)
         async with httpx.AsyncClient(trust_env=False) as client:
             text = (await client.get(vllm.url + "/metrics")).text

@@ -159,11 +159,15 @@ def test_an_aborted_request_gives_what_it_has(versions: Versions) -> None:
 
 def test_who_stops_waiting_stops_the_server_too(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
-        task = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
+        asked = request([5, 6, 7], "a/0", max_tokens=200, seed=1)
+        whole = len((await engine.generate(asked)).tokens)
+        assert whole > 100
+        task = asyncio.ensure_future(engine.generate(asked))
         await started(engine, "a/0", tokens=8)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not server.core._live)
+        assert server.core.stats.sampled_tokens < 1.5 * whole
 
     play(versions, work)
 
