@@ -140,10 +140,14 @@ def packed_logprobs(
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Probe:
     """What these weights say of a fixed sequence: an engine that loads them by other means must say the same."""
+    tokens_T = probe_tokens(model)
+    logprobs_T = packed_logprobs(model, tokens_T.to(model.device), [PROBE_TOKENS])
+    return Probe(tokens=tuple(tokens_T.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
+
+
+def probe_tokens(model: PreTrainedModel) -> Tensor:
     vocab_size = model.config.get_text_config().vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocab_size, PROBE_TOKENS)
-    logprobs_T = packed_logprobs(model, torch.from_numpy(tokens).to(model.device), [PROBE_TOKENS])
-    return Probe(tokens=tuple(tokens.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
+    return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, PROBE_TOKENS))
 
 
 class Scores(NamedTuple):

@@ -21,8 +21,9 @@ from rollart.model import AttentionPlan, PackedPlan, forward_hidden
 KINDS = frozenset({"llama", "qwen2", "qwen3"})
 FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on the position alone: computed once."""
-AGREEMENT = 2e-2
-"""Largest difference from transformers' hidden states (which are of order 1) in bfloat16; float32 gives about 1e-6."""
+AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference from transformers' hidden states, root mean square over root mean square. float32 gives about
+1e-6; in bfloat16 two orders of the same sums drift apart layer by layer (28 layers: 0.03), another formula gives 1."""
 PACK_MIN = 1 << 17
 """Elements of the smallest matrix that gains by oneDNN's order: below, its calls cost more than they save."""
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -158,8 +159,8 @@ def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | No
     tokens_T = torch.arange(min(8, config.vocab_size, max_context), device=model.device)
     plan = PackedPlan([len(tokens_T)], model.device)
     ours, theirs = dense(tokens_T, plan.positions_T, plan), forward_hidden(model, tokens_T, plan.positions_T, plan)
-    if not torch.allclose(ours.float(), theirs.float(), atol=AGREEMENT, rtol=AGREEMENT, equal_nan=True):
-        difference = float((ours - theirs).abs().max())
+    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-9))
+    if not difference <= AGREEMENT.get(theirs.dtype, 1e-4):
         warnings.warn(
             f"{config.model_type}: the fast forward is off by {difference:.2g} and is not used; "
             "this version of transformers computes something else, please report it",

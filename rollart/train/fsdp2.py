@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import TrainerError
-from rollart.model import Scores, load_model, named_weights, packed_scores
+from rollart.model import Scores, load_model, named_weights, packed_scores, probe_tokens
 from rollart.train.checkpoints import (
     MODEL_DIR,
     OPTIMIZER,
@@ -46,7 +46,7 @@ from rollart.train.settings import TrainerSettings
 from rollart.train.single import Store
 from rollart.train.step import Share, UpdateReport
 from rollart.train.versions import Versions
-from rollart.types import WeightManifest, WeightVersion
+from rollart.types import Probe, WeightManifest, WeightVersion
 
 PATIENCE = timedelta(hours=1)
 """How long a rank waits for the others in one collective call. A rank that dies is seen by `RankedTrainer`, which then
@@ -83,6 +83,14 @@ class ShardedNetwork(nn.Module):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
+    @torch.no_grad()
+    def probe(self, device: torch.device) -> Probe:
+        """As `rollart.model.probe`; all ranks call it together."""
+        tokens_T = probe_tokens(self.network)
+        all_T = torch.ones_like(tokens_T, dtype=torch.bool, device=device)
+        logprobs_T = self(tokens_T.to(device), [len(tokens_T)], 1.0, all_T).logprobs_T
+        return Probe(tokens=tuple(tokens_T.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
+
     def forward(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores:
         return packed_scores(self.network, tokens_T, lengths, temperature, wanted_T)
 
@@ -117,21 +125,25 @@ class ShardedTrainer:
         assert step == self._versions.current, f"step {step} on version {self._versions.current}"
         self._versions.of(step)
         reports = list(self._learner.updates(shares, lr))
+        # Here, since it needs all ranks; nobody copies between the last update and `advance`.
+        self._probe = self._sharded.probe(self._device)
         self._versions.advance()
         return reports
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest | None:
         """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""
         try:
-            shards = self._versions.of(version)
+            shards, probe = self._versions.of(version)
         except TrainerError:
-            shards = {}
+            shards, probe = {}, None
         held = torch.tensor(bool(shards), dtype=torch.int32)
         dist.all_reduce(held, dist.ReduceOp.MIN, group=self._to_publish)
         if not int(held):
             return None
         manifest: list[WeightManifest] = []
-        self._gather(lambda: shards, self._to_publish, lambda tensors: manifest.append(store.push(version, tensors)))
+        self._gather(
+            lambda: shards, self._to_publish, lambda tensors: manifest.append(store.push(version, tensors, probe))
+        )
         return manifest[0] if manifest else None
 
     def save(self) -> str:
@@ -154,8 +166,10 @@ class ShardedTrainer:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
             self._checkpoints.use(path)
 
+        probe = sharded.probe(self._device)
+
         def put_in_place() -> None:
-            self._sharded, self._optimizer = sharded, optimizer
+            self._sharded, self._optimizer, self._probe = sharded, optimizer, probe
 
         self._versions.reset(version, put_in_place)
         self._learner = Learner(at, sharded, self._reference, optimizer, self._device)
@@ -189,9 +203,9 @@ class ShardedTrainer:
         assert sharded is not None
         return sharded
 
-    def _copy(self) -> dict[str, Shard]:
+    def _copy(self) -> tuple[dict[str, Shard], Probe]:
         dtype = torch.bfloat16 if self._settings.bf16 else None
-        return {name: shard.copied(dtype) for name, shard in self._shards().items()}
+        return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._probe
 
     def _shards(self) -> dict[str, Shard]:
         return {name: Shard.of(tensor) for name, tensor in named_weights(self._sharded.network).items()}

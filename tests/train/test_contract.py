@@ -15,7 +15,7 @@ from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
 from rollart.types import Batch, WeightManifest
 from rollart.weights.shm import ShmStore
-from rollart.wire import pack
+from rollart.wire import SCHEMA, pack
 from tests.contracts.trainer import (
     JournalContract,
     TrainerBench,
@@ -117,7 +117,7 @@ def test_a_changed_byte_is_damage_or_another_value_and_never_a_crash(tmp_path: P
 
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
-    (tmp_path / "checkpoint").write_bytes(pack(empty_batch(0)))
+    (tmp_path / "checkpoint").write_bytes(SCHEMA.to_bytes(4, "big") + pack(empty_batch(0)))
     with pytest.raises(JobError, match="holds a Batch, not a Checkpoint"):
         journal.latest()
 
@@ -129,3 +129,12 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     journal.write_batch(empty_batch(0))
     journal.commit(checkpoint(1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-000000001", "batch-x", "checkpoint", "notes"]
+
+
+def test_a_journal_of_records_with_other_fields_is_not_read(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    journal.write_batch(empty_batch(0))
+    [path] = tmp_path.glob("batch-*")
+    path.write_bytes((SCHEMA ^ 1).to_bytes(4, "big") + path.read_bytes()[4:])
+    with pytest.raises(JobError, match="written by another version of rollart; resume with that one"):
+        journal.batches(0)

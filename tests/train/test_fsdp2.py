@@ -96,7 +96,7 @@ async def ranked(settings: TrainerSettings, world_size: int, folder: Path) -> As
     run_id = f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}"
     setup = {
         "type": "fsdp2", "world_size": world_size, "log_dir": str(logs), "threads": 1,
-        "run_id": run_id, "bucket_bytes": 4096, "settings": plain, "loss": loss,
+        "store": {"type": "shm", "run_id": run_id, "bucket_bytes": 4096}, "settings": plain, "loss": loss,
     }  # fmt: skip
     store = ShmStore(run_id, bucket_bytes=4096)
     trainer = await _ranked_trainer(setup)
@@ -187,6 +187,10 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
             assert found.metrics[name] == expected.metrics[name]
     assert found.metrics["actor/grad_norm"] > settings.grad_clip
     assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
+    probe, expected_probe = (await bench.trainer.publish(3)).probe, single._versions.of(3)[1]
+    assert probe is not None
+    assert probe.tokens == expected_probe.tokens
+    assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 
 
 def test_one_rank_gives_what_one_device_gives(tmp_path: Path) -> None:
