@@ -71,6 +71,7 @@ class FiveNodes:
                 self.kill(kind)
             for _ in range(wanted - len(there)):
                 self.add(kind)
+        self.cluster.wait_for_nodes(timeout=60)  # Ray takes a while to believe that a node is dead
 
 
 @pytest.fixture(scope="module")
