@@ -1,6 +1,7 @@
 """The store contract on shared memory; and buckets mapped ahead of a swap: sooner, but never anything else."""
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -141,24 +142,25 @@ def test_a_newer_version_lets_go_of_the_older(store: ShmStore) -> None:
 
 
 def test_the_thread_sleeps_when_a_version_is_whole(store: ShmStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
+    naps: list[threading.Thread] = []
     monkeypatch.setattr(module, "time", _Clock(naps))
     ahead = FetchAhead(store)
     manifest = store.push(1, weights(1))
     ahead.stage(1)
     eventually(lambda: len(ahead._held) == len(manifest.buckets) and not ahead._awaited)
-    count = len(naps)
+    assert ahead._thread is not None
+    count = naps.count(ahead._thread)  # other tests' threads may still wait for versions that never come
     time.sleep(0.1)
-    assert len(naps) == count
+    assert naps.count(ahead._thread) == count
 
 
 class _Clock:
     """The module's `time`, with its naps counted."""
 
-    def __init__(self, naps: list[float]) -> None:
+    def __init__(self, naps: list[threading.Thread]) -> None:
         self._naps = naps
         self.perf_counter = time.perf_counter
 
     def sleep(self, seconds: float) -> None:
-        self._naps.append(seconds)
+        self._naps.append(threading.current_thread())
         time.sleep(seconds)
