@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "eval",
         help="play the held-out tasks with a model",
         description="Play a job's held-out tasks with a model as it is; nothing is trained.",
-        epilog="Example: rollart eval jobs/quickstart.yaml --model runs/NAME-TIME/checkpoints/step-00000120/model",
+        epilog="Example: rollart eval jobs/quickstart.yaml --model runs/NAME-TIME/checkpoints/step-00000140/model",
     )
     _job_arguments(evaluate)
     evaluate.add_argument("--model", type=Path, help="a Hugging Face directory (default: the job's own model)")

@@ -70,7 +70,9 @@ def continue_warmup(
 ) -> WarmupReport:
     """A control experiment: go on with the warm-up instead of learning from rewards, for so many steps or seconds."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     model: Any = Qwen3ForCausalLM.from_pretrained(str(path), local_files_only=True)
     Path(to).mkdir(parents=True, exist_ok=True)
