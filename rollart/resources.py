@@ -3,14 +3,50 @@
 `rollart pools` shows it; `rollart train` refuses a job that cannot be placed, with the same words.
 """
 
+import math
 from typing import Any
 
-from rollart.config import Job
+from rollart.config import Job, PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
-from rollart.policy.placement import Fit, fit, stand_ins
-from rollart.types import Node
-from rollart.worlds import demands, offers
+from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.types import Needs, Node
+from rollart.worlds import offers
+
+ENV_WORKER_CPUS = 1.0
+"""What an environment worker asks of a cluster, whatever its slots: most environments wait most of the time."""
+
+
+def demands(job: Job) -> list[Demand]:
+    """The workers that need machines, pool by pool. Engines that may join later ask for none now."""
+    found: list[Demand] = []
+    for pool in job.pools:
+        kind = _kind_of(pool)
+        if pool.engines:
+            engines = pool.engines
+            # a server takes what hardware its pool has; the embedded engine is told
+            on_cpu = engines.device == "cpu" if engines.type == "embedded" else pool.hardware == "cpu"
+            needs = _needs(kind, engines.threads, engines.gpus, on_cpu=on_cpu)
+            found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
+        if pool.slots:
+            workers = math.ceil(pool.slots / pool.slots_per_worker)
+            needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
+            found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
+        if pool is job.train_pool:
+            needs = _needs(kind, job.train.threads, job.train.gpus, on_cpu=job.train.device == "cpu")
+            found.append(Demand(pool=pool.name, role="train", count=1, needs=needs))
+    return found
+
+
+def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
+    return Needs(resource=kind, cpus=float(threads), gpus=0.0 if on_cpu else float(gpus))
+
+
+def _kind_of(pool: PoolSettings) -> str:
+    """The resource by which a pool's machines are known."""
+    if pool.resource is not None:
+        return pool.resource
+    return "" if pool.hardware == "cpu" else pool.hardware
 
 
 def nodes_for(job: Job) -> list[Node]:

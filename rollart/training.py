@@ -21,12 +21,12 @@ from rollart.config import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events
+from rollart.real import check_real, real_world
 from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
 from rollart.summary import Summary
 from rollart.trackers import Tracking, trackers
 from rollart.train.journal import FileJournal
-from rollart.worlds import check_real, real_world
 
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
 

@@ -13,8 +13,8 @@ from rollart.cluster import machine
 from rollart.config import Job, build_job
 from rollart.errors import JobError
 from rollart.policy.placement import fit
+from rollart.resources import demands
 from rollart.types import Needs, Node
-from rollart.worlds import demands
 
 ROOT = Path(__file__).resolve().parent.parent
 

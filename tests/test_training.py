@@ -7,10 +7,10 @@ import pytest
 from rollart.config import build_job
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
+from rollart.real import _stores_before, refuse_what_is_not_there
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
 from rollart.training import _alone, _complete, _harmless
-from rollart.worlds import _stores_before, refuse_what_is_not_there
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rollart.cluster.local import LocalCluster
 from rollart.config import build_job
+from rollart.setups import engine_setups, trainer_setup
 from rollart.types import EngineSpec
 from rollart.weights.shm import ShmStore
-from rollart.worlds import _engine_setups, _trainer_setup
 from tests.real.harness import SOON_S, job
 
 SPEC = EngineSpec(id="cpu-0", pool="cpu", type="embedded", hardware="cpu", gpus=1)
@@ -37,8 +37,8 @@ async def local_cluster(
     store = ShmStore(run_id, bucket_bytes=1 << 18)
     cluster = LocalCluster(
         folder / "logs",
-        _engine_setups(settings, folder, setup),
-        _trainer_setup(settings, folder, setup),
+        engine_setups(settings, folder, setup),
+        trainer_setup(settings, folder, setup),
         lost,
     )
     try:

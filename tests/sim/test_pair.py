@@ -8,8 +8,8 @@ import pytest
 from rollart.config import Job, Spread, build_job
 from rollart.errors import EngineError, JobError
 from rollart.hardware import HARDWARE, MODELS, Pair, decode_step_s, prefill_s_per_token
+from rollart.real import refuse_what_is_not_there
 from rollart.run import simulate
-from rollart.worlds import refuse_what_is_not_there
 from tests.sim.engines import Bench, ask, now, run
 
 MODEL = MODELS["qwen3-8b"]

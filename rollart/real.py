@@ -1,0 +1,285 @@
+"""From a job to everything outside the control plane, for real: workers, a Hugging Face model, environments, rewards.
+
+`check_real` refuses before anything is written or started; `real_world` builds. `rollart.worlds` is the other world.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rollart.config import Job
+from rollart.control.coordinator import World
+from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.delayed import DelayedHost
+from rollart.errors import JobError
+from rollart.policy.placement import Demand, engine_specs, further_specs
+from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
+from rollart.resources import demands
+from rollart.setups import engine_setups, shape_of, store_setup, trainer_setup
+from rollart.worlds import build_affinity, offers
+
+if TYPE_CHECKING:
+    from rollart.cluster.ray import RayCluster, RayWorker
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+    from rollart.envs.remote import RemoteEnvHost
+    from rollart.tasks.api import TaskSet
+
+STORES = "stores.jsonl"
+"""In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
+
+Lost = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealWorld:
+    """The ports of a real job, and what must be closed at its end."""
+
+    world: World
+    close: "Callable[[], Any]"
+    """Awaitable: ends every process and frees shared memory."""
+
+
+def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) -> RealWorld:
+    """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
+
+    `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
+    """
+    from rollart.models.tokenizer import ChatTokenizer
+    from rollart.tasks.load import load_task_set, reward_of
+    from rollart.weights.kinds import open_store
+
+    model_path = Path(job.model.path)
+    uses = {task.name: task.use for task in job.tasks}
+    task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
+    functions = {name: reward_of(use) for name, use in uses.items()}
+    tokenizer = ChatTokenizer(model_path)
+    where = store_setup(job, out)
+    store = open_store(where)
+    before = [open_store(setup) for setup in _stores_before(out, where)]
+    for dead in [*before, store]:
+        dead.close()
+    cluster, rooms = _workers(job, out, where, uses, task_sets, lost)
+    scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
+    host: EnvHost = rooms
+    rewards: RewardBackend = scorer
+    latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
+    if latencies:
+        host = DelayedHost(host, latencies, seed=job.seed)
+    if job.rollout.stepping == "batched":
+        lockstep = Lockstep()
+        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
+        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+
+    async def close() -> None:
+        await rooms.close()
+        await cluster.close()
+        await scorer.close()
+        for run in [*before, store]:  # a dying trainer may still have written after the first time
+            run.close()
+        (out / STORES).unlink(missing_ok=True)
+
+    world = World(
+        cluster=cluster,
+        engines=tuple(engine_specs(offers(job))),
+        host=host,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        task_sets=task_sets,
+        store=store,
+        journal=journal,
+        affinity=build_affinity(job, shape_of(model_path)),
+        further_engines=tuple(further_specs(offers(job))),
+    )
+    return RealWorld(world=world, close=close)
+
+
+def check_real(job: Job) -> None:
+    """Raises JobError for what a real run of this job would lack, before anything is written or started."""
+    from rollart.tasks.load import load_task_set
+
+    refuse_what_is_not_there(job)
+    for position, task in enumerate(job.tasks):
+        if not task.use:
+            raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
+        load_task_set(task.use, seed=job.seed, domain=task.name)
+    if not (Path(job.model.path) / "config.json").exists():
+        raise JobError(
+            f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
+            f"make one with: rollart model tiny {job.model.path}"
+        )
+    refuse_mixtures_on_servers(job)
+
+
+def refuse_what_is_not_there(job: Job) -> None:
+    """A key that `rollart train` would ignore is an error, and not a surprise."""
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.prefill is not None and pool.engines.type != "vllm":
+            raise JobError(
+                f"pools.{pool.name}.engines.prefill: `rollart train` has no engines of type {pool.engines.type!r} "
+                "that are split into prefill and decode; remove it, or use `rollart sim`"
+            )
+    _refuse_missing_cores(job)
+    if job.weights.type == "mooncake":
+        raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
+            raise JobError(
+                f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
+                "set cluster.type to ray, or remove it"
+            )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type != "embedded" and job.weights.type != "files":
+            raise JobError(
+                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
+                "set weights.type=files"
+            )
+    if job.train.type == "single" and job.train.gpus > 1:
+        raise JobError(
+            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+        )
+    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_missing_cores(job: Job) -> None:
+    most = os.cpu_count() or 1
+    asked = [(f"pools.{pool.name}.engines.cores", pool.engines.cores) for pool in job.pools if pool.engines]
+    for key, cores in [*asked, ("train.cores", job.train.cores)]:
+        if cores and max(cores) >= most:
+            raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
+
+
+def refuse_mixtures_on_servers(job: Job) -> None:
+    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
+    kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
+    if not kinds:
+        return
+    config = json.loads((Path(job.model.path) / "config.json").read_text())
+    if config.get("num_experts") or config.get("num_local_experts"):
+        raise JobError(
+            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
+            "of yet; give another model, or set engines.type to embedded"
+        )
+
+
+def _workers(
+    job: Job,
+    out: Path,
+    store: Mapping[str, Any],
+    uses: Mapping[str, str],
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
+    """Who starts engines and the trainer, and where environments run."""
+    from rollart.worker import build
+
+    engines, trainer = engine_setups(job, out, store), trainer_setup(job, out, store)
+    if job.cluster.type == "ray":
+        from rollart.cluster.ray import RayCluster
+
+        wanted = demands(job)
+        on_ray = RayCluster(
+            build,
+            engines,
+            trainer,
+            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
+            trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
+            room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
+            log_dir=out / "logs",
+            address=job.cluster.address,
+            wait_s=job.cluster.wait_s,
+        )
+        return on_ray, _rooms_on(on_ray, job, out, uses)
+    rooms = _rooms_here(job, out, uses, task_sets, lost)
+    if job.cluster.type == "inline":
+        from rollart.cluster.inline import InlineCluster
+
+        return InlineCluster(build, engines, trainer), rooms
+    from rollart.cluster.local import LocalCluster
+
+    return LocalCluster(out / "logs", engines, trainer, lost), rooms
+
+
+def _most_wanted(job: Job) -> list[Demand]:
+    """With the engines that may join."""
+    most = {offer.name: offer.most_engines for offer in offers(job)}
+    return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
+
+
+def _rooms_here(
+    job: Job, out: Path, uses: Mapping[str, str], task_sets: "Mapping[str, TaskSet]", lost: Lost | None
+) -> "InlineEnvHost | ProcessEnvHost":
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    if any(pool.slots and pool.isolation == "process" for pool in job.pools):
+        return ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed, lost=lost)
+    return InlineEnvHost(task_sets, slots=slots)
+
+
+def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str]) -> "RemoteEnvHost":
+    """Environment workers on the machines of their pools."""
+    from rollart.envs.remote import RemoteEnvHost
+
+    pools = {pool.name: pool for pool in job.pools}
+    seats = [
+        (pools[demand.pool], demand.needs, number)
+        for demand in demands(job)
+        if demand.role == "environments"
+        for number in range(demand.count)
+    ]
+
+    async def launch(seat: int) -> "RayWorker":
+        pool, needs, number = seats[seat]
+        name = f"{pool.name}-env-{number}"
+        setup = {
+            "role": "environments",
+            "uses": dict(uses),
+            "seed": job.seed,
+            "slots": pool.slots_per_worker,
+            "isolation": pool.isolation,
+            "log_dir": str((out / "logs" / name).absolute()),
+        }
+        return await cluster.worker(name, setup, needs)
+
+    sizes = [
+        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in seats
+    ]
+    return RemoteEnvHost(launch, slots=sizes)
+
+
+def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path, lost: Lost | None) -> Any:
+    settings = job.rewards
+    if settings.type == "http":
+        from rollart.rewards.http import HttpRewards
+
+        assert settings.url is not None
+        return HttpRewards(
+            settings.url,
+            decode=decode,
+            timeout_s=settings.timeout_s,
+            concurrency=settings.concurrency,
+            token=os.environ.get("ROLLART_REWARD_TOKEN"),
+        )
+    from rollart.rewards.local import LocalRewards
+
+    return LocalRewards(
+        functions, decode=decode, log_dir=log_dir, workers=settings.workers, timeout_s=settings.timeout_s, lost=lost
+    )
+
+
+def _stores_before(out: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+    """The weight stores of earlier lives of this run that could not clean up; and note this life's own."""
+    path = out / STORES
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    before = [found for found in map(orjson.loads, lines) if found != setup]
+    path.write_bytes(b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in [*before, setup]))
+    return before

@@ -1,0 +1,122 @@
+"""From a job to what each worker process is built from: plain data, read by `rollart.worker`."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollart.config import EngineSettings, Job
+from rollart.hardware import ModelShape
+
+
+def store_setup(job: Job, out: Path) -> dict[str, Any]:
+    """A store of this run alone: its name holds the process that runs the job."""
+    run_id = f"{job.name}-{os.getpid()}"
+    common = {"type": job.weights.type, "bucket_bytes": job.weights.bucket_mb * 1_000_000}
+    if job.weights.type == "shm":
+        return {**common, "run_id": run_id}
+    parent = Path(job.weights.path) if job.weights.path else out / "weights"
+    return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
+
+
+def engine_setups(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        pool.name: {
+            "type": pool.engines.type,
+            "store": store,
+            "threads": pool.engines.threads,
+            **(
+                _embedded_setup(job, pool.engines)
+                if pool.engines.type == "embedded"
+                else {"server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")}
+            ),
+        }
+        for pool in job.pools
+        if pool.engines
+    }
+
+
+def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
+    return {
+        "model": job.model.path,
+        "device": engines.device,
+        "cores": engines.cores,
+        "settings": {
+            "kv_tokens": engines.kv_tokens,
+            "max_batch": engines.max_batch,
+            "keep_kv": engines.keep_kv,
+            "seed": job.seed,
+        },
+    }
+
+
+def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) -> dict[str, Any]:
+    return {
+        "context_tokens": job.model.context_tokens,
+        "log_dir": str((out / "logs").absolute()),
+        "dtype": engines.dtype,
+        "max_batch": engines.max_batch,
+        "gpus": engines.gpus,
+        "threads": engines.threads,
+        "cpu": cpu,
+        "python": engines.python,
+        "url": engines.url,
+        "args": engines.args,
+        "connector": engines.split.connector if engines.split else None,
+        "prefill_gpus": engines.split.prefill_gpus if engines.split else 1,
+        "start_s": job.limits.start_s,
+    }
+
+
+def trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
+    train = job.train
+    return {
+        "type": train.type,
+        "world_size": train.gpus,
+        "log_dir": str((out / "logs").absolute()),
+        "store": store,
+        "threads": train.threads,
+        "cores": train.cores,
+        "settings": {
+            "model_path": job.model.path,
+            "checkpoint_dir": str((out / "checkpoints").absolute()),
+            "lr": train.lr,
+            "warmup_steps": train.warmup_steps,
+            "lr_decay": train.lr_decay,
+            "steps": train.steps,
+            "weight_decay": train.weight_decay,
+            "grad_clip": train.grad_clip,
+            "microbatch_tokens": train.microbatch_tokens,
+            "bf16": train.bf16,
+            "device": train.device,
+            "threads": train.threads,
+            "skip_zero_variance": job.rollout.zero_variance == "skip",
+            "temperatures": {task.name: task.temperature for task in job.tasks},
+        },
+        "loss": {
+            "algorithm": train.algorithm,
+            "eps_low": train.eps_low,
+            "eps_high": train.eps_high,
+            "correction": train.correction,
+            "weight_cap": train.weight_cap,
+            "kl_coef": train.kl_coef,
+            "entropy_coef": train.entropy_coef,
+        },
+    }
+
+
+def shape_of(model_path: Path) -> ModelShape:
+    """What the roofline needs, from the model's own config."""
+    config = json.loads((model_path / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_size = config.get("head_dim") or hidden // heads
+    size = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+    return ModelShape(
+        params=size / 4,
+        active_params=size / 4,
+        kv_bytes_per_token=2 * layers * kv_heads * head_size * 4,
+        bytes_per_param=4,
+    )
