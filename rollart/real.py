@@ -119,10 +119,10 @@ def check_real(job: Job) -> None:
 def refuse_what_is_not_there(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     for pool in job.pools:
-        if pool.engines is not None and pool.engines.prefill is not None and pool.engines.type != "vllm":
+        if pool.engines is not None and pool.engines.prefill is not None:
             raise JobError(
-                f"pools.{pool.name}.engines.prefill: `rollart train` has no engines of type {pool.engines.type!r} "
-                "that are split into prefill and decode; remove it, or use `rollart sim`"
+                f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
+                "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
             )
     _refuse_missing_cores(job)
     if job.weights.type == "mooncake":

@@ -6,6 +6,7 @@ A tracker is a reader of the run. One that fails is warned about and left out: w
 import os
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,12 +27,10 @@ class TensorBoard:
     """Event files that `tensorboard --logdir RUN` shows."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event as TbEvent
-            from tensorboard.compat.proto.summary_pb2 import Summary as TbSummary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError:
-            raise JobError(f"track.tensorboard: tensorboard is not installed; {INSTALL}") from None
+        from tensorboard.compat.proto.event_pb2 import Event as TbEvent
+        from tensorboard.compat.proto.summary_pb2 import Summary as TbSummary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._event: Any = TbEvent
         self._summary: Any = TbSummary
         self._writer: Any = EventFileWriter(str(folder))
@@ -48,12 +47,8 @@ class WandB:
     """One W&B run per run directory; a resumed job goes on in it."""
 
     def __init__(self, job: Job, out: Path) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise JobError(f"track.wandb: wandb is not installed; {INSTALL}") from None
-        if job.track.wandb == "online" and not os.environ.get("WANDB_API_KEY"):
-            raise JobError("track.wandb: online needs WANDB_API_KEY in the environment; set it, or track.wandb=offline")
+        import wandb
+
         mode: Any = job.track.wandb
         self._run: Any = wandb.init(
             project=job.track.project,
@@ -102,8 +97,17 @@ class Tracking:
                 self._warn(f"{type(tracker).__name__} failed and is left out from here on: {error}")
 
 
+def check_trackers(job: Job) -> None:
+    """Raises JobError for what is not installed, or has no key, before anything is written."""
+    for package, asked in (("tensorboard", job.track.tensorboard), ("wandb", job.track.wandb != "off")):
+        if asked and find_spec(package) is None:
+            raise JobError(f"track.{package}: {package} is not installed; {INSTALL}")
+    if job.track.wandb == "online" and not os.environ.get("WANDB_API_KEY"):
+        raise JobError("track.wandb: online needs WANDB_API_KEY in the environment; set it, or track.wandb=offline")
+
+
 def trackers(job: Job, out: Path) -> list[Tracker]:
-    """What the job asks for. Raises JobError where it is not installed, before anything starts."""
+    """What the job asks for."""
     found: list[Tracker] = []
     if job.track.tensorboard:
         found.append(TensorBoard(out / "tensorboard"))

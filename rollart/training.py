@@ -25,7 +25,7 @@ from rollart.real import check_real, real_world
 from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
 from rollart.summary import Summary
-from rollart.trackers import Tracking, trackers
+from rollart.trackers import Tracking, check_trackers, trackers
 from rollart.train.journal import FileJournal
 
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
@@ -47,6 +47,7 @@ def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
 
 def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
     check_real(job)
+    check_trackers(job)
     refuse_unplaceable(job)
     if not resume:
         out.mkdir(parents=True, exist_ok=False)

@@ -1,6 +1,5 @@
 """Metrics reach TensorBoard and W&B as themselves; a tracker that breaks is left out, and the run goes on."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import pytest
 
 from rollart.config import build_job
 from rollart.errors import JobError
-from rollart.trackers import Tracking, trackers
+from rollart.trackers import Tracking, check_trackers, trackers
+from rollart.training import train
 from tests.test_training import JOB
 
 ROW = {"step": 3, "reward/mean": 0.5, "timing_s/step": 1.25}
@@ -42,24 +42,25 @@ def test_wandb_offline_writes_a_run_into_the_run_directory(tmp_path: Path) -> No
     assert list((tmp_path / "real-1").rglob("*.wandb"))
 
 
-def test_wandb_online_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_online_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", object())
     with pytest.raises(JobError, match=r"^track\.wandb: online needs WANDB_API_KEY"):
-        trackers(build_job({**JOB, "track": {"wandb": "online"}}), tmp_path)
+        check_trackers(build_job({**JOB, "track": {"wandb": "online"}}))
 
 
 @pytest.mark.parametrize(
     ("track", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")]
 )
-def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
     track: dict[str, object], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("rollart.trackers.find_spec", lambda name: None if name == package else object())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    job = build_job({**JOB, "track": track, "model": {"path": str(tmp_path / "model")}})
     with pytest.raises(JobError, match=rf"^track\.{package}: .*pip install 'rollart\[logging\]'"):
-        trackers(build_job({**JOB, "track": track}), tmp_path)
+        train(job, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 class Broken:

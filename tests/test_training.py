@@ -1,5 +1,6 @@
 """`rollart train` refuses what it would otherwise ignore; its history is whole after a kill at any moment."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rollart.events import Event, EventLog, read_events
 from rollart.real import _stores_before, refuse_what_is_not_there
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
-from rollart.training import _alone, _complete, _harmless
+from rollart.training import _alone, _complete, _harmless, add_control, trained_s
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
@@ -169,3 +170,19 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
     assert _stores_before(tmp_path, second) == [first]
     assert _stores_before(tmp_path, third) == [first, second]
     assert _stores_before(tmp_path, second) == [first, third], "a process id may come again"
+
+
+def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:
+    greedy = {"before": 0.0, "after": 0.8, "episodes": 4}
+    rows = {"lake": {"before": 0.1, "after": 0.9, "episodes": 4, "greedy": greedy}}
+    (tmp_path / "summary.json").write_text(json.dumps({"time_s": 12.5, "eval": rows}))
+    assert trained_s(tmp_path) == 12.5
+    add_control(tmp_path, {"lake": {"sampled": {"reward": 0.2}, "greedy": {"reward": 0.3}}})
+    written = json.loads((tmp_path / "summary.json").read_text())["eval"]["lake"]
+    assert (written["control"], written["greedy"]["control"]) == (0.2, 0.3)
+    assert (written["before"], written["after"]) == (0.1, 0.9)
+
+
+def test_a_run_without_a_summary_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"has no summary .*; give the run directory of a finished job"):
+        trained_s(tmp_path)

@@ -180,7 +180,6 @@ def at_equal_cost(tasks: Tasks, steps: int, name: str) -> dict[str, Any]:
         "tasks": list(tasks),
         "fleets": rows,
         "mixed_over_better_kind": round(mixed / alone, 4),
-        "best_over_better_kind": round(min(mixed, alone) / alone, 4),
         "budget": BUDGET,
         "groups_per_step": COST_GROUPS,
     }

@@ -21,7 +21,11 @@ def test_auto_is_near_the_best_fixed_assignment() -> None:
 def test_fleets_of_equal_cost_are_played_and_compared() -> None:
     row = at_equal_cost(draw_tasks(10, "pd"), 2, "test")
     assert set(row["fleets"]) == {"11 h20", "1 h800 + 9 h20", "2 h800 + 6 h20", "3 h800 + 3 h20", "4 h800"}
-    assert row["mixed_over_better_kind"] > 0
+    at_budget = {name: fleet["step_s_at_budget"] for name, fleet in row["fleets"].items()}
+    assert all(seconds > 0 for seconds in at_budget.values())
+    mixed = min(seconds for name, seconds in at_budget.items() if "+" in name)
+    alone = min(at_budget["11 h20"], at_budget["4 h800"])
+    assert row["mixed_over_better_kind"] == pytest.approx(mixed / alone, abs=1e-3)
 
 
 def test_the_assignment_follows_a_shift() -> None:

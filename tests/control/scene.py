@@ -334,6 +334,8 @@ class Scene:
     on_swap: Callable[[ScriptedEngine, WeightManifest], Awaitable[None]] | None = None
     on_start: Callable[[EngineSpec, int], Awaitable[None]] | None = None
     """Before an engine starts; gets how often it was started before."""
+    only_evaluate: bool = False
+    """As `rollart eval` does."""
     on_trainer_start: Callable[[int], Awaitable[None]] | None = None
     on_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     after_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
@@ -444,7 +446,7 @@ class Scene:
             coordinator.crew.fail(Deadlock(coordinator.watchdog.report("deadlock", "nothing can move")))
 
         loop.on_deadlock = deadlocked
-        task = loop.create_task(coordinator.run())
+        task = loop.create_task(coordinator.evaluate() if self.only_evaluate else coordinator.run())
         if kill is not None:
             killed: asyncio.Future[None] = loop.create_future()
             self.when(kill, lambda: killed.set_result(None))

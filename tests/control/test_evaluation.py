@@ -136,3 +136,16 @@ def test_the_last_weights_are_evaluated_whatever_every_says() -> None:
     scene = slow_evaluation()
     scene.job = scene_job(train__steps=3, evaluation={"every": 2, "episodes": 2})
     assert [event["name"] for event in scene.play().of("eval")] == ["eval2", "eval3"]
+
+
+def test_an_evaluation_alone_plays_the_model_as_it_is_and_starts_no_trainer() -> None:
+    scene = slow_evaluation()
+    scene.job = scene_job(evaluation={"episodes": 3})
+    scene.only_evaluate = True
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    done = played.one("eval")
+    assert (done["name"], done["episodes"], done["versions"]) == ("eval0", 3, [0, 0])
+    assert scene.trainers == []
+    assert not played.of("admit")

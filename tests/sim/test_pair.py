@@ -188,6 +188,12 @@ def test_no_task_can_be_declared_to_a_pool_that_only_prefills() -> None:
         job(tasks=[{"name": "game", "group_size": 2, "affinity": "prefill"}, {"name": "maths", "group_size": 2}])
 
 
-def test_rollart_train_refuses_pairs() -> None:
-    with pytest.raises(JobError, match=r"pools.decode.engines.prefill: `rollart train` has no engines"):
-        refuse_what_is_not_there(job())
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+def test_rollart_train_refuses_pairs_of_pools(kind: str) -> None:
+    pools = [
+        {"name": "prefill", "engines": {"type": kind}},
+        {"name": "decode", "engines": {"type": kind, "prefill": "prefill"}},
+        {"name": "environments", "slots": 64},
+    ]
+    with pytest.raises(JobError, match=r"pools.decode.engines.prefill: pairs of two pools are simulated only; remove"):
+        refuse_what_is_not_there(job(pools=pools))
