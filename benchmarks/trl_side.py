@@ -28,7 +28,6 @@ from rollart.tasks.frozen_lake import FrozenLakeTasks
 DOMAIN = "lake"
 """The task's name in benchmarks/trl_frozen_lake.yaml: it is part of what its maps are drawn from."""
 GROUP_SIZE = 8
-GROUPS = 24
 
 
 class Rollouts:
@@ -129,7 +128,7 @@ def train(args: argparse.Namespace) -> None:
         processing_class=tokenizer,
         reward_funcs=earned,
         args=settings(args),
-        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(GROUPS * args.steps)]}),
+        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(args.groups * args.steps)]}),
         rollout_func=rollouts,
         callbacks=[watch],
     )
@@ -138,7 +137,6 @@ def train(args: argparse.Namespace) -> None:
         "began_s": watch.began.wall_s,
         "ends_s": [end.wall_s for end in watch.ends],
         "ends_cpu_s": [end.cpu_s for end in watch.ends],
-        "trajectories_per_step": GROUPS * GROUP_SIZE,
         "rollout_s": rollouts.spent.wall_s,
         "rollout_cpu_s": rollouts.spent.cpu_s,
         "turns": rollouts.turns,
@@ -153,8 +151,8 @@ def settings(args: argparse.Namespace) -> Any:
         output_dir=str(args.out / "trainer"),
         seed=args.seed,
         max_steps=args.steps,
-        per_device_train_batch_size=args.microbatch,
-        gradient_accumulation_steps=GROUPS * GROUP_SIZE // args.microbatch,
+        per_device_train_batch_size=min(args.microbatch, args.groups * GROUP_SIZE),
+        gradient_accumulation_steps=max(1, args.groups * GROUP_SIZE // args.microbatch),
         num_generations=GROUP_SIZE,
         shuffle_dataset=False,
         learning_rate=5e-4,
@@ -203,6 +201,7 @@ def main() -> None:
     training.add_argument("--model", type=Path, required=True)
     training.add_argument("--out", type=Path, required=True)
     training.add_argument("--steps", type=int, required=True)
+    training.add_argument("--groups", type=int, required=True)
     training.add_argument("--every", type=int, required=True)
     training.add_argument("--cap-s", type=float, required=True)
     training.add_argument("--microbatch", type=int, required=True)

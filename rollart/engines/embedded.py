@@ -196,7 +196,9 @@ class EmbeddedEngine:
         rebuilt = 0
         for seq in self._live.values():
             seq.turn_to(version)
-            if not self._settings.keep_kv:
+            if self._settings.keep_kv:
+                seq.shares = False
+            else:
                 rebuilt += seq.length
                 seq.length = 0
         if self._settings.keep_kv:

@@ -7,6 +7,8 @@ its slot moves to a larger one.
 
 An idle session is parked as a tensor of exactly its length, and evicted, the least recently used first, when the room
 is needed. Slabs and parked sessions together never hold more than `kv_tokens` tokens.
+
+A sequence that has nothing in the cache copies what another session, in flight or idle, has of the same beginning.
 Called by the scheduler (who may run), the engine (what to keep) and the attention (what to read).
 """
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollart.engines.prefixes import Prefixes
 from rollart.engines.sequence import Sequence
 from rollart.types import Tokens
 
@@ -89,6 +92,8 @@ class Parked:
     """What the cached keys and values are of."""
     store: Tensor = field(repr=False)
     """(layers, 2, heads, length, head size)."""
+    shares: bool
+    """Whether others may copy it."""
 
 
 class KvCache:
@@ -103,6 +108,9 @@ class KvCache:
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         """By session, the least recently used first."""
         self._parked_tokens = 0
+        self._placed: dict[str, Sequence] = {}
+        """Sequences in flight that have a slot, by session."""
+        self._prefixes = Prefixes(lambda session: session in self._placed or session in self._parked)
 
     @property
     def used_tokens(self) -> int:
@@ -136,12 +144,39 @@ class KvCache:
         if slab is None:
             return False
         slab.append(seq)
+        self._placed[seq.session] = seq
         parked = self._unpark(seq.session)
         if parked is not None and seq.length == 0:
             # The last prompt token is computed in any case: its logits are needed.
             shared = min(common_prefix(parked.tokens, seq.buffer[: seq.total]), seq.total - 1)
             slab.slot(seq.slot, shared).copy_(parked.store[:, :, :, :shared])
             seq.length = seq.cached = shared
+            seq.shares = parked.shares
+        return True
+
+    def borrow(self, seq: Sequence) -> bool:
+        """Copy what another session has of this one's beginning. False: wait, an older sequence is computing it now."""
+        assert seq.slab is not None
+        seq.shares = True
+        for session in self._prefixes.holders(seq):
+            placed, parked = self._placed.get(session), self._parked.get(session)
+            if placed is not None and placed.slab is not None and placed.shares:
+                tokens: np.ndarray = placed.buffer[: placed.total]
+                ready, store = placed.length, placed.slab.slot(placed.slot, placed.length)
+            elif parked is not None and parked.shares:
+                tokens, ready, store = parked.tokens, len(parked.tokens), parked.store
+            else:
+                continue
+            shared = min(common_prefix(tokens, seq.buffer[: seq.total]), seq.total - 1)
+            if shared > ready and placed is not None and placed.arrival < seq.arrival:
+                return False
+            shared = min(shared, ready)
+            if shared > 0:
+                seq.slab.slot(seq.slot, shared).copy_(store[:, :, :, :shared])
+                seq.length = seq.cached = shared
+                self._prefixes.note(seq, beyond=shared)
+                return True
+        self._prefixes.note(seq)
         return True
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -153,12 +188,17 @@ class KvCache:
         if slab is None:
             return False
         slab.slot(len(slab.seqs), seq.length).copy_(old.slot(index, seq.length))
-        self.release(seq)
+        self._vacate(seq)
         slab.append(seq)
         return True
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's slot away."""
+        self._vacate(seq)
+        if self._placed.get(seq.session) is seq:
+            del self._placed[seq.session]
+
+    def _vacate(self, seq: Sequence) -> None:
         slab = seq.slab
         if slab is None:
             return
@@ -178,7 +218,7 @@ class KvCache:
         else:
             store = slab.slot(seq.slot, length)
         if length and self._make_room(length, keep=None):
-            self._parked[seq.session] = Parked(seq.buffer[:length].astype(np.int32), store.clone())
+            self._parked[seq.session] = Parked(seq.buffer[:length].astype(np.int32), store.clone(), seq.shares)
             self._parked_tokens += length
         self.release(seq)
 

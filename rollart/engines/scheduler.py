@@ -1,7 +1,8 @@
 """Decides what each engine step runs: who is in the batch, how many tokens each takes, who gives way.
 
 Every sequence with pending tokens takes some: those that decode take one each, what is left of the step's token budget
-goes to prefill in order of arrival. When memory runs out the youngest sequence is preempted and computed again later;
+goes to prefill in order of arrival. One whose beginning an older sequence is computing in these very steps waits, and
+copies it then. When memory runs out the youngest sequence is preempted and computed again later;
 the oldest always goes on, so every request ends. It decides; the cache (`kv`) does the copying, nothing here computes.
 """
 
@@ -41,6 +42,8 @@ class Scheduler:
                 seq.take = 0
                 prefilling.append(seq)
         for seq in prefilling:
+            if budget and seq.length == 0 and not self._kv.borrow(seq):
+                continue
             seq.take = min(seq.pending, budget)
             budget -= seq.take
         return self._step_tokens - budget

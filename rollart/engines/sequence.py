@@ -37,10 +37,12 @@ class Sequence:
         "limit",
         "logprobs",
         "prefilled",
+        "prefix_keys",
         "prompt_tokens",
         "request",
         "sampling",
         "session",
+        "shares",
         "slab",
         "slot",
         "take",
@@ -70,6 +72,10 @@ class Sequence:
         self.slot = -1
         self.capacity = 0
         self.cached = 0
+        self.prefix_keys: list[int] | None = None
+        """Filled in by `prefixes` when they are first needed."""
+        self.shares = True
+        """Whether others may copy its cache: not where some of it was kept over a swap."""
         self.prefilled = 0
         self.busy_s = 0.0
         self._span_starts: list[tuple[WeightVersion, int]] = [(version, 0)]

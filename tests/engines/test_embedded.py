@@ -114,6 +114,61 @@ def test_a_rewritten_history_uses_only_what_is_still_true() -> None:
         assert got.cached_tokens == cached
 
 
+def test_a_group_computes_its_prompt_once() -> None:
+    plain, rng = plain_model("qwen3"), np.random.default_rng(0)
+    engine = make_engine(plain, step_tokens=64)
+    prompt = random_tokens(rng, 100)
+    group = [request(prompt, f"g{member}/0", max_tokens=6, temperature=1.0) for member in range(8)]
+    for asked in group:
+        engine.add(asked)
+    done = drain(engine)
+    for asked in group:
+        check(asked, done[asked.id], {0: plain})
+    assert sorted(done[asked.id].cached_tokens for asked in group) == [0] + [99] * 7
+    # Other instructions, the same beginning; an idle session has it too, now that nobody is in flight.
+    other = request(np.concatenate([prompt[:50], random_tokens(rng, 30)]), "other/0", max_tokens=6)
+    engine.add(other)
+    done = drain(engine)
+    check(other, done[other.id], {0: plain})
+    assert 50 <= done[other.id].cached_tokens < 80
+
+
+def test_a_group_in_flight_is_rebuilt_once_after_a_swap() -> None:
+    old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
+    engine = make_engine(old)
+    engine._eos = frozenset()
+    prompt = random_tokens(rng, 100)
+    group = [request(prompt, f"g{member}/0", max_tokens=12, temperature=1.0) for member in range(8)]
+    for asked in group:
+        engine.add(asked)
+    for _ in range(6):
+        engine.step()
+    before = engine.stats.computed_tokens
+    engine.swap(1, named_weights(new))
+    done = drain(engine)
+    for asked in group:
+        check(asked, done[asked.id], {0: old, 1: new})
+    assert engine.stats.computed_tokens - before < 100 + 8 * 13
+
+
+def test_what_was_kept_over_a_swap_is_not_shared() -> None:
+    old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
+    engine = make_engine(old, keep_kv=True)
+    engine._eos = frozenset()
+    prompt = random_tokens(rng, 100)
+    engine.add(request(prompt, "before/0", max_tokens=5, temperature=1.0))
+    engine.step()
+    engine.swap(1, named_weights(new))
+    for session, cached in [("while", 0), ("since", 99)]:
+        asked = request(prompt, f"{session}/0", max_tokens=5, temperature=1.0)
+        engine.add(asked)
+        got = drain(engine)[asked.id]
+        check(asked, got, {1: new})
+        assert got.cached_tokens == cached
+    # Idle, it still has keys of the old weights.
+    assert "before" in engine.kv._parked
+
+
 def test_the_last_turn_leaves_nothing_behind() -> None:
     engine = make_engine(plain_model("qwen3"))
     engine.add(request([9, 10, 11], max_tokens=3, last=True))

@@ -64,6 +64,7 @@ def test_any_interleaving_is_exact(
 ) -> None:
     rng, world = np.random.default_rng(seed), World()
     versions = {0: MODELS[kind][0]}
+    beginnings = [random_tokens(rng, 17), random_tokens(rng, 40)]
     engine = make_engine(versions[0], kv_tokens=kv_tokens, step_tokens=step_tokens, max_batch=max_batch)
 
     def step() -> None:
@@ -78,6 +79,8 @@ def test_any_interleaving_is_exact(
                 prompt = np.concatenate([world.history[value], random_tokens(rng, int(rng.integers(1, 60)))])
                 if len(prompt) > 250:
                     prompt = random_tokens(rng, 20)
+                if rng.random() < 0.5:  # as the members of a group do
+                    prompt = np.concatenate([beginnings[value % 2], prompt])
                 world.turns += 1
                 asked = request(
                     prompt,
