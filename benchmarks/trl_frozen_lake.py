@@ -1,12 +1,14 @@
 """`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same cores.
 
-Both sides train for the same number of steps with the same batch, one after the other, and keep their weights after
-every step. Then the same held-out play (`trl_side.py evaluate`) finds each side's first step that reaches the target.
-So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not. Prints one JSON object.
+Both sides train on the same number of trajectories, one after the other, each with the batch that suits it, and keep
+their weights every so many trajectories. Then the same held-out play (`trl_side.py evaluate`) finds each side's first
+weights that reach the target. So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not.
+Prints one JSON object.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -23,8 +25,7 @@ from rollart.events import Event, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "benchmarks" / "trl_frozen_lake.yaml"
-TRAJECTORIES_PER_STEP = 24 * 8
-"""On both sides: groups by members."""
+GROUP_SIZE = 8
 POLL_S = 0.2
 """RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -36,10 +37,12 @@ class Trained:
 
     startup_s: float
     """From the start of the process to the start of training."""
+    groups: int
+    """In each step's batch."""
     ends_s: list[float]
     """Seconds from the start of training to the end of each step."""
     models: dict[int, Path]
-    """Step -> its weights."""
+    """Step -> its weights, for the steps that are judged."""
     ends_cpu_s: list[float]
     """The same in CPU seconds of all its processes: what other work on the machine hardly changes."""
     load: float
@@ -73,7 +76,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
-    parser.add_argument("--steps", type=int, default=60, help="of each side")
+    parser.add_argument("--groups", type=int, default=2, help="of 8, in each step of RollArt")
+    parser.add_argument("--trl-groups", type=int, default=4, help="of 8, in each step of TRL")
+    parser.add_argument("--trajectories", type=int, default=4096, help="that each side learns from")
+    parser.add_argument("--judged-every", type=int, default=256, help="trajectories between two evaluations")
     parser.add_argument("--target", type=float, default=0.8, help="held-out success that counts as learnt")
     parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
     parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
@@ -97,7 +103,13 @@ def arguments() -> argparse.Namespace:
 def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     run = folder / "run"
     command = [sys.executable, "-m", "rollart.cli", "train", str(JOB)]
-    overrides = [f"model.path={args.model.resolve()}", f"seed={seed}", f"train.steps={args.steps}"]
+    overrides = [
+        f"model.path={args.model.resolve()}",
+        f"seed={seed}",
+        f"rollout.groups_per_step={args.groups}",
+        f"train.steps={_steps(args.trajectories, args.groups)}",
+        f"checkpoint.every={_steps(args.judged_every, args.groups)}",
+    ]
     began_s = time.monotonic()
     cpu: list[tuple[float, float]] = []
     """(seconds since the first event, CPU seconds so far)"""
@@ -127,6 +139,7 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     assert first_event_s is not None
     return Trained(
         startup_s=first_event_s + started_s,
+        groups=args.groups,
         ends_s=[event["t"] - started_s for event in steps],
         models={step: path for step, path in models.items() if step},
         ends_cpu_s=[_at(cpu, event["t"]) - _at(cpu, started_s) for event in steps],
@@ -142,8 +155,9 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     options = {
         "--model": args.model.resolve(),
         "--out": folder,
-        "--steps": args.steps,
-        "--every": 1,
+        "--groups": args.trl_groups,
+        "--steps": _steps(args.trajectories, args.trl_groups),
+        "--every": _steps(args.judged_every, args.trl_groups),
         "--cap-s": args.cap_s,
         "--microbatch": args.microbatch,
         "--generation": args.generation,
@@ -165,12 +179,17 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     result = json.loads((folder / "result.json").read_text())
     return Trained(
         startup_s=result["began_s"] - began_s,
+        groups=args.trl_groups,
         ends_s=result["ends_s"],
-        models={step + 1: folder / f"step-{step + 1:08d}" for step in range(len(result["ends_s"]))},
+        models={int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")},
         ends_cpu_s=result["ends_cpu_s"],
         load=os.getloadavg()[0],
         parts={name: result[name] for name in ("rollout_s", "rollout_cpu_s")},
     )
+
+
+def _steps(trajectories: int, groups: int) -> int:
+    return max(1, trajectories // (groups * GROUP_SIZE))
 
 
 def _link_checkpoints(source: Path, target: Path, known: dict[int, Path]) -> None:
@@ -219,16 +238,18 @@ def _checkpoint_s(events: list[Event]) -> float:
 
 def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, Any]:
     steps = len(trained.ends_s)
-    missing = [step for step in range(1, steps + 1) if step not in trained.models]
-    assert not missing, f"no weights of steps {missing}"
-    curve = held_out(args, [trained.models[step] for step in range(1, steps + 1)], seed)
-    reached = len(curve) if curve[-1] >= args.target else None
+    judged = sorted(trained.models)
+    every = _steps(args.judged_every, trained.groups)
+    assert judged == list(range(every, steps + 1, every)), f"weights of steps {judged} of {steps}, one in {every}"
+    curve = held_out(args, [trained.models[step] for step in judged], seed)
+    reached = judged[len(curve) - 1] if curve[-1] >= args.target else None
     time_s = trained.ends_s[reached - 1] if reached else None
     return {
         "steps_to_success": reached,
         "time_to_success_s": _round(time_s),
         "time_to_success_with_startup_s": _round(time_s + trained.startup_s) if time_s is not None else None,
-        "trajectories_per_s": _round(steps * TRAJECTORIES_PER_STEP / trained.ends_s[-1]),
+        "trajectories_to_success": reached and reached * trained.groups * GROUP_SIZE,
+        "trajectories_per_s": _round(steps * trained.groups * GROUP_SIZE / trained.ends_s[-1]),
         "steps": steps,
         "time_s": _round(trained.ends_s[-1]),
         "startup_s": _round(trained.startup_s),
@@ -241,7 +262,7 @@ def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, 
 
 
 def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[float]:
-    """Success of each step's weights, up to the first that reaches the target."""
+    """Success of each of these weights, up to the first that reaches the target."""
     options = ["--tokenizer", args.model.resolve(), "--episodes", args.episodes, "--target", args.target]
     command = [*_trl_side(args), "evaluate", *options, "--seed", seed, "--threads", args.trl_threads, *models]
     done = subprocess.run(
@@ -253,12 +274,12 @@ def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[fl
 
 
 def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds. Where TRL did not get there its whole time stands in, and the ratio is a lower bound."""
-    if not all(result["rollart"]["steps_to_success"] for result in rounds):
-        sys.exit(f"RollArt did not reach {args.target} in {args.steps} steps:\n{json.dumps(rounds, indent=2)}")
+    """Medians over the rounds. Where TRL did not get there its whole time stands in, and the ratio is a lower bound;
+    where RollArt did not, its time is without end."""
     bound = not all(result["trl"]["steps_to_success"] for result in rounds)
-    ours = _median(result["rollart"]["time_to_success_s"] for result in rounds)
-    theirs = _median(result["trl"]["time_to_success_s"] or result["trl"]["time_s"] for result in rounds)
+    ours_s = [result["rollart"]["time_to_success_s"] or math.inf for result in rounds]
+    theirs_s = [result["trl"]["time_to_success_s"] or result["trl"]["time_s"] for result in rounds]
+    ours, theirs = _median(ours_s), _median(theirs_s)
     cpu = {
         side: _median(result[side]["cpu_to_success_s"] or result[side]["cpu_s"] for result in rounds)
         for side in ("rollart", "trl")
@@ -266,11 +287,13 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
     rates = {side: _median(result[side]["trajectories_per_s"] for result in rounds) for side in ("rollart", "trl")}
     return {
         "target": args.target,
+        "groups": {"rollart": args.groups, "trl": args.trl_groups},
         "episodes": args.episodes,
         "trajectories_per_s": rates,
-        "time_to_success_s": {"rollart": ours, "trl": theirs},
+        "time_to_success_s": {"rollart": None if math.isinf(ours) else ours, "trl": theirs},
         "cpu_to_success_s": cpu,
         "ratio": _round(theirs / ours),
+        "ratios": [_round(theirs / ours) for ours, theirs in zip(ours_s, theirs_s, strict=True)],
         "cpu_ratio": _round(cpu["trl"] / cpu["rollart"]),
         "ratio_is_lower_bound": bound,
         "trajectories_ratio": _round(rates["rollart"] / rates["trl"]),

@@ -93,7 +93,7 @@ def test_both_sides_play_by_the_same_rules() -> None:
     job = load_job(Path(trl_frozen_lake.JOB))
     (task,) = job.tasks
     assert (task.max_turns, task.max_tokens, task.temperature) == (lake_player.MAX_TURNS, lake_player.MAX_TOKENS, 1.0)
-    assert task.group_size * job.rollout.groups_per_step == trl_frozen_lake.TRAJECTORIES_PER_STEP
+    assert task.group_size == trl_frozen_lake.GROUP_SIZE
     assert MAX_TURNS <= 16, "the environment's own limit would come first"
     # what trl_side.settings() says; that file cannot be imported here, TRL is not installed
     side = Path(trl_frozen_lake.__file__).with_name("trl_side.py").read_text()
@@ -101,7 +101,7 @@ def test_both_sides_play_by_the_same_rules() -> None:
     for text in (
         f'DOMAIN = "{task.name}"',
         f"GROUP_SIZE = {task.group_size}",
-        f"GROUPS = {job.rollout.groups_per_step}",
+        f"learning_rate={train.lr:.0e}".replace("e-0", "e-"),
         f"max_grad_norm={train.grad_clip}",
         f"weight_decay={train.weight_decay}",
         f"entropy_coef={train.entropy_coef}",
