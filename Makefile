@@ -51,7 +51,7 @@ $(MODEL): | setup
 bench: setup  ## Measure the control plane
 	@$(BIN)/rollart bench control --json
 
-docs: setup  ## Write docs/job.md again from rollart/config.py
+docs: setup  ## Write docs/job.md again from rollart/config/
 	$(BIN)/python scripts/job_reference.py
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays

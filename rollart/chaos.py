@@ -14,7 +14,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rollart.config import FAULT_KINDS, Job, load_job
+from rollart.config.job import Job
+from rollart.config.load import load_job
+from rollart.config.sim import FAULT_KINDS
 from rollart.run import simulate
 from rollart.sim.faults import draw_plan
 

@@ -14,7 +14,7 @@ from rollart.errors import JobError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollart.config import Job
+    from rollart.config.job import Job
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
@@ -205,7 +205,7 @@ def _count(text: str) -> int:
 
 
 def _sim(arguments: argparse.Namespace) -> int:
-    from rollart.config import load_job
+    from rollart.config.load import load_job
 
     if str(arguments.job) == "fit":
         return _fit(arguments)
@@ -250,7 +250,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from rollart.config import build_job, load_job
+    from rollart.config.load import build_job, load_job
 
     if arguments.resume is not None:
         if arguments.job is not None or arguments.out is not None:
@@ -281,7 +281,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from rollart.config import load_job
+    from rollart.config.load import load_job
     from rollart.show import LiveView, show_eval, show_plays
     from rollart.training import add_control, evaluate
 
@@ -385,7 +385,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from rollart.config import load_job, warnings
+    from rollart.config.load import load_job, warnings
     from rollart.policy.placement import bindings
     from rollart.worlds import offers
 
@@ -410,7 +410,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _pools(arguments: argparse.Namespace) -> int:
-    from rollart.config import load_job
+    from rollart.config.load import load_job
     from rollart.resources import report
 
     found = report(load_job(arguments.job, arguments.overrides))

@@ -6,7 +6,8 @@
 import math
 from typing import Any
 
-from rollart.config import Job, PoolSettings
+from rollart.config.job import Job
+from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.policy.placement import Demand, Fit, fit, stand_ins

@@ -17,7 +17,8 @@ import orjson
 import yaml
 
 from rollart.audit import Audit
-from rollart.config import FaultSettings, Job, min_group_size
+from rollart.config.job import Job, min_group_size
+from rollart.config.sim import FaultSettings
 from rollart.control.coordinator import Coordinator
 from rollart.errors import Deadlock, RollartError
 from rollart.events import Event, EventLog, LogHandle

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollart.config import EngineSettings, Job
+from rollart.config.job import Job
+from rollart.config.settings import EngineSettings
 from rollart.hardware import ModelShape
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollart.config import Job
+from rollart.config.job import Job
 from rollart.errors import JobError
 from rollart.events import Event
 

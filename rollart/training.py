@@ -17,7 +17,7 @@ import orjson
 import yaml
 
 from rollart.audit import Audit
-from rollart.config import Job
+from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events

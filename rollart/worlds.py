@@ -3,7 +3,8 @@
 `rollart.real` is the other world. What both need to see of a job (offers, shares, affinity) is here.
 """
 
-from rollart.config import Job, SimTaskSettings
+from rollart.config.job import Job
+from rollart.config.sim import SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.events import EventLog

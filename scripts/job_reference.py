@@ -1,4 +1,4 @@
-"""Writes docs/job.md, the job file reference, from the settings classes in rollart/config.py.
+"""Writes docs/job.md, the job file reference, from the settings classes in rollart/config/.
 
 The meaning of a key is the docstring below its field, read from the source. Run by `make docs`;
 `tests/test_docs.py` fails when the page is out of date.
@@ -15,8 +15,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rollart import config
-from rollart.config import MODES, Job, RolloutSettings, Settings, Spread
+import rollart.config.job
+import rollart.config.settings
+import rollart.config.sim
+from rollart.config.job import Job
+from rollart.config.settings import MODES, RolloutSettings, Settings, Spread
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "job.md"
 
@@ -32,7 +35,7 @@ pools:
 INTRO = f"""\
 # The job file
 
-Made from `rollart/config.py` by `make docs`; do not edit it here.
+Made from `rollart/config/` by `make docs`; do not edit it here.
 
 A job file is YAML. The smallest one that runs names itself, one task, a pool with engines and a pool with
 environment slots; everything else has a default:
@@ -96,7 +99,8 @@ def sections() -> list[Section]:
 def field_meanings() -> dict[tuple[str, str], str]:
     """(class, field) -> the docstring below the field."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    modules = (rollart.config.settings, rollart.config.sim, rollart.config.job)
+    for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):

@@ -7,7 +7,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rollart.config import MODES, Job, build_job, load_job, min_group_size, warnings
+from rollart.config.job import Job, min_group_size
+from rollart.config.load import build_job, load_job, warnings
+from rollart.config.settings import MODES
 from rollart.errors import JobError
 
 JOB = """

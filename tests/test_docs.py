@@ -2,7 +2,7 @@
 
 import yaml
 
-from rollart.config import build_job, warnings
+from rollart.config.load import build_job, warnings
 from scripts.job_reference import EXAMPLE, PAGE, render
 
 

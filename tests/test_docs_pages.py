@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollart.config import Job, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.events import Event, read_events
 from rollart.run import simulate
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from rollart.cli import main
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.events import read_events
 from rollart.explain import Explain, words
 from rollart.run import simulate

@@ -10,7 +10,8 @@ import yaml
 from rollart import resources
 from rollart.cli import main
 from rollart.cluster import machine
-from rollart.config import Job, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.policy.placement import fit
 from rollart.resources import demands

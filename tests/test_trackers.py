@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.trackers import Tracking, check_trackers, trackers
 from rollart.training import train

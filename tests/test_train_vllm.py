@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollart.config import load_job
+from rollart.config.load import load_job
 from rollart.engines.launch import PYTHON_VARIABLES
 from rollart.events import read_events
 from rollart.models.tiny import save, tiny_model, tiny_tokenizer

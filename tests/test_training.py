@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
 from rollart.real import _stores_before, refuse_what_is_not_there

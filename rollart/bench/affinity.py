@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.events import read_events
 from rollart.hardware import HARDWARE
 from rollart.run import simulate

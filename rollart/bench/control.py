@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rollart.config import Job, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.events import EventLog, LogHandle
 from rollart.ports import Cluster, Trainer

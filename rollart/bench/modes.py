@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollart.config import MODES, Job, build_job, load_job
+from rollart.config.job import Job
+from rollart.config.load import build_job, load_job
+from rollart.config.settings import MODES
 from rollart.errors import JobError
 from rollart.events import read_events
 from rollart.run import simulate

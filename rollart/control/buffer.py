@@ -4,7 +4,8 @@ Invariant: every admitted group is here exactly once, open or ready, until it en
 stale, failed or surplus. No time passes in here: the rollout driver calls it and acts on what it says.
 """
 
-from rollart.config import TaskSettings, min_group_size
+from rollart.config.job import min_group_size
+from rollart.config.settings import TaskSettings
 from rollart.control.env_manager import Run
 from rollart.control.samples import advantages, zero_variance
 from rollart.policy.admission import is_stale

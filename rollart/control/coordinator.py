@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.config import Job
+from rollart.config.job import Job
 from rollart.control.crew import Crew
 from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation

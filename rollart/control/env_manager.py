@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollart.config import Job, TaskSettings
+from rollart.config.job import Job
+from rollart.config.settings import TaskSettings
 from rollart.control.crew import Crew
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta

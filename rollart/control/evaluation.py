@@ -6,7 +6,8 @@ Each result carries the versions that played it.
 import asyncio
 from collections.abc import Mapping
 
-from rollart.config import Job, TaskSettings
+from rollart.config.job import Job
+from rollart.config.settings import TaskSettings
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.placing import Placing
 from rollart.events import LogHandle

@@ -7,7 +7,7 @@ waits, at every swap. `feed` is called whenever room may have appeared; it never
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rollart.config import Job, advantage_of
+from rollart.config.job import Job, advantage_of
 from rollart.control.buffer import Growing, Member, SampleBuffer
 from rollart.control.crew import Crew
 from rollart.control.env_manager import EnvManager, Run

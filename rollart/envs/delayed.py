@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from random import Random
 
-from rollart.config import Spread
+from rollart.config.settings import Spread
 from rollart.ports import Env, EnvHost
 from rollart.types import Observation, Task, TrajectoryId
 

@@ -7,7 +7,7 @@ to share.
 
 from hashlib import blake2b
 
-from rollart.config import Spread
+from rollart.config.settings import Spread
 
 
 class Dice:

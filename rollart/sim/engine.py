@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollart.config import SimEngineSettings, SimTaskSettings
+from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
 from rollart.events import EventLog
 from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollart.config import FaultSettings, SimTaskSettings
+from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work

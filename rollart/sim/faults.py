@@ -7,7 +7,7 @@ the `fault` event is written then. Adapters ask `take`; workers that can be kill
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from rollart.config import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
+from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
 from rollart.events import Event, EventLog
 from rollart.sim.dice import Dice
 

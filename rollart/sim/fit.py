@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from rollart.config import Job, Spread, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
+from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.events import Event, read_events
 from rollart.hardware import MODELS

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from rollart.config import FaultSettings, RewardSettings, SimRewardSettings, SimTaskSettings
+from rollart.config.settings import RewardSettings
+from rollart.config.sim import FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError
 from rollart.events import EventLog
 from rollart.sim.dice import Dice

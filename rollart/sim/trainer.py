@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from rollart.config import FaultSettings, SimTrainSettings
+from rollart.config.sim import FaultSettings, SimTrainSettings
 from rollart.errors import TrainerError
 from rollart.hardware import Hardware, ModelShape, train_s_per_token
 from rollart.sim.engine import EngineWorld, SimEngine

@@ -7,7 +7,8 @@ import pytest
 
 from rollart.bench.digits import DigitsTasks
 from rollart.bench.modes import JOB, _rotated, measure
-from rollart.config import MODES, load_job
+from rollart.config.load import load_job
+from rollart.config.settings import MODES
 from rollart.errors import JobError
 
 SMALL = (

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import lake_player, trl_frozen_lake
 from benchmarks.lake_player import MAX_TOKENS, MAX_TURNS, CachedAnswers, Episode, play
-from rollart.config import load_job
+from rollart.config.load import load_job
 from rollart.models.tiny import tiny_model, tiny_tokenizer
 from rollart.models.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Job, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
 
 STEPS = 3
 WARMUP_STEPS = 5

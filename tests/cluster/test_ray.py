@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from rollart.cli import main
-from rollart.config import Job
+from rollart.config.job import Job
 from rollart.errors import JobError
 from rollart.events import Event, read_events
 from rollart.run import RunResult

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollart.config import SimTaskSettings, Spread
+from rollart.config.settings import Spread
+from rollart.config.sim import SimTaskSettings
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.events import EventLog
 from rollart.ports import EnvHost

@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 
-from rollart.config import RewardSettings, SimRewardSettings, SimTaskSettings, Spread
+from rollart.config.settings import RewardSettings, Spread
+from rollart.config.sim import SimRewardSettings, SimTaskSettings
 from rollart.events import EventLog
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from rollart.config import SimEngineSettings, SimTaskSettings, SimTrainSettings
+from rollart.config.sim import SimEngineSettings, SimTaskSettings, SimTrainSettings
 from rollart.errors import WeightError
 from rollart.events import EventLog
 from rollart.hardware import HARDWARE, MODELS

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from rollart.audit import Audit
-from rollart.config import Job, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, RollartError, TrainerError

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollart.config import Job
+from rollart.config.job import Job
 from rollart.events import Event
 from rollart.ports import Env
 from rollart.types import GenerateRequest, Observation, Status, Task, Trajectory, TrajectoryId, WeightManifest

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from rollart.config import Spread
+from rollart.config.settings import Spread
 from rollart.envs.delayed import DelayedHost, latency_s
 from rollart.sim.clock import VirtualLoop
 from rollart.types import Observation, Task, TrajectoryId

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollart.cluster.local import LocalCluster
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.setups import engine_setups, trainer_setup
 from rollart.types import EngineSpec
 from rollart.weights.shm import ShmStore

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollart.config import build_job
+from rollart.config.load import build_job
 from rollart.events import Event, read_events
 from rollart.tasks.load import load_task_set
 from rollart.training import train

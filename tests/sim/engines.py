@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollart.config import SimEngineSettings, SimTaskSettings, Spread
+from rollart.config.settings import Spread
+from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.events import EventLog
 from rollart.hardware import HARDWARE, MODELS, Pair
 from rollart.sim.clock import VirtualLoop

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rollart.config import MeasuredEngineSettings, SimEngineSettings, Spread
+from rollart.config.settings import Spread
+from rollart.config.sim import MeasuredEngineSettings, SimEngineSettings
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.hardware import HARDWARE, MODELS, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.engine import SimEngine

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from rollart.cli import main
-from rollart.config import Job, Spread, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
+from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.run import simulate
 from rollart.sim.fit import fit_runs, spread_of

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from rollart.config import Job, Spread, build_job
+from rollart.config.job import Job
+from rollart.config.load import build_job
+from rollart.config.settings import Spread
 from rollart.errors import EngineError, JobError
 from rollart.hardware import HARDWARE, MODELS, Pair, decode_step_s, prefill_s_per_token
 from rollart.real import refuse_what_is_not_there

@@ -7,15 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollart.config import (
-    FAULT_KINDS,
-    ChaosSettings,
-    FaultSettings,
-    RewardSettings,
-    SimRewardSettings,
-    SimTaskSettings,
-    Spread,
-)
+from rollart.config.settings import RewardSettings, Spread
+from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError, WeightError
 from rollart.events import Event, EventLog
 from rollart.sim.clock import VirtualLoop

@@ -1,0 +1,1 @@
+"""The job file: what a user may say (`settings`, `sim`), what is refused (`job`), and how it is read (`load`)."""

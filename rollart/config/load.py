@@ -1,0 +1,216 @@
+"""From a job file to a checked job. `load_job` is the only way in.
+
+It reads the YAML, applies `key=value` overrides, fills in the bundle of the chosen mode, and says what is wrong in one
+line, with the nearest valid key.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rollart.config.job import Job, nearest
+from rollart.config.settings import MODES
+from rollart.errors import JobError
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise JobError(f"{path}: is not text; give the path of a job file, such as jobs/rollart.yaml") from None
+    except OSError as error:
+        raise JobError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
+        ) from None
+    raw = _parse(text, str(path))
+    for override in overrides:
+        _apply(raw, override)
+    return build_job(raw, near=path.parent)
+
+
+def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
+    """A checked job from plain data. `near` is where a relative `sim.profile` is looked up."""
+    data = dict(raw)
+    mode = data.get("mode", "rollart")
+    if isinstance(mode, str) and mode in MODES:
+        given = data.get("rollout") or {}
+        if isinstance(given, Mapping):
+            data["rollout"] = {**MODES[mode], **given}
+    sim = data.get("sim")
+    if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
+        profile = (near or Path()) / sim["profile"]
+        try:
+            loaded = _parse(profile.read_text(encoding="utf-8"), str(profile))
+        except UnicodeDecodeError:
+            raise JobError(f"sim.profile: {profile} is not text; give the path of a YAML file") from None
+        except OSError as error:
+            raise JobError(
+                f"sim.profile: {profile} cannot be read ({error.strerror}); give a path relative to the job file"
+            ) from None
+        data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
+    try:
+        return Job.model_validate(data)
+    except ValidationError as error:
+        raise JobError(_explain(error)) from None
+
+
+def warnings(job: Job) -> list[str]:
+    """What is allowed and still unlikely to be wanted."""
+    found: list[str] = []
+    batches_alive = job.slots / job.rollout.groups_per_step
+    weights = sum(task.weight for task in job.tasks if task.quota is None)
+    free_groups = job.rollout.groups_per_step - sum(task.quota or 0 for task in job.tasks)
+    members = batches_alive * sum(
+        (task.group_size + job.rollout.spare_members) * (task.quota or free_groups * task.weight / weights)
+        for task in job.tasks
+    )
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    if slots < members:
+        found.append(
+            f"pools: {slots} environment slots for about {members:.0f} trajectories alive at a time; the rest wait "
+            "for a slot and age meanwhile. Raise slots, or lower rollout.groups_per_step"
+        )
+    if job.rollout.recheck != "live":
+        found.append(
+            f"rollout.recheck: {job.rollout.recheck!r} lets trajectories grow older than the bound in flight; "
+            "the summary shows by how much"
+        )
+    for position, task in enumerate(job.tasks):
+        if task.temperature == 0:
+            found.append(
+                f"tasks.{position}.temperature: 0 makes all members of a group alike; nothing will be learnt from them"
+            )
+        if task.name not in job.sim.tasks and job.sim.tasks:
+            found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
+    if job.checkpoint.every > job.train.steps:
+        found.append(
+            f"checkpoint.every: {job.checkpoint.every} is more than train.steps {job.train.steps}; "
+            "a crash replays everything since the start"
+        )
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key given twice; YAML would drop the first one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise JobError(
+            f"{where}{line}: not valid YAML ({problem}); check the indentation and the quotes there"
+        ) from None
+    if not isinstance(raw, dict):
+        raise JobError(f"{where}: a job file is a mapping of keys, such as `name: my-job`; this one is not")
+    return raw
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """`rollout.staleness=2`, `tasks.0.group_size=4`: the same names as in the file."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise JobError(f"override {override!r}: write it as key=value, such as rollout.staleness=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise JobError(f"override {key}: {text!r} is not a YAML value; quote it") from None
+    at: Any = raw
+    *parents, last = key.split(".")
+    for depth, part in enumerate(parents):
+        here = ".".join(parents[: depth + 1])
+        if isinstance(at, list):
+            at = at[_index(at, part, override)]
+        elif isinstance(at, dict):
+            if at.get(part) is None:
+                at[part] = {}
+            at = at[part]
+        if not isinstance(at, dict | list):
+            raise JobError(f"override {key}: {here} is a single value in the job, and has no keys below it")
+    if isinstance(at, list):
+        at[_index(at, last, override)] = value
+    else:
+        at[last] = value
+
+
+def _index(items: list[Any], part: str, override: str) -> int:
+    if part.isdigit() and int(part) < len(items):
+        return int(part)
+    for position, item in enumerate(items):
+        if isinstance(item, dict) and item.get("name") == part:
+            return position
+    raise JobError(
+        f"override {override!r}: {part!r} is neither a position (0 to {len(items) - 1}) nor a name in that list"
+    )
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem, in words: `key: what is wrong; the fix`."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    given = first.get("input")
+    match first["type"]:
+        case "extra_forbidden":
+            valid = _keys_at(first["loc"][:-1])
+            return f"{key}: unknown key{nearest(str(first['loc'][-1]), valid)}; valid here: {', '.join(valid)}"
+        case "missing":
+            return f"{key}: missing; add it (see docs/job.md for what it means)"
+        case "value_error":
+            return re.sub(r"^Value error, ", "", first["msg"])
+        case "literal_error":
+            options = str(first.get("ctx", {}).get("expected", "")).replace("'", "")
+            near = nearest(str(given), [option.strip() for option in re.split(r",| or ", options)])
+            return f"{key}: {given!r} is not one of {options}{near.rstrip('?')}"
+        case "model_type" | "dict_type":
+            return f"{key}: {given!r} is not a mapping; write it as {{key: value}}"
+        case _:
+            return (
+                f"{key}: {given!r} does not fit: {first['msg'][0].lower()}{first['msg'][1:]}; change it to such a value"
+            )
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are valid at this place of a job."""
+    at: Any = Job
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if isinstance(at, type) and issubclass(at, BaseModel) and part in at.model_fields:
+            at = _model_in(at.model_fields[part].annotation)
+    return list(at.model_fields) if isinstance(at, type) and issubclass(at, BaseModel) else []
+
+
+def _model_in(annotation: Any) -> Any:
+    """The settings class inside an annotation such as `tuple[TaskSettings, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in get_args(annotation):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,374 @@
+"""What a job file may say of a run on real hardware, and the defaults: one class for each section.
+
+Pydantic, frozen, unknown keys refused. The docstring below a key is its entry in docs/job.md. `rollart.job` puts the
+sections together. It imports nothing heavy.
+"""
+
+import math
+from statistics import NormalDist
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+_NORMAL = NormalDist()
+
+Mode = Literal["sync", "sync+", "one-off", "areal", "rollart"]
+Swap = Literal["between_batches", "drain", "when_published", "after_batch"]
+Recheck = Literal["live", "batch", "start"]
+Stepping = Literal["asynchronous", "batched"]
+Advantage = Literal["grpo", "dr_grpo", "rloo"]
+Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"]
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
+    "sync+": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "asynchronous"},
+    "one-off": {"staleness": 1, "swap": "drain", "recheck": "batch", "stepping": "asynchronous"},
+    "areal": {"staleness": 1, "swap": "when_published", "recheck": "start", "stepping": "asynchronous"},
+    "rollart": {"staleness": 1, "swap": "after_batch", "recheck": "live", "stepping": "asynchronous"},
+}
+"""What each mode sets under `rollout`; a key the job gives itself wins."""
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Spread(Settings):
+    """A distribution: values are drawn, then cut to [low, high]."""
+
+    kind: Literal["constant", "normal", "lognormal", "uniform"] = "constant"
+    mean: NonNegative = 0.0
+    sigma: NonNegative = 0.0
+    """normal: standard deviation; lognormal: sigma of the logarithm; uniform: half width."""
+    low: NonNegative = 0.0
+    high: NonNegative = 1e12
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def value(self, uniform: float) -> float:
+        """The value that this share of all draws, in (0, 1), lie below: a draw, where the share is random."""
+        if self.kind == "constant":
+            return self.mean
+        if self.kind == "uniform":
+            value = self.mean + (2 * uniform - 1) * self.sigma
+        else:
+            z = _NORMAL.inv_cdf(uniform)
+            if self.kind == "normal":
+                value = self.mean + z * self.sigma
+            else:
+                value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
+        return min(self.high, max(self.low, value))
+
+
+class ModelSettings(Settings):
+    """The policy model."""
+
+    path: str = "models/tiny"
+    """A Hugging Face directory. Not read by `rollart sim`."""
+    context_tokens: Count = 32_768
+    """A trajectory that grows beyond this is truncated."""
+
+
+class TaskSettings(Settings):
+    """One task set in the mix."""
+
+    name: str = Field(min_length=1)
+    """Unique; the affinity key, and the name in all figures."""
+    use: str = ""
+    """`module` or `module:name` of the task set. Not read by `rollart sim`."""
+    weight: Positive = 1.0
+    """Share of the groups, relative to the other tasks' weights."""
+    quota: Count | None = None
+    """Exactly this many groups in each batch, instead of a share by weight."""
+    group_size: Count = 8
+    """Trajectories compared with each other."""
+    min_group_size: Annotated[int, Field(ge=2)] | None = None
+    """A group whose members keep failing closes with no fewer than these. Default: half of `group_size`."""
+    max_turns: Count = 32
+    max_tokens: Count = 1024
+    """Most tokens in one answer."""
+    temperature: NonNegative = 1.0
+    affinity: str = "auto"
+    """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
+    latency: Spread | None = None
+    """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
+    `rollart sim`, which has `sim.tasks.<name>.step_s`."""
+
+
+class RolloutSettings(Settings):
+    """How trajectories are admitted, aged, and handed to training. The mode fills what is not set."""
+
+    groups_per_step: Count = 16
+    staleness: Annotated[int, Field(ge=0)] = 1
+    """The bound: how many versions a trajectory's first token may lie behind the serving weights."""
+    swap: Swap = "after_batch"
+    """When new weights enter the engines."""
+    rolling: Annotated[int, Field(ge=0)] = 0
+    """Swap this many engines at a time while the others serve; 0 means all at once."""
+    recheck: Recheck = "live"
+    """Where the bound is enforced: `live` (each turn, each swap, each batch), `batch`, or only at the `start`."""
+    stepping: Stepping = "asynchronous"
+    """`batched` holds environment results and rewards back until all open ones are in."""
+    spare_groups: Annotated[int, Field(ge=0)] = 0
+    """Groups admitted beyond what a batch needs."""
+    spare_members: Annotated[int, Field(ge=0)] = 0
+    """Members started beyond `group_size`; the slowest are cancelled."""
+    share_tolerance: Share = 0.25
+    """How far a task's share of a batch may be from its target, as a share of the batch."""
+    zero_variance: Literal["refill", "skip", "keep"] = "refill"
+    """A group whose members all earned the same teaches nothing. `refill`: drop it and play another. `skip`: it counts,
+    but the trainer passes over it. `keep`: train on it (entropy and KL terms only)."""
+    refill_factor: Positive = 4.0
+    """A batch goes short once this many times `groups_per_step` groups were filtered or failed for it."""
+    max_short_batches: Count = 3
+    """The job stops after this many short batches in a row."""
+
+
+class SplitSettings(Settings):
+    """Prefill and decode of one vLLM engine on two servers; their cache travels by vLLM's own connector."""
+
+    connector: str = "NixlConnector"
+    """`kv_connector` of vLLM's `--kv-transfer-config`."""
+    prefill_gpus: Count = 1
+    """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
+
+
+class EngineSettings(Settings):
+    """The engines of one pool."""
+
+    type: Literal["embedded", "vllm", "sglang"] = "embedded"
+    count: Count = 1
+    most: Count | None = None
+    """Cluster `ray`: engines beyond `count`, up to this many in all, join when a machine of the pool's kind has room
+    for them and leave with it. Default: `count`, no more."""
+    gpus: Count = 1
+    """GPUs of one engine: tensor parallel."""
+    max_batch: Count = 256
+    """Sequences one engine works on at a time."""
+    prefill: str | None = None
+    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
+    Simulated only, unless the type is `vllm`."""
+    kv_link_gb_s: Positive = 25.0
+    """Of such a pair: the link that its KV travels over, GB/s."""
+    kv_tokens: Count = 65_536
+    """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    keep_kv: bool = False
+    """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
+    device: str = "cpu"
+    """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
+    threads: Count = 1
+    """CPU threads of one engine's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """`embedded`: the CPU cores, by number, that each engine's process keeps to; none given means any."""
+    python: str | None = None
+    """`vllm`, `sglang`: the interpreter that has the server. Default: the environment's ROLLART_VLLM_PYTHON or
+    ROLLART_SGLANG_PYTHON, else this one."""
+    url: str | None = None
+    """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """`vllm`, `sglang`: what the server computes in."""
+    args: tuple[str, ...] = ()
+    """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
+    split: SplitSettings | None = None
+    """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
+
+    @model_validator(mode="after")
+    def _all_is_read(self) -> Self:
+        embedded = self.type == "embedded"
+        for key in ("python", "url", "dtype", "args") if embedded else ("kv_tokens", "keep_kv", "device", "cores"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                kind = "vllm or sglang" if embedded else "embedded"
+                raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+        if self.split is not None and self.type != "vllm":
+            raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
+        if self.url is not None:
+            if self.count > 1:
+                raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
+            for key in ("python", "args", "split"):
+                if getattr(self, key):
+                    raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
+        return self
+
+
+class PoolSettings(Settings):
+    """Machines of one hardware kind."""
+
+    name: str = Field(min_length=1)
+    hardware: str = "cpu"
+    """A kind from `rollart.hardware`: h800, h100, h200, h20, a100, l40s, cpu."""
+    cost: NonNegative | None = None
+    """Price of one device-hour. Default: the kind's relative cost."""
+    resource: str | None = None
+    """Cluster `ray`: the resource by which this pool's machines are known, a custom one or such as
+    `accelerator_type:H100`. Default: the hardware's name; for `cpu` none, so that any machine will do."""
+    engines: EngineSettings | None = None
+    slots: Count | None = None
+    """Environments that run here at a time."""
+    slots_per_worker: Count = 32
+    """Cluster `ray`: environments in one worker; the workers are spread over the pool's machines, one CPU each."""
+    isolation: Literal["process", "inline"] = "process"
+    """Of environments: each slot a process of its own, or all in one (cheap, trusted ones): the coordinator's, and on
+    the cluster `ray` each worker's."""
+
+
+class RewardSettings(Settings):
+    """Where rewards are computed."""
+
+    type: Literal["local", "http"] = "local"
+    url: str | None = None
+    """For `http`: the function's address."""
+    workers: Count = 4
+    """For `local`: processes (in `rollart sim`: dedicated devices)."""
+    concurrency: Count = 256
+    """For `http`: calls under way at a time."""
+    timeout_s: Positive = 30.0
+    retries: Annotated[int, Field(ge=0)] = 3
+    backoff_s: NonNegative = 0.5
+    """Wait before the first retry; doubled each time."""
+
+    @model_validator(mode="after")
+    def _has_url(self) -> Self:
+        if self.type == "http" and not self.url:
+            raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
+        if self.type == "local" and self.url:
+            raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
+        return self
+
+
+class TrainSettings(Settings):
+    """The trainer."""
+
+    type: Literal["single", "fsdp2"] = "single"
+    pool: str | None = None
+    """The pool whose kind of hardware trains. Default: the first pool that has engines."""
+    gpus: Count = 1
+    steps: Count = 100
+    lr: Positive = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises to `lr`."""
+    lr_decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls from `lr` to zero over the job's `steps`."""
+    weight_decay: NonNegative = 0.0
+    grad_clip: NonNegative = 1.0
+    """Largest gradient norm; 0 means no clipping."""
+    algorithm: Algorithm = "grpo"
+    advantage: Advantage | None = None
+    """How rewards of a group become advantages. Default: what the algorithm is defined with."""
+    eps_low: Positive | None = None
+    """Lower clip range. Default: the algorithm's own."""
+    eps_high: Positive | None = None
+    """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
+    correction: Literal["decoupled", "bypass", "none"] = "decoupled"
+    """How samples of older weights are corrected: proximal log-probabilities recomputed, or the engine's own taken."""
+    weight_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight: truncated importance sampling."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the initial model."""
+    entropy_coef: NonNegative = 0.0
+    microbatch_tokens: Count = 4096
+    bf16: bool = False
+    device: str = "cpu"
+    """`cpu`, or a torch device such as `cuda:0`."""
+    threads: Count = 1
+    """CPU threads of the trainer's process."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
+
+
+class WeightSettings(Settings):
+    """How weights travel from the trainer to the engines."""
+
+    type: Literal["shm", "files", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share."""
+    path: str | None = None
+    """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
+    bucket_mb: Count = 1024
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> Self:
+        if self.path is not None and self.type != "files":
+            raise ValueError(
+                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
+            )
+        return self
+
+
+class ClusterSettings(Settings):
+    """What runs the workers."""
+
+    type: Literal["inline", "local", "ray"] = "local"
+    """`inline`: all in the coordinator's process, for debugging. `local`: each worker a process of this machine.
+    `ray`: each worker an actor, on the machines of its pool."""
+    address: str | None = None
+    """`ray`: an existing cluster, `host:port` or `auto`. Default: one of this machine alone, for this job alone."""
+    wait_s: Positive = 300.0
+    """`ray`: how long a worker waits for a machine with room before its start counts as failed. At the start of a job
+    that ends it; later it waits again."""
+    check: bool = True
+    """`ray` with an address: refuse a job that does not fit the machines there now. Switch it off where machines come
+    when they are asked for."""
+
+
+class CheckpointSettings(Settings):
+    every: Count = 10
+    """Steps between checkpoints."""
+
+
+class EvaluationSettings(Settings):
+    """Held-out play beside training; never waited for by a swap."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations, and once more after the last step; 0 means none."""
+    first: bool = False
+    """Also evaluate the initial weights, before training begins."""
+    episodes: Count = 32
+    """Per task."""
+    greedy: bool = False
+    """Play as many episodes again at temperature 0."""
+    concurrency: Count = 16
+
+
+class TrackSettings(Settings):
+    """Where metrics go beside `metrics.jsonl`; read by `rollart train` only."""
+
+    tensorboard: bool = False
+    """Event files in the run directory's `tensorboard/`."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """`offline` writes into the run directory (`wandb sync` sends it later); `online` needs WANDB_API_KEY."""
+    project: str = "rollart"
+    """W&B's project."""
+
+
+class LimitSettings(Settings):
+    """How long to wait for others, and how often to try again."""
+
+    generate_s: Positive = 1800.0
+    """An engine that holds one request longer is taken for hung."""
+    open_s: Positive = 3600.0
+    """Waiting for an environment slot and its start."""
+    reset_s: Positive = 600.0
+    step_s: Positive = 300.0
+    start_s: Positive = 600.0
+    """A worker's start."""
+    swap_s: Positive = 600.0
+    """An engine that needs longer to take new weights is taken for hung."""
+    train_s: Positive = 7200.0
+    """A train step, a save, a restore or a push."""
+    attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Tries at one group member before it is given up."""
+    backoff_s: NonNegative = 1.0
+    """Wait before a second try; doubled each time, up to a minute."""
+    engine_restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts in a row before an engine leaves the rotation; a served request resets the count."""
+    trainer_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts in a row before the job stops; a finished step resets the count."""
+    stall_s: Positive = 900.0
+    """Nothing has moved for this long: the watchdog names who waits on whom."""

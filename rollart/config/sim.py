@@ -1,0 +1,203 @@
+"""The `sim:` section of a job file: how simulated tasks, engines, links and trainers behave, and what breaks when."""
+
+from functools import cached_property
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
+
+
+class SimShiftSettings(Settings):
+    """What becomes different about a task in the middle of a simulated run; what is not given stays."""
+
+    after_s: Positive
+    """From this time on: for environments that open, and answers that begin."""
+    turns: Spread | None = None
+    prompt_tokens: Spread | None = None
+    observation_tokens: Spread | None = None
+    answer_tokens: Spread | None = None
+    step_s: Spread | None = None
+
+
+class SimTaskSettings(Settings):
+    """How one task behaves in the simulator."""
+
+    turns: Spread = Spread(mean=8)
+    prompt_tokens: Spread = Spread(mean=512)
+    """The first observation."""
+    observation_tokens: Spread = Spread(mean=128)
+    """Each later one."""
+    answer_tokens: Spread = Spread(mean=128)
+    reset_s: Spread = Spread(mean=1.0)
+    reset_tail: Share = 0.0
+    """Share of resets that take `reset_tail_s` instead."""
+    reset_tail_s: Spread = Spread(mean=300.0)
+    step_s: Spread = Spread(mean=1.0)
+    failure: Share = 0.0
+    """Share of attempts whose environment breaks at some step."""
+    hang: Share = 0.0
+    """Share of attempts whose environment stops answering."""
+    reward_s: Spread = Spread(mean=0.05)
+    success: Share = 0.3
+    """Chance of reward 1 under the initial weights; it rises with training."""
+    success_gain: Share = 0.5
+    """What training adds in the end."""
+    success_steps: Positive = 50.0
+    """Versions until about two thirds of the gain are there."""
+    shift: SimShiftSettings | None = None
+    """The task changes in the middle of the run."""
+
+    def at(self, now_s: float) -> "SimTaskSettings":
+        """The settings that hold at this time of the run."""
+        if self.shift is None or now_s < self.shift.after_s:
+            return self
+        return self._shifted
+
+    @cached_property
+    def _shifted(self) -> "SimTaskSettings":
+        assert self.shift is not None
+        given = {name: value for name, value in self.shift if name != "after_s" and value is not None}
+        return self.model_copy(update={**given, "shift": None})
+
+
+class SimRewardSettings(Settings):
+    """Serverless functions (`rewards.type: http`) in the simulator."""
+
+    cold_start_s: NonNegative = 0.5
+    idle_s: NonNegative = 60.0
+    """An instance idle for this long is gone."""
+
+
+class SimTrainSettings(Settings):
+    """The trainer in the simulator."""
+
+    fixed_s: NonNegative = 1.0
+    """Each step, whatever its tokens."""
+    token_s: NonNegative | None = None
+    """Each token of the batch, prompts included, instead of the roofline."""
+    step_s: NonNegative | None = None
+    """The whole step, instead of the roofline."""
+    call_s: NonNegative = 0.0
+    """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
+    shares the trainer's core."""
+    save_s: NonNegative = 1.0
+    restore_s: NonNegative = 5.0
+
+
+class SimLinkSettings(Settings):
+    """Weight links in the simulator, GB/s. The defaults are the paper's measured rates."""
+
+    push_gb_s: Positive = 0.47
+    """Trainer to store, once for all engines."""
+    pull_gb_s: Positive = 2.1
+    """Store to one engine."""
+
+
+class MeasuredEngineSettings(Settings):
+    """What the steps of a pool's engines were measured to cost; `rollart sim fit` writes it."""
+
+    step_s: NonNegative = 0.0
+    """Each step, whatever is in it."""
+    sequence_s: NonNegative = 0.0
+    """For each sequence that decodes in it."""
+    kv_token_s: NonNegative = 0.0
+    """For each token in the caches of these."""
+    prefill_token_s: Positive = 1e-9
+    """For each prompt token computed; all that decode wait meanwhile."""
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if not self.step_s + self.sequence_s:
+            raise ValueError("sim.engine.measured: a decode step must take time; give step_s or sequence_s")
+        return self
+
+
+class SimEngineSettings(Settings):
+    start_s: NonNegative = 30.0
+    load_gb_s: Positive = 50.0
+    """Staged buckets into place, inside the swap."""
+    overhead_s: NonNegative = 0.002
+    """Each request, before its prefill."""
+    call_s: NonNegative = 0.0
+    """Each request, on its way to the engine; nobody else waits for that."""
+    chunk_tokens: Count = 2048
+    """Prefill tokens beside one decode step."""
+    measured: dict[str, MeasuredEngineSettings] = Field(default_factory=dict)
+    """By pool: measured costs in place of the roofline. `chunk_tokens` has no effect there."""
+
+
+FaultKind = Literal[
+    "engine_death",
+    "engine_hang",
+    "engine_restart",
+    "env_crash",
+    "env_hang",
+    "env_slow",
+    "reward_error",
+    "reward_timeout",
+    "trainer_before",
+    "trainer_during",
+    "trainer_after",
+    "bucket_lost",
+    "bucket_corrupt",
+    "link_slow",
+    "link_cut",
+    "coordinator_restart",
+]
+
+
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+
+class FaultSettings(Settings):
+    """One fault: what, and when. Give `at_s`, or `swap` for the n-th swap."""
+
+    kind: FaultKind
+    at_s: NonNegative | None = None
+    swap: Annotated[int, Field(ge=1)] | None = None
+    """Fire while this swap (counted from 1) is under way."""
+    delay_s: NonNegative = 0.0
+    """After the swap began."""
+    target: Annotated[int, Field(ge=0)] = 0
+    """Which engine, counted over all pools; taken modulo their number."""
+    count: Count = 1
+    """How many environment steps or reward calls it hits."""
+    duration_s: Positive = 30.0
+    """How long a slow or cut link, or a slow environment step, lasts."""
+
+    @model_validator(mode="after")
+    def _when(self) -> Self:
+        if (self.at_s is None) == (self.swap is None):
+            raise ValueError("sim.faults: each fault needs at_s (seconds) or swap (the n-th swap), and only one")
+        return self
+
+
+class ChaosSettings(Settings):
+    """What `rollart sim --chaos` draws from."""
+
+    faults: tuple[Count, Count] = (3, 8)
+    """Fewest and most faults in one plan."""
+    horizon_s: Positive = 600.0
+    """Faults by time are drawn from this span."""
+    swaps: Count = 8
+    """Faults by swap are drawn from the first so many."""
+    variants: tuple[tuple[str, ...], ...] = ()
+    """Overrides; each plan takes one of these sets in turn."""
+
+
+class SimSettings(Settings):
+    """The simulated world. Read by `rollart sim` only."""
+
+    profile: str | None = None
+    """A YAML file with any of the keys below; what the job says itself wins."""
+    model: str = "qwen3-8b"
+    """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-235b-a22b."""
+    tasks: dict[str, SimTaskSettings] = Field(default_factory=dict)
+    """By task name; a task not named here behaves by the defaults."""
+    engine: SimEngineSettings = SimEngineSettings()
+    train: SimTrainSettings = SimTrainSettings()
+    links: SimLinkSettings = SimLinkSettings()
+    reward: SimRewardSettings = SimRewardSettings()
+    faults: tuple[FaultSettings, ...] = ()
+    chaos: ChaosSettings = ChaosSettings()
