@@ -44,7 +44,6 @@ class Shape:
 
 
 MODEL = Shape(hidden=256, layers=4)
-TINY = Shape(hidden=96, layers=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +79,8 @@ class Settings:
 def measure(settings: Settings | None = None) -> dict[str, Any]:
     """The figures of `rollart bench engine`. Ten minutes on a quiet core; most of it is `generate`."""
     settings = settings or Settings()
-    figures = compare(MODEL, settings)
-    figures["tiny"] = compare(TINY, settings)
     return {
-        **figures,
+        **compare(MODEL, settings),
         "sessions": settings.sessions,
         "threads": THREADS,
         "clock": "ratios are of wall seconds, medians of the rounds, theirs / ours",

@@ -67,12 +67,11 @@ def test_all_sides_give_the_same_tokens_when_greedy(tmp_path: Path) -> None:
 def test_the_figures_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(bench.VLLM_PYTHON, raising=False)
     monkeypatch.setattr(bench, "MODEL", SMALL)
-    monkeypatch.setattr(bench, "TINY", SMALL)
     settings = bench.Settings(
         sessions=3, turns={"one_turn": 1, "eight_turn": 2}, rounds=2, prompt_tokens=4, answer_tokens=(2, 5)
     )
     figures = bench.measure(settings)
-    for part in (figures["one_turn"], figures["eight_turn"], figures["tiny"]["one_turn"]):
+    for part in (figures["one_turn"], figures["eight_turn"]):
         assert part["vs_generate"] > 0
         assert part["vs_transformers_cb"] > 0
         assert part["vs_vllm_cpu"] is None
