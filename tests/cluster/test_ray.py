@@ -1,13 +1,15 @@
 """A real Ray cluster of five nodes on this machine: placement by pool, and what a lost node does to a job.
 
 Every node is a raylet of its own with workers of its own, told apart by custom resources; a killed node is a killed
-raylet. What one machine cannot show is a network between them.
+raylet. Of the two engine pools `compute` has embedded engines, and `bandwidth` vLLM servers where a test says so: those
+take a minute to start. What one machine cannot show is a network between them.
 """
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import yaml
 
 from rollart.cli import main
 from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, read_events
 from rollart.run import RunResult
 from rollart.training import train
-from tests.cluster.small import small_job
+from tests.cluster.small import raw_job
+from tests.vllm_python import PYTHON, ROOT, needs_vllm, none_left_in
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,10 +35,17 @@ pytestmark = [
 
 STEPS = 400
 """More than any test waits for: each stops its job when it has seen what it wants."""
-MOST_S = 400
-NO_ROOM = "it needs 1 CPU on a machine with the resource 'h800', and no machine had room for 20 s"
-ENGINE: dict[str, Any] = {"type": "embedded", "kv_tokens": 16384, "max_batch": 64}
-"""The engines of both pools; a test of another engine changes one of them."""
+MOST_S = 600
+CPUS = {"h800": 1, "h20": 2, "environments": 3}
+"""One engine; one and the trainer; two environment workers and the trainer."""
+EMBEDDED: dict[str, Any] = {"hardware": "h20", "engines": {"kv_tokens": 16384, "max_batch": 64}}
+VLLM: dict[str, Any] = {
+    "hardware": "cpu",  # so it asks for no GPU
+    "resource": "h20",
+    "engines": {"type": "vllm", "python": PYTHON, "max_batch": 64},
+}
+"""What the pool `bandwidth` may be."""
+ROOMS: dict[str, Any] = {"slots": 32, "slots_per_worker": 16}
 
 
 class FiveNodes:
@@ -49,8 +60,7 @@ class FiveNodes:
             self.add(kind)
 
     def add(self, kind: str) -> Any:
-        cpus = 1 if kind == "h800" else 2  # one engine; or engine and trainer; or two environment workers
-        node = self.cluster.add_node(num_cpus=cpus, resources={kind: 1}, object_store_memory=80_000_000)
+        node = self.cluster.add_node(num_cpus=CPUS[kind], resources={kind: 1}, object_store_memory=80_000_000)
         self.nodes.append((kind, node))
         return node
 
@@ -78,6 +88,7 @@ class FiveNodes:
 def all_nodes() -> Iterator[FiveNodes]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GB; workers have the environment of their node
     five = FiveNodes()
     yield five
     five.cluster.shutdown()  # type: ignore[no-untyped-call]
@@ -90,22 +101,37 @@ def nodes(all_nodes: FiveNodes) -> FiveNodes:
 
 
 def five_node_job(
-    nodes: FiveNodes, model: Path, tmp_path: Path, *, most: int | None = None, bandwidth: int = 1, **settings: Any
+    nodes: FiveNodes,
+    raw: Mapping[str, Any],
+    tmp_path: Path,
+    *,
+    most: int | None = None,
+    bandwidth: Mapping[str, Any] = EMBEDDED,
+    rooms: Mapping[str, Any] = ROOMS,
+    **settings: Any,
 ) -> Job:
-    base = small_job(model).model_dump(mode="json")
-    tasks = [{**task, "affinity": pool} for task, pool in zip(base["tasks"], ("bandwidth", "compute"), strict=True)]
+    """A job of two tasks, each on a pool of its own; the trainer beside the engines of the second pool."""
+    embedded = EMBEDDED["engines"]
     wanted: dict[str, Any] = {
-        "tasks": tasks,
-        "pools": [
-            {"name": "compute", "hardware": "h800", "engines": {**ENGINE, "count": 2, "most": most}},
-            {"name": "bandwidth", "hardware": "h20", "engines": {**ENGINE, "count": bandwidth}},
-            {"name": "environments", "resource": "environments", "slots": 32, "slots_per_worker": 16},
+        "tasks": [
+            {**task, "affinity": pool} for task, pool in zip(raw["tasks"], ("compute", "bandwidth"), strict=True)
         ],
-        "train": {**base["train"], "pool": "bandwidth", "steps": STEPS},
+        "pools": [
+            {"name": "compute", "hardware": "h800", "engines": {**embedded, "count": 2, "most": most}},
+            {"name": "bandwidth", **bandwidth},
+            {"name": "environments", "resource": "environments", **rooms},
+        ],
+        "train": {**raw["train"], "pool": "bandwidth", "steps": STEPS},
         "weights": {"type": "files", "path": str(tmp_path / "weights"), "bucket_mb": 16},
         "cluster": {"type": "ray", "address": nodes.cluster.address, "wait_s": 20},
     }
-    return small_job(model, **{**wanted, **settings})
+    return build_job({**raw, **wanted, **settings})
+
+
+def unhurried(model: Path) -> dict[str, Any]:
+    """The small job with slow environments: at full speed it leaves a server no core to start again on."""
+    raw = raw_job(model)
+    return {**raw, "tasks": [{**task, "latency": 0.5} for task in raw["tasks"]]}
 
 
 class Script:
@@ -174,9 +200,14 @@ def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[]
     result: RunResult = train(job, out, watch=lambda _: script.read)
     script.end()
     assert result.summary["state"] == "interrupted", result.summary["reason"]
+    kept(result)
+    return list(read_events(out / "events.jsonl"))
+
+
+def kept(result: RunResult) -> None:
+    """No promise is broken, no group is lost, none trained on twice."""
     assert result.violations == []
     assert (result.summary["groups"]["lost"], result.summary["groups"]["trained_twice"]) == (0, 0)
-    return list(read_events(out / "events.jsonl"))
 
 
 def placed(out: Path) -> list[dict[str, Any]]:
@@ -190,11 +221,34 @@ def elsewhere(events: list[Event]) -> list[Event]:
     ]
 
 
-def test_every_worker_and_request_is_where_its_pool_says(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
-    job = five_node_job(nodes, model, tmp_path)
+def served(out: Path, engine: str) -> int:
+    """The requests that a vLLM server itself says it has answered."""
+    return (out / "logs" / f"{engine}-vllm.log").read_text().count('"POST /v1/completions HTTP/1.1" 200')
 
-    events = play(job, tmp_path / "run", (step(3), Script.stop))
 
+@needs_vllm
+def test_every_worker_and_request_of_the_quickstart_is_where_its_pool_says(
+    nodes: FiveNodes, model: Path, tmp_path: Path
+) -> None:
+    """The quickstart, shortened, with embedded engines in one pool and a vLLM server in the other."""
+    raw = yaml.safe_load((ROOT / "jobs" / "quickstart.yaml").read_text())
+    slots = next(pool["slots"] for pool in raw["pools"] if "slots" in pool)
+    job = five_node_job(
+        nodes,
+        raw,
+        tmp_path,
+        bandwidth=VLLM,
+        rooms={"slots": slots, "slots_per_worker": slots // 2, "isolation": "inline"},
+        model={**raw["model"], "path": str(model)},
+        train={**raw["train"], "pool": "bandwidth", "steps": 3},
+        evaluation={**raw["evaluation"], "every": 3, "episodes": 8},
+    )
+
+    result = train(job, tmp_path / "run")
+
+    assert (result.summary["state"], result.summary["steps"]) == ("finished", 3), result.summary["reason"]
+    kept(result)
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
     kinds = nodes.kinds()
     where = {
         (row["worker"].rpartition("-")[0] or row["worker"], kinds[row["node"]]) for row in placed(tmp_path / "run")
@@ -207,21 +261,49 @@ def test_every_worker_and_request_is_where_its_pool_says(nodes: FiveNodes, model
     }
     assert len({row["node"] for row in placed(tmp_path / "run") if row["worker"].startswith("compute")}) == 2
     sends = [event for event in events if event["e"] == "send"]
-    assert {(event["want"], event["engine"].rpartition("-")[0]) for event in sends} == {
-        ("compute", "compute"),
-        ("bandwidth", "bandwidth"),
+    tasks = {event["id"]: event["task"].partition("/")[0] for event in events if event["e"] == "start"}
+    landed = Counter((tasks[event["id"].rpartition("/")[0]], event["want"], event["engine"]) for event in sends)
+    assert set(landed) == {
+        ("lake", "compute", "compute-0"),
+        ("lake", "compute", "compute-1"),
+        ("maths", "bandwidth", "bandwidth-0"),
     }
     assert not any("fallback" in event for event in sends)
+    assert served(tmp_path / "run", "bandwidth-0") >= landed["maths", "bandwidth", "bandwidth-0"]
+    swaps = {(event["engine"], event["version"]) for event in events if event["e"] == "engine.swap"}
+    assert swaps >= {("bandwidth-0", 1), ("bandwidth-0", 2)}, "each with the log-probabilities of its probe"
+    none_left_in(tmp_path)
 
 
-def test_a_lost_node_costs_time_only_and_its_pool_heals(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
-    job = five_node_job(nodes, model, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "pool", "bandwidth", "fallbacks"),
+    [
+        pytest.param("h800", "compute", EMBEDDED, set(), id="embedded, one of two"),
+        pytest.param(
+            *("h20", "bandwidth", VLLM, {"pool bandwidth has no engine up"}), id="vllm, the only one", marks=needs_vllm
+        ),
+    ],
+)
+def test_a_lost_node_costs_time_only_and_its_pool_heals(
+    nodes: FiveNodes,
+    model: Path,
+    tmp_path: Path,
+    kind: str,
+    pool: str,
+    bandwidth: Mapping[str, Any],
+    fallbacks: set[str],
+) -> None:
+    raw = unhurried(model)
+    trainer = {**raw["train"], "pool": "environments", "steps": STEPS}
+    job = five_node_job(nodes, raw, tmp_path, bandwidth=bandwidth, train=trainer)
+    no_room = f"it needs 1 CPU on a machine with the resource '{kind}', and no machine had room for 20 s"
 
     events = play(
         job,
         tmp_path / "run",
-        (step(2), lambda: nodes.kill("h800")),
-        (lambda event: event["e"] == "engine.retry" and NO_ROOM in event["reason"], lambda: nodes.add("h800")),
+        (step(2), nothing),
+        (lambda event: event["e"] == "send" and event["pool"] == pool, lambda: nodes.kill(kind)),
+        (lambda event: event["e"] == "engine.retry" and no_room in event["reason"], lambda: nodes.add(kind)),
         (seen("engine.up"), nothing),
         (steps(2), Script.stop),
     )
@@ -230,20 +312,28 @@ def test_a_lost_node_costs_time_only_and_its_pool_heals(nodes: FiveNodes, model:
     back = next(event for event in events if event["e"] == "engine.up")
     engine = down["engine"]
     assert engine == back["engine"]
-    assert engine.startswith("compute-")
+    assert engine.startswith(f"{pool}-")
     lost = [event["id"] for event in events if event["e"] == "lost"]
     again = {event["id"] for event in events if event["e"] == "send" and event["n"] > down["n"]}
+    assert lost
     assert set(lost) <= again, "each request that the node held was sent again"
     meanwhile = [event for event in events if down["n"] < event["n"] < back["n"]]
     assert sum(event["e"] == "step.end" for event in meanwhile) >= 1, "the job went on without it"
     assert not any(event["e"] == "send" and event["engine"] == engine for event in meanwhile)
     assert any(event["e"] == "said" and event["engine"] == engine and event["n"] > back["n"] for event in events)
+    assert {event["fallback"] for event in events if "fallback" in event} == fallbacks
     assert elsewhere(events) == []
+    none_left_in(tmp_path)
 
 
-def test_the_only_trainer_node_is_lost_and_training_resumes(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "bandwidth", [pytest.param(EMBEDDED, id="embedded"), pytest.param(VLLM, id="vllm", marks=needs_vllm)]
+)
+def test_the_only_trainer_node_is_lost_and_training_resumes(
+    nodes: FiveNodes, model: Path, tmp_path: Path, bandwidth: Mapping[str, Any]
+) -> None:
     """With it goes the only engine of a pool: its requests fall back, with the reason, until a node returns."""
-    job = five_node_job(nodes, model, tmp_path, checkpoint={"every": 3})
+    job = five_node_job(nodes, unhurried(model), tmp_path, bandwidth=bandwidth, checkpoint={"every": 3})
 
     events = play(
         job,
@@ -262,10 +352,11 @@ def test_the_only_trainer_node_is_lost_and_training_resumes(nodes: FiveNodes, mo
     fallbacks = [event for event in events if event["e"] == "send" and event["pool"] != event["want"]]
     assert {event["fallback"] for event in fallbacks} == {"pool bandwidth has no engine up"}
     assert elsewhere(events) == []
+    none_left_in(tmp_path)
 
 
 def test_a_lost_environment_node_ends_only_what_ran_there(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
-    job = five_node_job(nodes, model, tmp_path)
+    job = five_node_job(nodes, raw_job(model), tmp_path)
 
     events = play(
         job,
@@ -281,7 +372,7 @@ def test_a_lost_environment_node_ends_only_what_ran_there(nodes: FiveNodes, mode
 
 
 def test_a_pool_grows_and_shrinks_with_its_nodes(nodes: FiveNodes, model: Path, tmp_path: Path) -> None:
-    job = five_node_job(nodes, model, tmp_path, most=3)
+    job = five_node_job(nodes, raw_job(model), tmp_path, most=3)
 
     events = play(
         job,
@@ -305,12 +396,13 @@ def test_a_pool_grows_and_shrinks_with_its_nodes(nodes: FiveNodes, model: Path, 
 def test_a_job_that_does_not_fit_is_refused_by_pool(
     nodes: FiveNodes, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = five_node_job(nodes, model, tmp_path)
+    job = five_node_job(nodes, raw_job(model), tmp_path)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    three = {**EMBEDDED, "engines": {"count": 3}}
 
     with pytest.raises(JobError, match=r"Pool bandwidth, rollout: 2 of 3 workers placed") as refused:
-        train(five_node_job(nodes, model, tmp_path, most=None, bandwidth=3), tmp_path / "run")
+        train(five_node_job(nodes, raw_job(model), tmp_path, bandwidth=three), tmp_path / "run")
     assert "Pool bandwidth, train: 0 of 1 workers placed" in str(refused.value)
     assert "Pool compute" not in str(refused.value)
     assert not (tmp_path / "run").exists()

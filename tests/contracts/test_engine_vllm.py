@@ -1,12 +1,9 @@
 """The engine contract, and more, on a real vLLM server: one for the whole module, as it takes a minute to start.
 
 The model has tied embeddings, which vLLM reloads wrongly where they stay tied.
-
-Needs an interpreter that has vLLM: ROLLART_VLLM_PYTHON, or `.venv-vllm` as `make test-slow` makes it.
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollart.engines.launch import PYTHON_VARIABLES, TOKEN_VARIABLE, ServerSettings, launch
+from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine
 from rollart.engines.vllm import command, environment
@@ -24,16 +21,12 @@ from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
 from tests.engines.reference import request
 from tests.engines.remote import CONTEXT_TOKENS, Versions
+from tests.vllm_python import PYTHON, needs_vllm
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get(PYTHON_VARIABLES["vllm"]) or str(ROOT / ".venv-vllm" / "bin" / "python")
 KEY = "the-key"
 START_S = 600.0
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"no vLLM: {PYTHON} is not there; `make .venv-vllm` makes it"),
-]
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 
 class Running:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,21 @@ def test_it_is_waited_for_and_ended_with_all_below_it(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "child").read_text()))
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path, whole_group: bool) -> None:
-    """However the parent is killed: alone, or with its whole process group as `LocalCluster` does it."""
+def kill_group(pid: int) -> None:
+    """As `LocalCluster` does it."""
+    os.killpg(pid, signal.SIGKILL)
+
+
+def kill_with_children(pid: int) -> None:
+    """As a Ray worker ends: its direct children are killed first."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [lambda pid: os.kill(pid, signal.SIGKILL), kill_group, kill_with_children])
+def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path, kill: Callable[[int], None]) -> None:
+    """However the parent is killed: alone, with its whole process group, or after its children."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(free_port()), str(tmp_path), SERVER],
         stdout=subprocess.PIPE,
@@ -80,7 +93,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path, whole_group: bool)
     with parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n", (tmp_path / "log").read_text()
-        (os.killpg if whole_group else os.kill)(parent.pid, signal.SIGKILL)
+        kill(parent.pid)
         parent.wait()
     assert gone(int((tmp_path / "child").read_text()))
 
