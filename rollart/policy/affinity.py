@@ -74,7 +74,7 @@ class Affinity:
         self._since = self._seen = 0
         self._measured = False
         """The plan comes from profiles of all free tasks."""
-        self._meters = {task: Meter() for task in tasks}
+        self._meters = {task: Meter(demand[task]) for task in tasks}
         self._owed: dict[tuple[str, str], float] = {}
         self.plan: Plan = spread(self._problem())
 

@@ -110,7 +110,7 @@ def test_with_many_tasks_one_at_a_time_is_moved_until_none_helps(monkeypatch: py
 # --- over time --------------------------------------------------------------------------------------------------
 
 
-def two_tasks(game: str = "auto", maths: str = "auto", demand: float = 32.0) -> Affinity:
+def two_tasks(game: str = "auto", maths: str = "auto", demand: float = 20.0) -> Affinity:
     names = ("game", "maths")
     return Affinity(
         {"game": game, "maths": maths},
