@@ -3,8 +3,11 @@
 Affinity decides; this measures. Everything in a profile comes from finished turns, whatever engine served them.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+from rollart.control.buffer import Growing
 from rollart.control.fleet import Fleet
 from rollart.events import LogHandle
 from rollart.policy.affinity import Affinity, Decision
@@ -21,9 +24,12 @@ class Placing:
         fleet.on_change = self._engines_changed
         self._write(affinity.first(), -1)
 
-    def place(self, task: str) -> tuple[str, ...]:
-        """The pool for the next group of a task, then its stand-ins."""
-        return self._affinity.place(task)
+    def place(self, task: str, growing: Iterable[Growing] = ()) -> tuple[str, ...]:
+        """The pool for the next group of a task, then its stand-ins. `growing`: the groups under way."""
+        living: Counter[str] = Counter()
+        if self._affinity.split(task):
+            living.update(group.order[0] for group in growing if group.task.domain == task and group.order)
+        return self._affinity.place(task, living)
 
     def measure(self, trajectory: Trajectory) -> None:
         """Let affinity learn from what a trajectory needed. One that was cancelled says nothing about its task."""

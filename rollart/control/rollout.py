@@ -114,7 +114,7 @@ class Rollout:
         group = Growing(group_id, task, settings, places, self._loop.time())
         self.slots.admit(group_id)
         self.buffer.admit(group)
-        group.order = self._placing.place(task.domain)
+        group.order = self._placing.place(task.domain, self.buffer.growing.values())
         group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
         for number, member in enumerate(group.members):
             self._crew.spawn(self._play(group, number, member))

@@ -81,6 +81,13 @@ def test_the_assignment_follows_a_shift() -> None:
     assert shares[-1][1] > before
 
 
+def test_groups_do_not_pile_up_on_a_pool_that_has_fallen_behind() -> None:
+    """Half of a task on one engine with just enough room for its caches. Before any plan is made it has too much, and
+    falls behind; were it given its share of new groups all the same, it would never catch up."""
+    run = play(auto(draw_sides(30, "pd", 7), {COMPUTE: 1, BANDWIDTH: 17}, 18))
+    assert run.step_beyond_s(8) < 45.0, "35 s on the cheap pool alone; more than 100 s where they pile up"
+
+
 @pytest.mark.slow
 def test_after_a_shift_auto_is_near_the_best_fixed_assignment() -> None:
     row = after_a_shift(affinity.SHIFT_STEPS, affinity.SHIFT_AFTER_S)
