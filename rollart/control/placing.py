@@ -4,10 +4,8 @@ Affinity decides; this measures. Everything in a profile comes from finished tur
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from rollart.control.buffer import Growing
 from rollart.control.fleet import Fleet
 from rollart.events import LogHandle
 from rollart.policy.affinity import Affinity, Decision
@@ -21,15 +19,24 @@ class Placing:
         self._affinity = affinity
         self._fleet = fleet
         self._log = log
+        self._living: dict[str, Counter[str]] = {}
+        """Task -> pool -> groups under way."""
         fleet.on_change = self._engines_changed
         self._write(affinity.first(), -1)
 
-    def place(self, task: str, growing: Iterable[Growing] = ()) -> tuple[str, ...]:
-        """The pool for the next group of a task, then its stand-ins. `growing`: the groups under way."""
-        living: Counter[str] = Counter()
-        if self._affinity.split(task):
-            living.update(group.order[0] for group in growing if group.task.domain == task and group.order)
-        return self._affinity.place(task, living)
+    def place(self, task: str) -> tuple[str, ...]:
+        """The pool for something that is no group of the rollout, then its stand-ins."""
+        return self._affinity.place(task)
+
+    def admit(self, task: str) -> tuple[str, ...]:
+        """The pool for the next group of a task, then its stand-ins. Call `left` when the group needs it no more."""
+        living = self._living.setdefault(task, Counter())
+        order = self._affinity.place(task, living)
+        living[order[0]] += 1
+        return order
+
+    def left(self, task: str, pool: str) -> None:
+        self._living[task][pool] -= 1
 
     def measure(self, trajectory: Trajectory) -> None:
         """Let affinity learn from what a trajectory needed. One that was cancelled says nothing about its task."""

@@ -103,10 +103,6 @@ class Affinity:
         up = [pool.name for pool in self._pools if pool.engines]
         return next((name for name in self._order[wanted] if name in up), wanted)
 
-    def split(self, task: str) -> bool:
-        """Is the task on several pools?"""
-        return task not in self._fixed and len(self.plan[task]) > 1
-
     def place(self, task: str, living: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """For the next group of this task: its pool, then the ones that may stand in for it. Pools take turns in
         proportion to their shares; one on which more groups live than the plan reckons with is passed over, for it

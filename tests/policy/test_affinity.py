@@ -145,14 +145,12 @@ def test_a_pool_that_has_fallen_behind_is_passed_over() -> None:
     """Ten groups are the plan's reckoning for the task: two steps' worth of 20 trajectories in groups of four."""
     one = two_tasks()
     one.plan = {**one.plan, "game": {"compute": 0.5, "bandwidth": 0.5}}
-    assert one.split("game")
     pools = [one.place("game", {"compute": 5, "bandwidth": 2})[0] for _ in range(20)]
     assert pools == ["bandwidth"] * 20
     later = [one.place("game", {"compute": 4, "bandwidth": 4})[0] for _ in range(20)]
     assert 10 <= later.count("compute") <= 12, "it is not sent all at once what it was owed"
     both = [one.place("game", {"compute": 9, "bandwidth": 9})[0] for _ in range(20)]
     assert both.count("compute") == 10, "where all have fallen behind, by shares"
-    assert not two_tasks(game="compute").split("game")
 
 
 def test_tasks_go_to_the_pool_that_suits_them_once_they_are_measured_and_the_reason_is_told() -> None:
