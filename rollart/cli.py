@@ -186,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     # each is a module of rollart/bench with a function `measure`
     bench.add_argument("--json", action="store_true")
+    bench.add_argument("--workers", type=_count, help="affinity: processes (default 1); the figures are the same")
     bench.set_defaults(run=_bench)
     return parser
 
@@ -458,7 +459,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from importlib import import_module
 
-    figures = import_module(f"rollart.bench.{arguments.what}").measure()
+    if arguments.workers is not None and arguments.what != "affinity":
+        raise JobError("--workers: has an effect with bench affinity only; remove it")
+    options = {"workers": arguments.workers} if arguments.workers is not None else {}
+    figures = import_module(f"rollart.bench.{arguments.what}").measure(**options)
     if arguments.json:
         _print_json(figures)
     else:

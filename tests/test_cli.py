@@ -55,3 +55,8 @@ def test_the_command_line_starts_light() -> None:
     loaded = set(done.stdout.split())
     assert "rollart.cli" in loaded
     assert loaded & {"pydantic", "numpy", "rich", "torch"} == set()
+
+
+def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "control", "--workers", "2"]) == 2
+    assert "bench affinity" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "game": {"turns": 12, "prompt_tokens": 3000, "observation_tokens": 2000, "answer_tokens": 30},
                 "maths": {"turns": 1, "answer_tokens": 2500},
             },
-            "faults": [{"kind": "engine_death", "at_s": 90, "target": 0}],
+            "faults": [{"kind": "engine_death", "at_s": 100, "target": 0}],
         },
     }
     assert simulate(build_job(raw), folder).summary["state"] == "finished"

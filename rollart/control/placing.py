@@ -3,6 +3,7 @@
 Affinity decides; this measures. Everything in a profile comes from finished turns, whatever engine served them.
 """
 
+from collections import Counter
 from typing import Any
 
 from rollart.control.fleet import Fleet
@@ -18,12 +19,24 @@ class Placing:
         self._affinity = affinity
         self._fleet = fleet
         self._log = log
+        self._living: dict[str, Counter[str]] = {}
+        """Task -> pool -> groups under way."""
         fleet.on_change = self._engines_changed
         self._write(affinity.first(), -1)
 
     def place(self, task: str) -> tuple[str, ...]:
-        """The pool for the next group of a task, then its stand-ins."""
+        """The pool for something that is no group of the rollout, then its stand-ins."""
         return self._affinity.place(task)
+
+    def admit(self, task: str) -> tuple[str, ...]:
+        """The pool for the next group of a task, then its stand-ins. Call `left` when the group needs it no more."""
+        living = self._living.setdefault(task, Counter())
+        order = self._affinity.place(task, living)
+        living[order[0]] += 1
+        return order
+
+    def left(self, task: str, pool: str) -> None:
+        self._living[task][pool] -= 1
 
     def measure(self, trajectory: Trajectory) -> None:
         """Let affinity learn from what a trajectory needed. One that was cancelled says nothing about its task."""

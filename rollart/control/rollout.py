@@ -114,7 +114,7 @@ class Rollout:
         group = Growing(group_id, task, settings, places, self._loop.time())
         self.slots.admit(group_id)
         self.buffer.admit(group)
-        group.order = self._placing.place(task.domain)
+        group.order = self._placing.admit(task.domain)
         group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
         for number, member in enumerate(group.members):
             self._crew.spawn(self._play(group, number, member))
@@ -156,6 +156,7 @@ class Rollout:
         match verdict:
             case Verdict.READY:
                 done = self.buffer.complete(group)
+                self._placing.left(group.task.domain, group.order[0])
                 self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
                 if done is None:
                     self._end(group.id, group.task, "filtered", cause)
@@ -183,6 +184,7 @@ class Rollout:
     def _kill(self, group: Growing, how: str, status: Status, reason: str, cause: int) -> None:
         """End a group whose members are still under way."""
         del self.buffer.growing[group.id]
+        self._placing.left(group.task.domain, group.order[0])
         self._stop_members(group, status, reason)
         self._end(group.id, group.task, how, cause)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.policy.planning import Plan, Problem, best_plan, spread
-from rollart.policy.prediction import NEVER_S, PoolSpeed
+from rollart.policy.prediction import NEVER_S, WAVE, PoolSpeed
 from rollart.policy.profile import Meter, TaskProfile
 
 CLEAR_GAIN = 0.05
@@ -18,6 +18,8 @@ FIRST_LOOK = 8
 """Trajectories of each free task before the first assignment by measurement."""
 REPLAN_EVERY = 64
 """Trajectories between two looks, or half a step's worth where that is more."""
+MOST_OWED = 2.0
+"""Groups that a pool can be owed, or owe: one that was passed over for long does not get all of them at once."""
 YOUNG = 4
 """Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
 the first profiles make tasks look shorter than they are."""
@@ -74,7 +76,7 @@ class Affinity:
         self._since = self._seen = 0
         self._measured = False
         """The plan comes from profiles of all free tasks."""
-        self._meters = {task: Meter() for task in tasks}
+        self._meters = {task: Meter(demand[task]) for task in tasks}
         self._owed: dict[tuple[str, str], float] = {}
         self.plan: Plan = spread(self._problem())
 
@@ -101,16 +103,19 @@ class Affinity:
         up = [pool.name for pool in self._pools if pool.engines]
         return next((name for name in self._order[wanted] if name in up), wanted)
 
-    def place(self, task: str) -> tuple[str, ...]:
+    def place(self, task: str, living: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """For the next group of this task: its pool, then the ones that may stand in for it. Pools take turns in
-        proportion to their shares."""
+        proportion to their shares; one on which more groups live than the plan reckons with is passed over, for it
+        has fallen behind. `living`: pool -> groups of the task that are under way there."""
         if task in self._fixed:
             return self._order[self._fixed[task]]
         shares = self.plan[task]
         for pool, share in shares.items():
-            self._owed[task, pool] = self._owed.get((task, pool), 0.0) + share
-        chosen = max(shares, key=lambda pool: self._owed[task, pool])
-        self._owed[task, chosen] -= 1.0
+            self._owed[task, pool] = min(MOST_OWED, self._owed.get((task, pool), 0.0) + share)
+        most = (self._ahead + WAVE) * self._demand[task] / self._members[task]
+        under = [pool for pool, share in shares.items() if (living or {}).get(pool, 0) < share * most]
+        chosen = max(under or shares, key=lambda pool: self._owed[task, pool])
+        self._owed[task, chosen] = max(-MOST_OWED, self._owed[task, chosen] - 1.0)
         return self._order[chosen]
 
     def first(self) -> Decision:

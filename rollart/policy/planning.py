@@ -13,7 +13,7 @@ from rollart.policy.profile import TaskProfile
 
 EXHAUSTIVE = 256
 """Up to this many assignments of whole tasks are all tried; beyond, one task is moved at a time."""
-PARTS = (2, 4, 8)
+PARTS = (2, 4, 8, 16)
 """A task is split in so many parts, coarse first."""
 CLEARLY = 0.005
 """A move that gains less than this is none: predictions are no finer."""

@@ -15,6 +15,12 @@ CLOSE_ENOUGH = 0.003
 """Periods are searched to within this share."""
 ROUNDS = 4
 """How often the number of live trajectories and the cache hits that follow from it are worked out from each other."""
+WAVE = 0.5
+"""Steps' worth of trajectories that are alive beyond what a steady flow would keep alive: a swap frees a step's slots
+all at once."""
+ROOM = 0.9
+"""Share of the KV memory that caches are planned to fill: engines of a pool are not equally full at all times, and one
+that is too full falls far behind."""
 NEVER_S = 1e9
 """A pool that cannot serve a task at all takes this long."""
 
@@ -67,24 +73,43 @@ def forecast(
         return Forecast(period_s=0.0, trajectory_s={})
     if pool.engines == 0:
         return Forecast(period_s=NEVER_S, trajectory_s=dict.fromkeys(tasks, NEVER_S))
-    live = {task: ahead * work[task] / pool.engines for task in tasks}
-    limits = {task: ahead / profiles[task].straggle(members[task]) for task in tasks}
+    straggle = {task: profiles[task].straggle(members[task]) for task in tasks}
+    limits = {task: ahead / straggle[task] for task in tasks}
+    spans = dict(limits)
     period_s, lives = NEVER_S, dict.fromkeys(tasks, NEVER_S)
     for _ in range(ROUNDS):
-        hit = _hit_rate(pool, live, profiles)
-        found_s, lives = _shortest(pool, work, tasks, profiles, limits, hit)
+        live = {task: (spans[task] * straggle[task] + WAVE) * work[task] / pool.engines for task in tasks}
+        computed = _computed(pool, tasks, profiles, _hit_rate(pool, live, profiles), spans)
+        found_s, lives = _shortest(pool, work, tasks, profiles, limits, computed)
         if abs(found_s - period_s) <= CLOSE_ENOUGH * period_s:
             break
         period_s = found_s
         if period_s >= NEVER_S:
             break
-        live = {task: min(ahead, lives[task] / period_s) * work[task] / pool.engines for task in tasks}
+        spans = {task: min(limits[task], lives[task] / period_s) for task in tasks}
     return Forecast(period_s=period_s, trajectory_s=lives)
 
 
+def _computed(
+    pool: PoolSpeed, tasks: list[str], profiles: Mapping[str, TaskProfile], hit: float, spans: Mapping[str, float]
+) -> dict[str, float]:
+    """Task -> prompt tokens that the engines compute for one trajectory. `spans`: task -> periods that it lives, and so
+    the swaps that it lives through, each of which makes its cache worthless."""
+    computed: dict[str, float] = {}
+    for task in tasks:
+        one = profiles[task]
+        again = max(0.0, one.prompt_tokens - one.new_tokens)
+        kept = hit if one.cached_tokens or not one.trajectories else 0.0
+        held = max(0.0, one.context_tokens - one.decode_tokens / max(1.0, one.turns) / 2)
+        computed[task] = one.new_tokens + again * (1.0 - kept) + kept * spans[task] * held
+        if pool.pair is not None:  # what the other half said is not in this one's cache
+            computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
+    return computed
+
+
 def _hit_rate(pool: PoolSpeed, live: Mapping[str, float], profiles: Mapping[str, TaskProfile]) -> float:
-    """Share of caches that survive until the next turn: all while they fit, none when half of them do not."""
-    room = kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
+    """Share of caches that survive until the next turn: all while they fit, none when half as many again want room."""
+    room = ROOM * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
     wanted = sum(count * profiles[task].context_tokens for task, count in live.items())
     return max(0.0, min(1.0, 1.0 - 2.0 * (wanted / max(1.0, room) - 1.0)))
 
@@ -95,21 +120,21 @@ def _shortest(
     tasks: list[str],
     profiles: Mapping[str, TaskProfile],
     limits: Mapping[str, float],
-    hit: float,
+    computed: Mapping[str, float],
 ) -> tuple[float, dict[str, float]]:
     """`limits`: task -> periods that the mean trajectory may take."""
     low_s = high_s = 1.0
-    lives = _lives(pool, work, tasks, profiles, high_s, hit)
+    lives = _lives(pool, work, tasks, profiles, high_s, computed)
     while not _in_time(lives, limits, high_s):
         low_s, high_s = high_s, 2.0 * high_s
         if high_s > NEVER_S:
             return NEVER_S, dict.fromkeys(tasks, NEVER_S)
-        lives = _lives(pool, work, tasks, profiles, high_s, hit)
+        lives = _lives(pool, work, tasks, profiles, high_s, computed)
     if high_s == 1.0:
         low_s = 1e-3
     while high_s > (1.0 + CLOSE_ENOUGH) * low_s:
         middle_s = (low_s * high_s) ** 0.5
-        tried = _lives(pool, work, tasks, profiles, middle_s, hit)
+        tried = _lives(pool, work, tasks, profiles, middle_s, computed)
         if _in_time(tried, limits, middle_s):
             high_s, lives = middle_s, tried
         else:
@@ -128,20 +153,12 @@ def _lives(
     tasks: list[str],
     profiles: Mapping[str, TaskProfile],
     period_s: float,
-    hit: float,
+    computed: Mapping[str, float],
 ) -> dict[str, float] | None:
     """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
     model, pair = pool.model, pool.pair
     prefill_s = prefill_s_per_token(model, (pair or pool).hardware, (pair or pool).gpus)
     rates = {task: work[task] / (period_s * pool.engines) for task in tasks}
-    computed: dict[str, float] = {}
-    for task in tasks:
-        one = profiles[task]
-        again = max(0.0, one.prompt_tokens - one.new_tokens)
-        kept = hit if one.cached_tokens or not one.trajectories else 0.0
-        computed[task] = one.new_tokens + again * (1.0 - kept)
-        if pair is not None:  # what the other half said is not in this one's cache
-            computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
     prefilling = sum(
         rates[task] * (computed[task] * prefill_s + profiles[task].turns * pool.overhead_s) for task in tasks
     )

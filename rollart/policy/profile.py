@@ -2,16 +2,20 @@
 
 A long average keeps noise from moving tasks about; alone it would follow a real change too late. So each window of the
 newest trajectories is held against the average, and replaces it where the two differ by more than chance allows.
+
+Groups start in waves, one a step, and the short trajectories of a wave end first. So both the window and the average
+are of whole steps: a part of a step is of short ones or of long ones.
 """
 
 import math
 import statistics
 from dataclasses import dataclass
 
-MEMORY = 1 / 256
-"""Weight of the newest trajectory in the average, once so many were seen."""
+MEMORY = 256
+"""Trajectories that the average is of, or `MEMORY_STEPS` steps' worth where that is more; the newest count most."""
+MEMORY_STEPS = 4
 WINDOW = 16
-"""Trajectories that are held against the average together."""
+"""Trajectories that are held against the average together, or a step's worth where that is more."""
 SURPRISE = 4.0
 """Standard errors by which a window must differ: once in sixteen thousand by chance."""
 ENOUGH = 0.1
@@ -50,9 +54,9 @@ class TaskProfile:
         """Standard deviation of the tokens of a trajectory, as a share of their mean."""
         return math.sqrt(max(0.0, self.decode_squares / self.decode_tokens**2 - 1.0)) if self.decode_tokens else 0.0
 
-    def seen(self, other: "TaskProfile") -> "TaskProfile":
-        """With one more trajectory; the first ones count evenly, later ones by `MEMORY`."""
-        weight = max(MEMORY, 1.0 / (self.trajectories + 1))
+    def seen(self, other: "TaskProfile", memory: float = MEMORY) -> "TaskProfile":
+        """With one more trajectory; the first ones count evenly, each later one for one of `memory`."""
+        weight = max(1.0 / memory, 1.0 / (self.trajectories + 1))
 
         def mixed(mine: float, its: float) -> float:
             return mine + weight * (its - mine)
@@ -88,7 +92,10 @@ UNKNOWN = TaskProfile(
 class Meter:
     """Measures one task."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: float = 1.0) -> None:
+        """`step`: trajectories of the task in a step."""
+        self._memory = max(MEMORY, MEMORY_STEPS * step)
+        self._size = max(WINDOW, math.ceil(step))
         self.profile = UNKNOWN
         self._window: list[TaskProfile] = []
         self._logs: dict[str, tuple[float, float]] = {}
@@ -97,31 +104,31 @@ class Meter:
     def add(self, needed: TaskProfile) -> bool:
         """One trajectory ended. True when the task turns out to have changed."""
         self._window.append(needed)
-        changed = len(self._window) == WINDOW and self._surprising()
+        changed = len(self._window) == self._size and self._surprising()
         if changed:
             self.profile, self._logs = UNKNOWN, {}
             for one in self._window:
                 self._count(one)
         else:
             self._count(needed)
-        if len(self._window) == WINDOW:
+        if len(self._window) == self._size:
             self._window = []
         return changed
 
     def _count(self, needed: TaskProfile) -> None:
-        weight = max(MEMORY, 1.0 / (self.profile.trajectories + 1))
+        weight = max(1.0 / self._memory, 1.0 / (self.profile.trajectories + 1))
         for name, value in _compared(needed).items():
             mean, variance = self._logs.get(name, (value, 0.0))
             off = value - mean
             self._logs[name] = (mean + weight * off, (1.0 - weight) * (variance + weight * off * off))
-        self.profile = self.profile.seen(needed)
+        self.profile = self.profile.seen(needed, self._memory)
 
     def _surprising(self) -> bool:
-        if self.profile.trajectories < 2 * WINDOW:
+        if self.profile.trajectories < 2 * self._size:
             return False
         for name, (mean, variance) in self._logs.items():
             values = [_compared(one)[name] for one in self._window]
-            spread = max(variance, statistics.pvariance(values)) / WINDOW
+            spread = max(variance, statistics.pvariance(values)) / self._size
             if abs(statistics.fmean(values) - mean) > max(ENOUGH, SURPRISE * math.sqrt(spread)):
                 return True
         return False

@@ -110,7 +110,7 @@ def test_with_many_tasks_one_at_a_time_is_moved_until_none_helps(monkeypatch: py
 # --- over time --------------------------------------------------------------------------------------------------
 
 
-def two_tasks(game: str = "auto", maths: str = "auto", demand: float = 32.0) -> Affinity:
+def two_tasks(game: str = "auto", maths: str = "auto", demand: float = 20.0) -> Affinity:
     names = ("game", "maths")
     return Affinity(
         {"game": game, "maths": maths},
@@ -139,6 +139,18 @@ def test_nothing_measured_means_spread_by_what_the_pools_can_do() -> None:
     for name, share in one.plan["game"].items():
         assert pools.count(name) == pytest.approx(100 * share, abs=1)
     assert "nothing is measured yet" in one.first().reason
+
+
+def test_a_pool_that_has_fallen_behind_is_passed_over() -> None:
+    """Ten groups are the plan's reckoning for the task: two steps' worth of 20 trajectories in groups of four."""
+    one = two_tasks()
+    one.plan = {**one.plan, "game": {"compute": 0.5, "bandwidth": 0.5}}
+    pools = [one.place("game", {"compute": 5, "bandwidth": 2})[0] for _ in range(20)]
+    assert pools == ["bandwidth"] * 20
+    later = [one.place("game", {"compute": 4, "bandwidth": 4})[0] for _ in range(20)]
+    assert 10 <= later.count("compute") <= 12, "it is not sent all at once what it was owed"
+    both = [one.place("game", {"compute": 9, "bandwidth": 9})[0] for _ in range(20)]
+    assert both.count("compute") == 10, "where all have fallen behind, by shares"
 
 
 def test_tasks_go_to_the_pool_that_suits_them_once_they_are_measured_and_the_reason_is_told() -> None:

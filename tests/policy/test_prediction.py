@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollart.hardware import HARDWARE, MODELS, Pair
+from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens, prefill_s_per_token
 from rollart.policy.prediction import NEVER_S, PoolSpeed, forecast
 from rollart.policy.profile import TaskProfile
 
@@ -40,9 +40,10 @@ def period_s(pool: PoolSpeed, one: TaskProfile, count: float = 32.0, members: in
     return forecast(pool, {"a": count}, {"a": one}, {"a": members}, ahead).period_s
 
 
-def test_each_kind_of_task_is_faster_on_its_kind_of_hardware_at_equal_numbers() -> None:
-    assert period_s(COMPUTE, PREFILL_HEAVY) < period_s(BANDWIDTH.with_engines(2), PREFILL_HEAVY)
-    assert period_s(BANDWIDTH.with_engines(2), DECODE_HEAVY) < period_s(COMPUTE, DECODE_HEAVY)
+def test_each_kind_of_task_is_faster_on_its_kind_of_hardware_at_equal_price() -> None:
+    cheap = BANDWIDTH.with_engines(6)
+    assert period_s(COMPUTE, PREFILL_HEAVY, 16.0) < 0.9 * period_s(cheap, PREFILL_HEAVY, 16.0)
+    assert period_s(cheap, DECODE_HEAVY, 16.0) < 0.9 * period_s(COMPUTE, DECODE_HEAVY, 16.0)
 
 
 @pytest.mark.parametrize("pool", [COMPUTE, BANDWIDTH])
@@ -61,9 +62,25 @@ def test_tokens_are_cheaper_in_a_batch() -> None:
 def test_caches_that_do_not_fit_are_paid_for() -> None:
     """The same work with four times the context: without the caches it is prefilled over and over."""
     wide = replace(PREFILL_HEAVY, context_tokens=4 * PREFILL_HEAVY.context_tokens)
-    assert period_s(COMPUTE, wide, 48.0) > 2 * period_s(COMPUTE, PREFILL_HEAVY, 48.0)
+    assert period_s(COMPUTE, wide, 16.0) > 2 * period_s(COMPUTE, PREFILL_HEAVY, 16.0)
     uncached = replace(PREFILL_HEAVY, cached_tokens=0.0)
-    assert period_s(COMPUTE, uncached) > 1.3 * period_s(COMPUTE, PREFILL_HEAVY), "an engine without a cache"
+    assert period_s(COMPUTE, uncached, 16.0) > 1.3 * period_s(COMPUTE, PREFILL_HEAVY, 16.0), "an engine without a cache"
+
+
+def test_caches_of_all_that_may_be_alive_must_fit_beside_each_other() -> None:
+    """Two steps' worth may be alive. While they fit, the time grows as the work does; beyond, far faster."""
+    room = 2 * kv_capacity_tokens(COMPUTE.model, COMPUTE.hardware, 1)
+    fits = 0.85 * room / 2 / PREFILL_HEAVY.context_tokens
+    assert period_s(COMPUTE, PREFILL_HEAVY, fits) < 1.5 * period_s(COMPUTE, PREFILL_HEAVY, fits / 1.4)
+    assert period_s(COMPUTE, PREFILL_HEAVY, 1.4 * fits) > 2.5 * period_s(COMPUTE, PREFILL_HEAVY, fits)
+
+
+def test_caches_are_computed_anew_after_every_swap() -> None:
+    """One context more for each swap in a trajectory's life; nearly all that this pool has to do is prefill."""
+    prefill_s = prefill_s_per_token(BANDWIDTH.model, BANDWIDTH.hardware, 1)
+    once_s = 32.0 / BANDWIDTH.engines * PREFILL_HEAVY.new_tokens * prefill_s
+    again_s = 32.0 / BANDWIDTH.engines * PREFILL_HEAVY.context_tokens * prefill_s
+    assert once_s + again_s < period_s(BANDWIDTH, PREFILL_HEAVY, 32.0) < once_s + 2 * again_s
 
 
 def test_a_group_waits_for_its_slowest_member() -> None:

@@ -31,7 +31,7 @@ def test_the_first_trajectories_count_evenly_and_later_ones_by_memory() -> None:
     for _ in range(300):
         profile = profile.seen(needed(200))
     assert profile.seen(needed(1200)).decode_tokens == pytest.approx(
-        profile.decode_tokens + MEMORY * (1200 - profile.decode_tokens)
+        profile.decode_tokens + (1200 - profile.decode_tokens) / MEMORY
     )
     assert profile.trajectories == 303
 
@@ -61,6 +61,27 @@ def test_a_change_is_seen_within_two_windows_and_the_old_average_forgotten(seed:
     for _ in range(WINDOW):
         meter.add(needed(rng.lognormvariate(7, 0.6)))
     assert meter.profile.decode_tokens == pytest.approx(1313, rel=0.35)
+
+
+def waves(meter: Meter, steps: int, size: int) -> tuple[list[float], int]:
+    """Steps of a task that does not change; in each, short trajectories end first. The average after every
+    trajectory of the last two steps, and how often the task was taken for changed."""
+    averages: list[float] = []
+    changes = 0
+    for step in range(steps):
+        rng = random.Random(step)
+        for decode in sorted(rng.lognormvariate(7, 0.6) for _ in range(size)):
+            changes += meter.add(needed(decode))
+            if step >= steps - 2:
+                averages.append(meter.profile.decode_tokens)
+    return averages, changes
+
+
+def test_short_ones_that_end_first_are_no_change_and_do_not_move_the_average() -> None:
+    averages, changes = waves(Meter(200), 12, 200)
+    assert changes == 0
+    assert max(averages) < 1.15 * min(averages)
+    assert waves(Meter(), 12, 200)[1] > 10, "what a step holds must be known"
 
 
 def test_a_certain_but_small_change_is_none() -> None:
