@@ -185,6 +185,18 @@ def test_the_assignment_follows_a_task_that_changes() -> None:
     assert any("has changed" in decision.reason for decision in moved)
 
 
+def test_short_trajectories_that_end_first_in_every_step_are_no_change() -> None:
+    one = Affinity({"a": "auto"}, {"a": 200.0}, {"a": 4}, [COMPUTE, BANDWIDTH], ORDER)
+    reasons = []
+    for step in range(8):
+        rng = random.Random(step)
+        for decode in sorted(DECODE_HEAVY.decode_tokens * rng.lognormvariate(0, 0.5) for _ in range(200)):
+            decision = one.seen("a", replace(DECODE_HEAVY, decode_tokens=decode, decode_squares=decode**2))
+            reasons.append(decision.reason if decision is not None else "")
+    assert any(reasons)
+    assert [reason for reason in reasons if "has changed" in reason] == []
+
+
 def test_looks_come_once_in_so_many_trajectories() -> None:
     one = two_tasks(demand=8.0)
     young = feed(one, 2 * YOUNG * 8, PREFILL_HEAVY, DECODE_HEAVY)
