@@ -191,6 +191,7 @@ def _workers(
             trainer,
             engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
             trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
+            trainer_ranks=job.train.gpus,
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
             log_dir=out / "logs",
             address=job.cluster.address,

@@ -34,8 +34,9 @@ def demands(job: Job) -> list[Demand]:
             needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
             found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
         if pool is job.train_pool:
-            needs = _needs(kind, job.train.threads, job.train.gpus, on_cpu=job.train.device == "cpu")
-            found.append(Demand(pool=pool.name, role="train", count=1, needs=needs))
+            # each rank is a process of its own, with a GPU of its own
+            needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
+            found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
     return found
 
 

@@ -11,12 +11,12 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollart.cluster.link import LENGTH, Outbox
-from rollart.errors import ClusterError
+from rollart.errors import BoundaryError, ClusterError
 from rollart.tasks.child import die_with_parent
 from rollart.wire import unpack
 
@@ -66,8 +66,11 @@ async def _serve(link: socket.socket) -> None:
         task.add_done_callback(running.discard)
 
 
-async def build(setup: Mapping[str, Any]) -> Any:
-    """The implementation that this process runs: an engine, a trainer, or environments. Every cluster calls this."""
+async def build(setup: Mapping[str, Any], ranks: "Sequence[RankWorker]" = ()) -> Any:
+    """The implementation that this process runs: an engine, a trainer, or environments. Every cluster calls this.
+
+    `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
+    """
     if setup.get("cores"):
         os.sched_setaffinity(0, setup["cores"])
     match setup["role"]:
@@ -108,7 +111,7 @@ async def build(setup: Mapping[str, Any]) -> Any:
             )
             return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
         case "trainer" if setup["type"] == "fsdp2":
-            return await _ranked_trainer(setup)
+            return await _ranked_trainer(setup, ranks)
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
@@ -135,20 +138,35 @@ def _trainer_settings(setup: Mapping[str, Any]) -> "TrainerSettings":
     return TrainerSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
 
 
-async def _ranked_trainer(setup: Mapping[str, Any]) -> "RankedTrainer":
-    """A trainer whose ranks are child processes of this one. They end with it, as it ends with its parent."""
+class RankWorker(Protocol):
+    """A rank that is yet to be built."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    async def start(self, setup: Mapping[str, Any]) -> None: ...
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any: ...
+
+    async def stop(self) -> None: ...
+
+
+async def _ranked_trainer(setup: Mapping[str, Any], placed: "Sequence[RankWorker]" = ()) -> "RankedTrainer":
+    """A trainer of several ranks: those that were placed for it, else child processes. These end with it, as it ends
+    with its parent."""
     from rollart.cluster.local import Process
     from rollart.train.ranks import RankedTrainer
 
-    log_dir = Path(setup["log_dir"])
-    ranks = [Process(f"rank-{rank}", log_dir) for rank in range(setup["world_size"])]
-    meeting = _meeting_place(log_dir)
+    log_dir, device = Path(setup["log_dir"]), setup["settings"]["device"]
+    ranks = placed or [Process(f"rank-{rank}", log_dir) for rank in range(setup["world_size"])]
+    meeting = setup["meeting"] if placed else f"file://{_meeting_place(log_dir)}"
     setups = [
         {
             **setup,
             "role": "rank",
-            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": f"file://{meeting}"},
-            "settings": {**setup["settings"], "device": _device_of(setup["settings"]["device"], rank)},
+            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": meeting},
+            # a rank that was placed sees no GPU but its own
+            "settings": {**setup["settings"], "device": device if placed else _device_of(device, rank)},
         }
         for rank in range(len(ranks))
     ]

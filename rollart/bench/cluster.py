@@ -98,12 +98,13 @@ def _ray(directory: Path) -> tuple[Any, Callable[[], Sequence[int]]]:
         {},
         engine_needs={POOL: nothing},
         trainer_needs=nothing,
+        trainer_ranks=1,
         room=[nothing],
         log_dir=directory,
         address=None,
         wait_s=300.0,
     )
-    return cluster, lambda: [worker.place["pid"] for worker in cluster.workers.values()]
+    return cluster, lambda: [worker.places[name]["pid"] for name, worker in cluster.workers.items()]
 
 
 async def _rounds(engines: Sequence[WorkerEngine]) -> dict[str, Any]:

@@ -4,6 +4,9 @@ An actor hosts what `rollart.worker.build` makes. Calls carry `rollart.wire` byt
 serialisation, between our own processes only, behind the cluster's authentication token. An actor that dies raises the
 port's error in every call under way, and is never restarted by Ray: control does that, because only control knows which
 weights it must load first. A worker no machine has room for waits `wait_s` for one to join, then raises NoRoom.
+
+A trainer's place is a placement group. One of several ranks has a bundle for each, on as few machines as have room, and
+an actor in each bundle; one more, the trainer itself, sits with the first and calls them.
 """
 
 import asyncio
@@ -29,8 +32,8 @@ from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
 from rollart.types import EngineSpec, Needs, Node
 from rollart.wire import pack, unpack
 
-Build = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Makes a worker from its set-up: `rollart.worker.build`."""
+Build = Callable[..., Awaitable[Any]]
+"""Makes a worker from its set-up, and from its ranks where it has some: `rollart.worker.build`."""
 KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 PLACED = "placed.jsonl"
@@ -52,14 +55,21 @@ class Host:
         """Answers as soon as the actor has a machine."""
         return {"node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(), "pid": os.getpid()}
 
-    async def setup(self, body: bytes) -> bytes:
-        return await self._answer(self._set_up(unpack(body)))
+    async def meeting(self) -> str:
+        """Where ranks can meet: this machine's address, and a port that is free now."""
+        with socket.socket() as listener:
+            address = ray.util.get_node_ip_address()
+            listener.bind((address, 0))
+            return f"tcp://{address}:{listener.getsockname()[1]}"
+
+    async def setup(self, body: bytes, ranks: Sequence[Any] = ()) -> bytes:
+        return await self._answer(self._set_up(unpack(body), [RankActor(actor) for actor in ranks]))
 
     async def call(self, method: str, body: bytes) -> bytes:
         return await self._answer(getattr(self._worker, method)(*unpack(body)))
 
-    async def _set_up(self, setup: Mapping[str, Any]) -> None:
-        self._worker = await self._build(setup)
+    async def _set_up(self, setup: Mapping[str, Any], ranks: "Sequence[RankActor]") -> None:
+        self._worker = await (self._build(setup, ranks) if ranks else self._build(setup))
 
     async def _answer(self, work: Awaitable[Any]) -> bytes:
         try:
@@ -70,27 +80,64 @@ class Host:
             return pack([False, [type(error).__name__, str(error) or type(error).__name__]])
 
 
-class RayWorker:
-    """One actor, seen from the coordinator."""
+class RankActor:
+    """One rank, seen from the trainer."""
 
-    def __init__(self, name: str, actor: Any, group: Any = None) -> None:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._gone = False
+        self.name = "rank"
+
+    @property
+    def pid(self) -> int | None:
+        """None when it is lost; which process it is, is another machine's business."""
+        return None if self._gone else 0
+
+    async def start(self, setup: Mapping[str, Any]) -> None:
+        self.name = f"rank-{setup['at']['rank']}"
+        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup))))
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        return await self._answer(error, self._actor.call.remote(method, pack(list(arguments))))
+
+    async def stop(self) -> None:
+        ray.kill(self._actor)
+
+    async def _answer(self, error: type[BoundaryError], answer: Any) -> Any:
+        try:
+            return await _answered(self.name, error, answer)
+        except RayError as lost:
+            self._gone = True
+            raise error(f"{self.name}: its actor is lost: {_one_line(lost)}") from None
+
+
+class RayWorker:
+    """One actor, seen from the coordinator; with it, those of its ranks."""
+
+    def __init__(self, name: str, actor: Any, ranks: Sequence[Any] = (), group: Any = None) -> None:
         self.name = name
         self.gone = False
         """A call has found that it is lost."""
-        self.place: dict[str, Any] = {}
+        self.places: dict[str, dict[str, Any]] = {}
+        """By name, its own and those of its ranks."""
         self._actor = actor
+        self._ranks = ranks
         self._group = group
 
     async def start(self, setup: Mapping[str, Any], wait_s: float, wanted: str) -> None:
         """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built."""
+        actors = {self.name: self._actor} | {f"rank-{place}": actor for place, actor in enumerate(self._ranks)}
         try:
             async with asyncio.timeout(wait_s):
-                self.place = await self._actor.where.remote()
+                for name, actor in actors.items():
+                    self.places[name] = await actor.where.remote()
+                if self._ranks:
+                    setup = {**setup, "meeting": await self._ranks[0].meeting.remote()}
         except TimeoutError:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
             raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
-        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup))))
+        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup)), list(self._ranks)))
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
@@ -98,18 +145,24 @@ class RayWorker:
 
     async def _answer(self, error: type[BoundaryError], answer: Any) -> Any:
         try:
-            ok, value = unpack(await answer)
+            return await _answered(self.name, error, answer)
         except RayError as lost:
             self.gone = True
             raise error(f"{self.name}: its actor is lost: {_one_line(lost)}") from None
-        if not ok:
-            raise as_raised(self.name, value[0], value[1], error)
-        return value
 
     def stop(self) -> None:
-        ray.kill(self._actor)
+        for actor in (self._actor, *self._ranks):
+            ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
+
+
+async def _answered(name: str, error: type[BoundaryError], answer: Any) -> Any:
+    """What an actor answered; what its work raised is raised here."""
+    ok, value = unpack(await answer)
+    if not ok:
+        raise as_raised(name, value[0], value[1], error)
+    return value
 
 
 class RayCluster:
@@ -123,6 +176,7 @@ class RayCluster:
         *,
         engine_needs: Mapping[str, Needs],
         trainer_needs: Needs,
+        trainer_ranks: int,
         room: Sequence[Needs],
         log_dir: Path,
         address: str | None,
@@ -133,6 +187,8 @@ class RayCluster:
         self._trainer_setup = trainer_setup
         self._engine_needs = engine_needs
         self._trainer_needs = trainer_needs
+        """Of one rank."""
+        self._trainer_ranks = trainer_ranks
         self._wait_s = wait_s
         self._log_dir = log_dir
         self.workers: dict[str, RayWorker] = {}
@@ -147,21 +203,23 @@ class RayCluster:
 
     async def trainer(self) -> WorkerTrainer:
         setup = {**self._trainer_setup, "role": "trainer"}
-        return WorkerTrainer(await self.worker("trainer", setup, self._trainer_needs, reserve=True))
+        return WorkerTrainer(await self.worker("trainer", setup, self._trainer_needs, reserve=self._trainer_ranks))
 
-    async def worker(self, name: str, setup: Mapping[str, Any], needs: Needs, *, reserve: bool = False) -> RayWorker:
-        """Start, or start again, the worker of this name. `reserve`: its place is a placement group."""
+    async def worker(self, name: str, setup: Mapping[str, Any], needs: Needs, *, reserve: int = 0) -> RayWorker:
+        """Start, or start again, the worker of this name. `reserve`: its place is a group of so many bundles."""
         before = self.workers.pop(name, None)
         if before is not None:
             before.stop()
         worker = self.workers[name] = self._create(name, needs, reserve=reserve)
+        times = f"{reserve} times " if reserve > 1 else ""
         try:
-            await worker.start(setup, self._wait_s, f"it needs {described(needs)}")
+            await worker.start(setup, self._wait_s, f"it needs {times}{described(needs)}")
         except BaseException:
             worker.stop()
             raise
         with (self._log_dir / PLACED).open("ab") as log:
-            log.write(orjson.dumps({"worker": name, **worker.place}, option=orjson.OPT_APPEND_NEWLINE))
+            for part, place in worker.places.items():
+                log.write(orjson.dumps({"worker": part, **place}, option=orjson.OPT_APPEND_NEWLINE))
         return worker
 
     async def close(self) -> None:
@@ -171,20 +229,28 @@ class RayCluster:
         self.workers.clear()
         await asyncio.to_thread(ray.shutdown)
 
-    def _create(self, name: str, needs: Needs, *, reserve: bool) -> RayWorker:
-        kinds = {needs.resource: KIND_SHARE} if needs.resource else {}
-        strategy: Any = "SPREAD"
-        group = None
-        if reserve:
-            bundle = {"CPU": needs.cpus, "GPU": needs.gpus, **kinds}
-            group = placement_group([{key: value for key, value in bundle.items() if value}], strategy="STRICT_PACK")
-            strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
-        actor = (
+    def _create(self, name: str, needs: Needs, *, reserve: int) -> RayWorker:
+        if not reserve:
+            return RayWorker(name, self._actor(needs, "SPREAD"))
+        bundle = {"CPU": needs.cpus, "GPU": needs.gpus, **_kinds(needs)}
+        bundles = [{key: value for key, value in bundle.items() if value}] * reserve
+        group = placement_group(bundles, strategy="PACK")
+        places = [
+            PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+            for number in range(reserve)
+        ]
+        if reserve == 1:
+            return RayWorker(name, self._actor(needs, places[0]), group=group)
+        ranks = [self._actor(needs, place) for place in places]
+        return RayWorker(name, self._actor(Needs(resource="", cpus=0.0), places[0]), ranks, group)
+
+    def _actor(self, needs: Needs, strategy: Any) -> Any:
+        return (
             ray.remote(Host)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=needs.gpus,
-                resources=kinds,
+                resources=_kinds(needs),
                 scheduling_strategy=strategy,
                 max_concurrency=MOST_CALLS,
                 max_restarts=0,
@@ -192,7 +258,10 @@ class RayCluster:
             )
             .remote(self._build, os.getcwd())
         )
-        return RayWorker(name, actor, group)
+
+
+def _kinds(needs: Needs) -> dict[str, float]:
+    return {needs.resource: KIND_SHARE} if needs.resource else {}
 
 
 def connect(address: str | None, room: Sequence[Needs]) -> None:

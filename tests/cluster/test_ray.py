@@ -64,9 +64,10 @@ class FiveNodes:
         self.nodes.append((kind, node))
         return node
 
-    def kill(self, kind: str, *, newest: bool = False) -> None:
-        """Kill one node of a kind, without a word to anybody."""
-        found = [pair for pair in self.nodes if pair[0] == kind][-1 if newest else 0]
+    def kill(self, kind: str, *, newest: bool = False, node: str | None = None) -> None:
+        """Kill one node of a kind, or the one of this id, without a word to anybody."""
+        among = [pair for pair in self.nodes if pair[0] == kind and node in (None, pair[1].node_id)]
+        found = among[-1 if newest else 0]
         self.nodes.remove(found)
         self.cluster.remove_node(found[1], allow_graceful=False)
 
@@ -351,6 +352,53 @@ def test_the_only_trainer_node_is_lost_and_training_resumes(
     assert replayed == list(range(checkpoint, back["version"])), "from the checkpoint to where it was, once"
     fallbacks = [event for event in events if event["e"] == "send" and event["pool"] != event["want"]]
     assert {event["fallback"] for event in fallbacks} == {"pool bandwidth has no engine up"}
+    assert elsewhere(events) == []
+    none_left_in(tmp_path)
+
+
+def test_the_ranks_of_a_trainer_are_on_several_nodes_and_one_of_these_is_lost(
+    nodes: FiveNodes, model: Path, tmp_path: Path
+) -> None:
+    raw = unhurried(model)
+    job = five_node_job(
+        nodes,
+        raw,
+        tmp_path,
+        tasks=[{**task, "affinity": "bandwidth"} for task in raw["tasks"]],
+        pools=[
+            {"name": "bandwidth", **EMBEDDED},
+            {"name": "trainers", "hardware": "h800"},
+            {"name": "environments", "resource": "environments", **ROOMS},
+        ],
+        train={**raw["train"], "pool": "trainers", "type": "fsdp2", "gpus": 2, "steps": STEPS},
+        checkpoint={"every": 3},
+    )
+    kinds = nodes.kinds()
+
+    def node_of(worker: str) -> str:
+        return next(one["node"] for one in placed(tmp_path / "run") if one["worker"] == worker)
+
+    def again() -> None:
+        nodes.add("h800")
+        kinds.update(nodes.kinds())
+
+    events = play(
+        job,
+        tmp_path / "run",
+        (step(5), lambda: nodes.kill("h800", node=node_of("rank-1"))),
+        (seen("trainer.down"), again),
+        (seen("trainer.up"), nothing),
+        (steps(2), Script.stop),
+    )
+
+    workers = [one for one in placed(tmp_path / "run") if one["worker"].startswith(("trainer", "rank-"))]
+    assert [one["worker"] for one in workers] == ["trainer", "rank-0", "rank-1"] * 2
+    lives = [one for one in workers if one["worker"] != "trainer"]
+    for life in (lives[:2], lives[2:]):
+        assert len({one["node"] for one in life}) == 2, "a node has room for one"
+        assert {kinds[one["node"]] for one in life} == {"h800"}
+    down = next(event for event in events if event["e"] == "trainer.down")
+    assert "rank-1: its actor is lost" in down["reason"]
     assert elsewhere(events) == []
     none_left_in(tmp_path)
 
