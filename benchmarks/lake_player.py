@@ -1,6 +1,7 @@
 """Plays FrozenLake in lockstep with transformers' `generate`: all live episodes in one padded batch, turn by turn.
 
-Used by TRL's rollouts, and to evaluate the weights that either side made, so that both are judged by the same play.
+Used by TRL's rollouts with one-word answers, and to evaluate the weights that either side made, so that both are judged
+by the same play. `FORMS` is what both sides keep to.
 Invariant: the tokens of an episode are those that `rollart train` makes of it: same rendering, same limits, and sampled
 ids are never tokenised again.
 """
@@ -11,20 +12,35 @@ from typing import Any
 
 import torch
 
+from benchmarks.tool_lake import MAX_CALLS, ToolLakeTasks
 from rollart.models.tokenizer import ChatTokenizer
-from rollart.tasks.frozen_lake import FrozenLake, FrozenLakeTasks
+from rollart.tasks.api import Environment, as_observation
+from rollart.tasks.frozen_lake import FrozenLakeTasks
 from rollart.types import Observation, Task
 
-MAX_TURNS = 12
-MAX_TOKENS = 4
-"""The limits of benchmarks/trl_frozen_lake.yaml."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the lake is played and learnt; as in benchmarks/trl_<form>.yaml."""
+
+    tasks: type[FrozenLakeTasks]
+    max_turns: int
+    max_tokens: int
+    lr: float
+
+
+FORMS = {
+    "tools": Form(tasks=ToolLakeTasks, max_turns=MAX_CALLS + 1, max_tokens=32, lr=3e-4),
+    "words": Form(tasks=FrozenLakeTasks, max_turns=12, max_tokens=4, lr=5e-4),
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
     """One walk under way; when it has ended, a sample."""
 
-    env: FrozenLake
+    env: Environment
+    max_turns: int
     seen: Observation
     prompt: list[int]
     """The first observation's tokens."""
@@ -39,16 +55,18 @@ class Episode:
 
     @property
     def over(self) -> bool:
-        return self.seen.done or self.seen.truncated or self.turns >= MAX_TURNS
+        return self.seen.done or self.seen.truncated or self.turns >= self.max_turns
 
 
 Answer = Callable[[Sequence[Episode]], list[list[int]]]
 """Given the live episodes, what the model says in each."""
 
 
-def play(tasks: Sequence[Task], tokenizer: ChatTokenizer, task_set: FrozenLakeTasks, answer: Answer) -> list[Episode]:
+def play(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, task_set: FrozenLakeTasks, max_turns: int, answer: Answer
+) -> list[Episode]:
     """Every task to its end, each turn of all live episodes at once."""
-    episodes = [_opened(task_set.environment(task), tokenizer) for task in tasks]
+    episodes = [_opened(task_set.environment(task), max_turns, tokenizer) for task in tasks]
     while live := [episode for episode in episodes if not episode.over]:
         for episode in live:
             if episode.turns:
@@ -61,14 +79,14 @@ def play(tasks: Sequence[Task], tokenizer: ChatTokenizer, task_set: FrozenLakeTa
             episode.rest += said
             episode.sampled += [1] * len(said)
             episode.turns += 1
-            episode.seen = episode.env.step(tokenizer.decode(_tokens(said)))
+            episode.seen = as_observation(episode.env.step(tokenizer.decode(_tokens(said))))
             episode.reward += episode.seen.reward
     return episodes
 
 
-def _opened(env: FrozenLake, tokenizer: ChatTokenizer) -> Episode:
-    seen = env.reset()
-    return Episode(env=env, seen=seen, prompt=tokenizer.render(seen.messages, fresh=True).tolist())
+def _opened(env: Environment, max_turns: int, tokenizer: ChatTokenizer) -> Episode:
+    seen = as_observation(env.reset())
+    return Episode(env=env, max_turns=max_turns, seen=seen, prompt=tokenizer.render(seen.messages, fresh=True).tolist())
 
 
 def _tokens(ids: list[int]) -> Any:
@@ -81,11 +99,11 @@ class CachedAnswers:
     Rows are padded on the left, and between turns where a row said less than the longest one; the mask has holes there.
     """
 
-    def __init__(self, model: Any, *, end: int, pad: int) -> None:
+    def __init__(self, model: Any, *, max_tokens: int, end: int, pad: int) -> None:
         from transformers import DynamicCache
 
         self._model = model
-        self._end, self._pad = end, pad
+        self._max_tokens, self._end, self._pad = max_tokens, end, pad
         self._cache: Any = DynamicCache(config=model.config)
         self._rows: list[int] = []
         """Which episode each row of the cache belongs to, by identity."""
@@ -106,7 +124,7 @@ class CachedAnswers:
                 input_ids=self._ids_BT,
                 attention_mask=self._mask_BT,
                 past_key_values=self._cache,
-                max_new_tokens=MAX_TOKENS,
+                max_new_tokens=self._max_tokens,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

@@ -24,7 +24,8 @@ from typing import Any
 from rollart.events import Event, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ROOT / "benchmarks" / "trl_frozen_lake.yaml"
+FORMS = ("tools", "words")
+"""How the model answers: with a tool call, as TRL's `environment_factory` wants it, or with one word (docs/trl.md)."""
 GROUP_SIZE = 8
 POLL_S = 0.2
 """RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
@@ -74,9 +75,10 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny", help="made by `rollart model tiny`")
+    parser.add_argument("--form", choices=FORMS, default="tools", help="how the model answers (docs/trl.md)")
+    parser.add_argument("--model", type=Path, help="default: models/lake-tools, or for words models/tiny")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
-    parser.add_argument("--groups", type=int, default=2, help="of 8, in each step of RollArt")
+    parser.add_argument("--groups", type=int, help="of 8, in each step of RollArt (default 4, for words 2)")
     parser.add_argument("--trl-groups", type=int, default=4, help="of 8, in each step of TRL")
     parser.add_argument("--trajectories", type=int, default=4096, help="that each side learns from")
     parser.add_argument("--judged-every", type=int, default=256, help="trajectories between two evaluations")
@@ -85,16 +87,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
-    parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="see docs/trl.md")
+    parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="of words: see docs/trl.md")
     parser.add_argument("--microbatch", type=int, default=192, help="TRL's per-device batch")
     parser.add_argument("--trl-threads", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
     args = parser.parse_args()
     if not args.trl_python:
         parser.error("say where TRL is: --trl-python, or ROLLART_TRL_PYTHON (docs/trl.md says how to make it)")
+    tools = args.form == "tools"
+    args.model = args.model or ROOT / "models" / ("lake-tools" if tools else "tiny")
+    args.groups = args.groups or (4 if tools else 2)
     if not (args.model / "config.json").is_file():
-        parser.error(f"no model in {args.model}; make it: rollart model tiny {args.model}")
+        command = "python -m benchmarks.tool_lake" if tools else "rollart model tiny"
+        parser.error(f"no model in {args.model}; make it: {command} {args.model}")
     return args
+
+
+def job_of(form: str) -> Path:
+    return ROOT / "benchmarks" / f"trl_{form}.yaml"
 
 
 # --- the two sides ----------------------------------------------------------------------------------------------
@@ -102,7 +112,7 @@ def arguments() -> argparse.Namespace:
 
 def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     run = folder / "run"
-    command = [sys.executable, "-m", "rollart.cli", "train", str(JOB)]
+    command = [sys.executable, "-m", "rollart.cli", "train", str(job_of(args.form))]
     overrides = [
         f"model.path={args.model.resolve()}",
         f"seed={seed}",
@@ -153,6 +163,7 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
 
 def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     options = {
+        "--form": args.form,
         "--model": args.model.resolve(),
         "--out": folder,
         "--groups": args.trl_groups,
@@ -184,7 +195,7 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         models={int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")},
         ends_cpu_s=result["ends_cpu_s"],
         load=os.getloadavg()[0],
-        parts={name: result[name] for name in ("rollout_s", "rollout_cpu_s")},
+        parts={},
     )
 
 
@@ -263,8 +274,15 @@ def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, 
 
 def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[float]:
     """Success of each of these weights, up to the first that reaches the target."""
-    options = ["--tokenizer", args.model.resolve(), "--episodes", args.episodes, "--target", args.target]
-    command = [*_trl_side(args), "evaluate", *options, "--seed", seed, "--threads", args.trl_threads, *models]
+    options = {
+        "--form": args.form,
+        "--tokenizer": args.model.resolve(),
+        "--episodes": args.episodes,
+        "--target": args.target,
+        "--seed": seed,
+        "--threads": args.trl_threads,
+    }
+    command = [*_trl_side(args), "evaluate", *(part for option in options.items() for part in option), *models]
     done = subprocess.run(
         [str(part) for part in command], env=_trl_environment(args), capture_output=True, text=True, check=False
     )
@@ -286,6 +304,7 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
     }
     rates = {side: _median(result[side]["trajectories_per_s"] for result in rounds) for side in ("rollart", "trl")}
     return {
+        "form": args.form,
         "target": args.target,
         "groups": {"rollart": args.groups, "trl": args.trl_groups},
         "episodes": args.episodes,

@@ -1,8 +1,8 @@
 """TRL's side of the comparison; runs in TRL's own environment, with this repository on PYTHONPATH.
 
-`train` runs GRPOTrainer on FrozenLake through `rollout_func` and writes the times of its steps, its figures and, every
-so many steps, the weights. `evaluate` plays the held-out tasks with any number of saved models, of either side.
-Time spent writing weights for the evaluation is taken off the clock.
+`train` runs GRPOTrainer on FrozenLake, through `environment_factory` (form `tools`) or `rollout_func` (form `words`),
+and writes the times of its steps, its figures and, every so many steps, the weights. `evaluate` plays the held-out
+tasks with any number of saved models, of either side. Time spent writing weights for it is taken off the clock.
 """
 
 import argparse
@@ -21,13 +21,46 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.lake_player import MAX_TOKENS, MAX_TURNS, CachedAnswers, Episode, play
+from benchmarks.lake_player import FORMS, CachedAnswers, Episode, play
+from benchmarks.tool_lake import INSTRUCTION, MAX_CALLS, Walk
 from rollart.models.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
 DOMAIN = "lake"
 """The task's name in benchmarks/trl_frozen_lake.yaml: it is part of what its maps are drawn from."""
 GROUP_SIZE = 8
+WORDS = FORMS["words"]
+
+
+class Lakes:
+    """TRL's `environment_factory`: what it makes is reset with the number of a training task."""
+
+    def __init__(self, seed: int) -> None:
+        self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
+
+    def __call__(self) -> "Lake":
+        return Lake(self._tasks)
+
+
+class Lake:
+    """An environment as TRL wants it: every public method but `reset` and `get_reward` is a tool."""
+
+    def __init__(self, tasks: FrozenLakeTasks) -> None:
+        self._tasks = tasks
+        self._walk: Walk | None = None
+
+    def reset(self, number: int = 0, **_: object) -> str:
+        self._walk = Walk(self._tasks.environment(self._tasks.task(number)))
+        return self._walk.grid()
+
+    def move(self, direction: str) -> str:
+        assert self._walk is not None
+        return self._walk.move(direction)
+
+    move.__doc__ = Walk.move.__doc__
+
+    def get_reward(self) -> float:
+        return 0.0 if self._walk is None else self._walk.reward
 
 
 class Rollouts:
@@ -37,23 +70,20 @@ class Rollouts:
         self._tokenizer = ChatTokenizer(model_path)
         self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
         self._generation = generation
-        self.spent = Clocks(0.0, 0.0)
-        self.turns = 0
-        self.rewards: list[float] = []
-        """Mean of each step."""
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        began = now()
         tasks = [self._tasks.task(int(prompt)) for prompt in prompts]
         if self._generation == "cached":
             tokenizer = trainer.processing_class
-            answers: Any = CachedAnswers(trainer.model, end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+            answers: Any = CachedAnswers(
+                trainer.model,
+                max_tokens=WORDS.max_tokens,
+                end=tokenizer.eos_token_id,
+                pad=tokenizer.pad_token_id,
+            )
         else:
             answers = _by_trl(trainer)
-        episodes = play(tasks, self._tokenizer, self._tasks, answers)
-        self.spent = now() - (began - self.spent)
-        self.turns += sum(episode.turns for episode in episodes)
-        self.rewards.append(sum(episode.reward for episode in episodes) / len(episodes))
+        episodes = play(tasks, self._tokenizer, self._tasks, WORDS.max_turns, answers)
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
             "completion_ids": [episode.rest for episode in episodes],
@@ -102,9 +132,15 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.began = Clocks(0.0, 0.0)
         self.ends: list[Clocks] = []
         """Since the start of training, at the end of each step."""
+        self.rewards: list[float] = []
+        """Means, as TRL logs them."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = now()
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
+        if "reward" in logs:
+            self.rewards.append(float(logs["reward"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         ended = now()
@@ -121,32 +157,37 @@ def train(args: argparse.Namespace) -> None:
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    rollouts = Rollouts(args.model, args.seed, args.generation)
+    numbers = list(range(args.groups * args.steps))
+    play: dict[str, Any]
+    if args.form == "tools":
+        prompts = [[{"role": "user", "content": INSTRUCTION}] for _ in numbers]
+        data = {"prompt": prompts, "number": numbers}
+        play = {"environment_factory": Lakes(args.seed), "reward_funcs": []}
+    else:
+        data = {"prompt": [str(number) for number in numbers]}
+        play = {"rollout_func": Rollouts(args.model, args.seed, args.generation), "reward_funcs": earned}
     watch = Watch(args.out, args.every, args.cap_s)
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=earned,
         args=settings(args),
-        train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(args.groups * args.steps)]}),
-        rollout_func=rollouts,
+        train_dataset=Dataset.from_dict(data),
         callbacks=[watch],
+        **play,
     )
     trainer.train()
     result = {
         "began_s": watch.began.wall_s,
         "ends_s": [end.wall_s for end in watch.ends],
         "ends_cpu_s": [end.cpu_s for end in watch.ends],
-        "rollout_s": rollouts.spent.wall_s,
-        "rollout_cpu_s": rollouts.spent.cpu_s,
-        "turns": rollouts.turns,
-        "rewards": rollouts.rewards,
+        "rewards": watch.rewards,
     }
     (args.out / "result.json").write_text(json.dumps(result))
 
 
 def settings(args: argparse.Namespace) -> Any:
-    """As in benchmarks/trl_frozen_lake.yaml. One update a batch; `dapo` is TRL's name for a mean over all tokens."""
+    """As in the job files. One update a batch; `dapo` is TRL's name for a mean over all tokens."""
+    form = FORMS[args.form]
     return GRPOConfig(
         output_dir=str(args.out / "trainer"),
         seed=args.seed,
@@ -155,7 +196,7 @@ def settings(args: argparse.Namespace) -> Any:
         gradient_accumulation_steps=max(1, args.groups * GROUP_SIZE // args.microbatch),
         num_generations=GROUP_SIZE,
         shuffle_dataset=False,
-        learning_rate=5e-4,
+        learning_rate=form.lr,
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -165,7 +206,10 @@ def settings(args: argparse.Namespace) -> Any:
         beta=0.0,
         entropy_coef=0.01,
         temperature=1.0,
-        max_completion_length=MAX_TOKENS if args.generation == "trl" else MAX_TOKENS * MAX_TURNS,
+        # TRL bounds the whole episode, with what the tool says; each answer is bounded by `generate`'s own option.
+        max_completion_length=form.max_turns * (form.max_tokens + 8),
+        generation_kwargs={"max_new_tokens": form.max_tokens},
+        max_tool_calling_iterations=MAX_CALLS,
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=False,
@@ -180,14 +224,17 @@ def settings(args: argparse.Namespace) -> Any:
 def evaluate(args: argparse.Namespace) -> None:
     """Held-out success of each model, in order, until one reaches the target. One JSON line for each."""
     torch.set_num_threads(args.threads)
-    task_set = FrozenLakeTasks(seed=args.seed, domain=DOMAIN)
+    form = FORMS[args.form]
+    task_set = form.tasks(seed=args.seed, domain=DOMAIN)
     tasks = [task_set.held_out(number) for number in range(args.episodes)]
     tokenizer = ChatTokenizer(args.tokenizer)
     for path in args.models:
         set_seed(args.seed)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        answers = CachedAnswers(model, end=tokenizer.end_of_turn, pad=model.config.pad_token_id)
-        episodes = play(tasks, tokenizer, task_set, answers)
+        answers = CachedAnswers(
+            model, max_tokens=form.max_tokens, end=tokenizer.end_of_turn, pad=model.config.pad_token_id
+        )
+        episodes = play(tasks, tokenizer, task_set, form.max_turns, answers)
         success = sum(episode.reward for episode in episodes) / len(episodes)
         print(json.dumps({"model": str(path), "success": success}), flush=True)
         if success >= args.target:
@@ -214,6 +261,7 @@ def main() -> None:
     judging.add_argument("models", type=Path, nargs="+")
     judging.set_defaults(run=evaluate)
     for command in (training, judging):
+        command.add_argument("--form", choices=tuple(FORMS), required=True)
         command.add_argument("--seed", type=int, required=True)
         command.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

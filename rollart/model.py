@@ -6,10 +6,10 @@ One implementation serves two callers. The trainer packs several sequences into 
 model tokens (1, T) without padding, and an `AttentionPlan` that says which token may see which keys; nothing but
 attention knows where one sequence ends.
 
-Shapes in names: T flat tokens, V vocabulary, H hidden, P padded tokens.
+Shapes in names: T flat tokens, F those of them that are computed, S scored ones, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -21,18 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from rollart.errors import WeightError
+from rollart.packed import PackedPlan, fold
 from rollart.types import Probe
 
 ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
 LOGITS_PER_CHUNK = 1 << 22
 """Elements of one (rows, V) block of logits: bounds what scoring a packed batch holds in memory at once."""
-MIN_FILL = 0.75
-"""Sequences share one padded attention call while the shortest is at least this part of the longest."""
 PROBE_TOKENS = 48
 """Length of the sequence by which two processes compare their weights."""
-SHORT_TOKENS = 64
-"""Below this length a call costs more than its padding: all such sequences share one."""
 
 
 class AttentionPlan(Protocol):
@@ -168,13 +165,12 @@ def packed_scores(
     """Log-probabilities and entropies under the temperature-scaled full distribution (0 counts as 1: see the sampler).
 
     `wanted_T` (bool) restricts the costly vocabulary projection to the tokens it marks. Logits exist only one chunk
-    of rows at a time, in the backward pass too.
+    of rows at a time, in the backward pass too. What sequences have in common at their beginning is computed once.
     """
-    plan = PackedPlan(lengths, tokens_T.device)
-    hidden_TH = forward_hidden(model, tokens_T, plan.positions_T, plan)
-    scored_T = plan.positions_T > 0
-    if wanted_T is not None:
-        scored_T = scored_T & wanted_T
+    folded = fold(tokens_T, lengths)
+    hidden_FH = forward_hidden(model, folded.tokens_F, folded.plan.positions_T, folded.plan)
+    scored_T = torch.ones_like(tokens_T, dtype=torch.bool) if wanted_T is None else wanted_T.clone()
+    scored_T[folded.first_tokens] = False
     targets_S = scored_T.nonzero()[:, 0]
     inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
 
@@ -186,7 +182,7 @@ def packed_scores(
     rows_per_chunk = max(1, LOGITS_PER_CHUNK // int(model.config.vocab_size))
     pieces: list[tuple[Tensor, Tensor]] = []
     for rows_S in torch.split(targets_S, rows_per_chunk):
-        arguments = hidden_TH.index_select(0, rows_S - 1), tokens_T.index_select(0, rows_S)
+        arguments = hidden_FH.index_select(0, folded.place_T[rows_S - 1]), tokens_T.index_select(0, rows_S)
         if torch.is_grad_enabled() and len(targets_S) > rows_per_chunk:
             pieces.append(checkpoint(score, *arguments, use_reentrant=False))
         else:
@@ -196,99 +192,6 @@ def packed_scores(
         return Scores(zeros_T, zeros_T)
     logprobs_S, entropy_S = (torch.cat(column) for column in zip(*pieces, strict=True))
     return Scores(zeros_T.index_copy(0, targets_S, logprobs_S), zeros_T.index_copy(0, targets_S, entropy_S))
-
-
-class PackedPlan:
-    """Block-diagonal causal attention over sequences laid end to end.
-
-    Sequences of similar length share one padded causal call: padding stands after a sequence's last token, so no real
-    token sees it. Moving between flat and padded rows is a permutation, with a backward pass of the same cost.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        assert all(length > 0 for length in lengths), "an empty sequence in a packed batch"
-        counts = torch.tensor(list(lengths), dtype=torch.long)
-        starts = counts.cumsum(0) - counts
-        total = int(counts.sum())
-        self.positions_T = (torch.arange(total) - starts.repeat_interleave(counts)).to(device)
-        self._groups: list[tuple[int, int]] = []
-        """(sequences, padded length) of each call, in padded order."""
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        sources: list[Tensor] = []
-        first = 0
-        while first < len(order):
-            longest = lengths[order[first]]
-            last = first
-            while last < len(order) and (longest <= SHORT_TOKENS or lengths[order[last]] >= MIN_FILL * longest):
-                last += 1
-            members = torch.tensor(order[first:last])
-            columns = torch.arange(longest)
-            source = starts[members, None] + torch.minimum(columns, counts[members, None] - 1)
-            sources.append(torch.where(columns < counts[members, None], source, -1).flatten())
-            self._groups.append((last - first, longest))
-            first = last
-        source_P = torch.cat(sources)
-        real = (source_P >= 0).nonzero()[:, 0]
-        place_T = torch.empty(total, dtype=torch.long)
-        place_T[source_P[real]] = real
-        self._identity = len(source_P) == total and bool((place_T == torch.arange(total)).all())
-        self._source_P = source_P.clamp(min=0).to(device)
-        self._place_T = place_T.to(device)
-
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
-        padded = [self._pad(tensor) for tensor in (query_THD, key_THD, value_THD)]
-        grouped = query_THD.shape[1] != key_THD.shape[1]
-        outs: list[Tensor] = []
-        first = 0
-        for count, length in self._groups:
-            rows = slice(first, first + count * length)
-            first = rows.stop
-            query, key, value = (
-                tensor[rows].view(count, length, *tensor.shape[1:]).transpose(1, 2) for tensor in padded
-            )
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-            outs.append(out.transpose(1, 2).flatten(0, 1))
-        out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
-        return out_PHD if self._identity else _unpad(out_PHD, self._place_T)
-
-    def _pad(self, tensor_THD: Tensor) -> Tensor:
-        if self._identity:
-            return tensor_THD
-        return _pad(tensor_THD, self._source_P, self._place_T)
-
-
-class _Pad(torch.autograd.Function):
-    """Flat rows to padded rows. What stands in the padding has no gradient: nothing real sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor_THD: Tensor, source_P: Tensor, place_T: Tensor) -> Tensor:
-        ctx.save_for_backward(place_T)
-        return tensor_THD.index_select(0, source_P)
-
-    @staticmethod
-    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # torch leaves it open
-        (place_T,) = ctx.saved_tensors
-        return grad_PHD.index_select(0, place_T), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """Padded rows to flat rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor_PHD: Tensor, place_T: Tensor) -> Tensor:
-        ctx.save_for_backward(place_T)
-        ctx.num_padded = len(tensor_PHD)
-        return tensor_PHD.index_select(0, place_T)
-
-    @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (place_T,) = ctx.saved_tensors
-        zeros = grad_THD.new_zeros(ctx.num_padded, *grad_THD.shape[1:])
-        return zeros.index_copy_(0, place_T, grad_THD), None
-
-
-_pad = cast(Callable[[Tensor, Tensor, Tensor], Tensor], _Pad.apply)
-_unpad = cast(Callable[[Tensor, Tensor], Tensor], _Unpad.apply)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

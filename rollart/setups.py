@@ -47,6 +47,7 @@ def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
             "kv_tokens": engines.kv_tokens,
             "max_batch": engines.max_batch,
             "keep_kv": engines.keep_kv,
+            "draft_tokens": engines.draft_tokens,
             "seed": job.seed,
         },
     }

@@ -141,6 +141,9 @@ class SplitSettings(Settings):
     """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
 
 
+EMBEDDED_ONLY = ("kv_tokens", "keep_kv", "draft_tokens", "device", "cores")
+
+
 class EngineSettings(Settings):
     """The engines of one pool."""
 
@@ -162,6 +165,9 @@ class EngineSettings(Settings):
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
     keep_kv: bool = False
     """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
+    draft_tokens: Annotated[int, Field(ge=0)] = 15
+    """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
+    same. 0 turns it off."""
     device: str = "cpu"
     """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
     threads: Count = 1
@@ -183,7 +189,7 @@ class EngineSettings(Settings):
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
         embedded = self.type == "embedded"
-        for key in ("python", "url", "dtype", "args") if embedded else ("kv_tokens", "keep_kv", "device", "cores"):
+        for key in ("python", "url", "dtype", "args") if embedded else EMBEDDED_ONLY:
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")

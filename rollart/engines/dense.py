@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollart.model import AttentionPlan, PackedPlan, forward_hidden
+from rollart.model import AttentionPlan, forward_hidden
+from rollart.packed import PackedPlan
 
 KINDS = frozenset({"llama", "qwen2", "qwen3"})
 FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rollart.engines.attention import StepPlan
 from rollart.engines.dense import dense_forward
+from rollart.engines.drafts import Drafts
 from rollart.engines.kv import KvCache, KvShape
 from rollart.engines.sampler import sample
 from rollart.engines.scheduler import Scheduler
@@ -42,7 +43,9 @@ class EngineSettings:
     max_batch: int = 256
     """Requests in flight at once; more wait."""
     step_tokens: int = 2048
-    """Tokens computed in one step: decode first, the rest prefill chunks."""
+    """Tokens computed in one step: decode first, then prefill chunks, then guesses."""
+    draft_tokens: int = 15
+    """Most tokens guessed ahead for one request in one step (see `drafts`); 0 turns guessing off."""
     keep_kv: bool = False
     """Keep the cache of requests in flight over a weight swap instead of computing it again."""
     seed: int = 0
@@ -95,7 +98,14 @@ class EmbeddedEngine:
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
         self._dense = dense_forward(model, self._max_context)
         """None where only transformers' own code will do."""
-        self._scheduler = Scheduler(self.kv, max_batch=settings.max_batch, step_tokens=settings.step_tokens)
+        self._drafts = Drafts()
+        self._scheduler = Scheduler(
+            self.kv,
+            self._drafts,
+            max_batch=settings.max_batch,
+            step_tokens=settings.step_tokens,
+            draft_tokens=settings.draft_tokens,
+        )
         self._live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []
         """Completions that came about between steps; the next step hands them out."""
@@ -222,50 +232,70 @@ class EmbeddedEngine:
             hidden_TH = self._dense(plan.tokens_T, plan.positions_T, plan)
         else:
             hidden_TH = forward_hidden(self._model, plan.tokens_T, plan.positions_T, plan)
-        sampling, last_rows, row = [], [], -1
+        asked: list[tuple[Sequence, int]] = []
+        rows: list[int] = []
+        end = 0
         for seq in plan.seqs:
-            row += seq.take
-            seq.length += seq.take
+            end += seq.take
+            known = seq.take - seq.draft
+            seq.length += known
             if seq.length == seq.total:
-                sampling.append(seq)
-                last_rows.append(row)
-            if seq.take > 1 or not seq.logprobs:
-                seq.prefilled += seq.take
-        tokens: list[int] = []
-        if sampling:
-            if len(sampling) < len(hidden_TH):
-                hidden_TH = hidden_TH.index_select(0, torch.tensor(last_rows, device=hidden_TH.device))
-            logits_NV = project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
-            tokens, logprobs = sample(logits_NV, sampling)
-            for seq, token, logprob in zip(sampling, tokens, logprobs, strict=True):
-                seq.append(token, logprob)
+                asked += [(seq, ahead) for ahead in range(seq.draft + 1)]
+                rows += range(end - seq.draft - 1, end)
+            if known > 1 or not seq.logprobs:
+                seq.prefilled += known
+        finished = self._draw(hidden_TH, asked, rows) if asked else []
         step_s = time.perf_counter() - started
         token_s = step_s / num_tokens
         for seq in plan.seqs:
             seq.busy_s += seq.take * token_s
-        self._finish(sampling, tokens, ended)
         self.stats.steps += 1
         self.stats.computed_tokens += num_tokens
-        self.stats.sampled_tokens += len(tokens)
         self.stats.step_s += step_s
-        return ended
-
-    def _finish(self, sampled: list[Sequence], tokens: list[int], ended: list[tuple[str, Completion]]) -> None:
-        """End those whose newest token was their last."""
-        for seq, token in zip(sampled, tokens, strict=True):
-            stops = seq.sampling.stop
-            if token in self._eos or (stops and self._stops is not None and self._stops.ends(seq.sampled(), stops)):
-                finish = Finish.STOP
-            elif seq.total >= seq.limit:
-                finish = Finish.LENGTH
-            else:
-                continue
+        for seq, finish in finished:
             self._scheduler.remove(seq)
             if seq.request.last:
                 self.kv.release(seq)
             else:
                 self.kv.park(seq)
             self._end(seq, finish, ended)
+        return ended
+
+    def _draw(
+        self, hidden_TH: Tensor, asked: list[tuple[Sequence, int]], rows: list[int]
+    ) -> list[tuple[Sequence, Finish]]:
+        """Sample for these sequences, from these rows; keep guesses as far as they came out. Returns who is done."""
+        if len(rows) < len(hidden_TH):
+            hidden_TH = hidden_TH.index_select(0, torch.tensor(rows, device=hidden_TH.device))
+        logits_NV = project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
+        tokens, logprobs = sample(logits_NV, asked)
+        finished: list[tuple[Sequence, Finish]] = []
+        first = 0
+        while first < len(asked):
+            seq, last = asked[first][0], first + asked[first][0].draft
+            for row in range(first, last + 1):
+                came_out = row < last and tokens[row] == seq.buffer[seq.total]
+                seq.append(tokens[row], logprobs[row])
+                finish = self._finish(seq)
+                if finish is not None:
+                    finished.append((seq, finish))
+                if finish is not None or not came_out:
+                    break
+            seq.length = seq.total - 1
+            self.stats.sampled_tokens += row + 1 - first
+            if self._settings.draft_tokens:
+                self._drafts.learn(seq, tokens[first : row + 1])
+            first = last + 1
+        return finished
+
+    def _finish(self, seq: Sequence) -> Finish | None:
+        """Whether its newest token was its last, and why."""
+        stops = seq.sampling.stop
+        if seq.last_token in self._eos:
+            return Finish.STOP
+        if stops and self._stops is not None and self._stops.ends(seq.sampled(), stops):
+            return Finish.STOP
+        return Finish.LENGTH if seq.total >= seq.limit else None
 
     def _end(self, seq: Sequence, finish: Finish, ended: list[tuple[str, Completion]]) -> None:
         del self._live[seq.request.id]

@@ -199,24 +199,19 @@ class KvCache:
             del self._placed[seq.session]
 
     def _vacate(self, seq: Sequence) -> None:
-        slab = seq.slab
-        if slab is None:
-            return
-        slab.remove(seq)
-        if not slab.seqs:
-            self.slabs.remove(slab)
+        """An empty slab stays, for those who come next, until its room is needed: fresh memory is slow to touch."""
+        if seq.slab is not None:
+            seq.slab.remove(seq)
 
     def park(self, seq: Sequence) -> None:
         """Keep the cache of a finished sequence for its session's next turn, if there is room, and free its slot."""
         slab, length = seq.slab, seq.length
         assert slab is not None
         self._unpark(seq.session)
+        store = slab.slot(seq.slot, length)
         if len(slab.seqs) == 1:
-            # Its slab goes with it, and makes the room; the tensor itself lives until the copy below is made.
+            # Its slab may go, and make the room; the tensor itself lives until the copy below is made.
             self.release(seq)
-            store = slab.slot(0, length)
-        else:
-            store = slab.slot(seq.slot, length)
         if length and self._make_room(length, keep=None):
             self._parked[seq.session] = Parked(seq.buffer[:length].astype(np.int32), store.clone(), seq.shares)
             self._parked_tokens += length
@@ -232,8 +227,9 @@ class KvCache:
         capacity = min(capacity, self._max_context)
         fitting = [slab for slab in self.slabs if slab.capacity == capacity and not slab.full]
         if fitting:
-            # The largest: small early slabs then empty and go away.
+            # The largest: small early slabs then empty, and may go.
             return max(fitting, key=lambda slab: slab.slots)
+        self._drop_empty()
         if slots := self._new_slots(capacity, followers, keep):
             slab = Slab(self._shape, slots, capacity)
             self.slabs.append(slab)
@@ -250,7 +246,10 @@ class KvCache:
         return max(1, min(wanted, (self._kv_tokens - self.used_tokens) // (2 * capacity)))
 
     def _make_room(self, num_tokens: int, keep: str | None) -> bool:
-        """Evict idle sessions until `num_tokens` are free, `keep` last of all."""
+        """Drop empty slabs, then evict idle sessions, until `num_tokens` are free, `keep` last of all."""
+        if self._kv_tokens - self.used_tokens >= num_tokens:
+            return True
+        self._drop_empty()
         free = self._kv_tokens - self.used_tokens
         if free >= num_tokens:
             return True
@@ -262,6 +261,9 @@ class KvCache:
             if free >= num_tokens:
                 break
         return True
+
+    def _drop_empty(self) -> None:
+        self.slabs = [slab for slab in self.slabs if slab.seqs]
 
     def _eviction_order(self, keep: str | None) -> Iterator[str]:
         yield from [session for session in self._parked if session != keep]

@@ -18,9 +18,12 @@ BELOW_ONE = 1.0 - 2.0**-22
 """Largest uniform used: the product with the total must stay below the total in float32."""
 
 
-def sample(logits_NV: Tensor, seqs: Row[Sequence]) -> tuple[list[int], list[float]]:
-    """One token and its log-probability for each row of float32 logits (overwritten)."""
-    samplings = [seq.sampling for seq in seqs]
+def sample(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[list[int], list[float]]:
+    """One token and its log-probability for each row of float32 logits (overwritten).
+
+    A row is for a sequence's next token (0), or for the one so many tokens later.
+    """
+    samplings = [seq.sampling for seq, _ in rows]
     temperatures = [sampling.temperature for sampling in samplings]
     if any(temperature != 1.0 and temperature > 0.0 for temperature in temperatures):
         scale = np.array([1.0 / t if t > 0.0 else 1.0 for t in temperatures], dtype=np.float32)
@@ -35,7 +38,7 @@ def sample(logits_NV: Tensor, seqs: Row[Sequence]) -> tuple[list[int], list[floa
             if sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
                 _truncate_(weights_NV[row], sampling.top_k, sampling.top_p)
         cumulative_NV = weights_NV.cumsum(-1)
-        uniforms = np.array([min(seq.uniform(), BELOW_ONE) for seq in seqs], dtype=np.float32)
+        uniforms = np.array([min(seq.uniform(ahead), BELOW_ONE) for seq, ahead in rows], dtype=np.float32)
         point_N1 = torch.from_numpy(uniforms).to(logits_NV.device)[:, None] * cumulative_NV[:, -1:]
         chosen_N = torch.searchsorted(cumulative_NV, point_N1, right=True)[:, 0]
         chosen_N.clamp_(max=logits_NV.shape[1] - 1)

@@ -1,13 +1,15 @@
 """Decides what each engine step runs: who is in the batch, how many tokens each takes, who gives way.
 
 Every sequence with pending tokens takes some: those that decode take one each, what is left of the step's token budget
-goes to prefill in order of arrival. One whose beginning an older sequence is computing in these very steps waits, and
-copies it then. When memory runs out the youngest sequence is preempted and computed again later;
-the oldest always goes on, so every request ends. It decides; the cache (`kv`) does the copying, nothing here computes.
+goes to prefill in order of arrival, and then to guesses at what comes next, where there are any. One whose beginning
+an older sequence is computing in these very steps waits, and copies it then. When memory runs out the youngest
+sequence is preempted and computed again later; the oldest always goes on, so every request ends.
+It decides; the cache (`kv`) does the copying, nothing here computes.
 """
 
 from collections import deque
 
+from rollart.engines.drafts import Drafts
 from rollart.engines.kv import KvCache
 from rollart.engines.sequence import Sequence
 
@@ -15,8 +17,10 @@ from rollart.engines.sequence import Sequence
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, kv: KvCache, *, max_batch: int, step_tokens: int) -> None:
+    def __init__(self, kv: KvCache, drafts: Drafts, *, max_batch: int, step_tokens: int, draft_tokens: int) -> None:
         self._kv = kv
+        self._drafts = drafts
+        self._draft_tokens = draft_tokens
         self._max_batch = max_batch
         self._step_tokens = step_tokens
         self.waiting: deque[Sequence] = deque()
@@ -46,7 +50,24 @@ class Scheduler:
                 continue
             seq.take = min(seq.pending, budget)
             budget -= seq.take
+        if self._draft_tokens:
+            budget -= self._guess(budget)
         return self._step_tokens - budget
+
+    def _guess(self, budget: int) -> int:
+        """Let those that will sample in this step try some tokens more; returns how many in all."""
+        begun = budget
+        for seq in self.running:
+            seq.draft = 0
+            if 0 < seq.take == seq.pending:
+                # Guesses make nobody move to a larger slot, and leave room for the token that is sure to come.
+                room = min(seq.capacity - seq.total, seq.limit - seq.total - 1, self._draft_tokens, budget)
+                guesses = self._drafts.guess(seq, room)
+                seq.buffer[seq.total : seq.total + len(guesses)] = guesses
+                seq.draft = len(guesses)
+                seq.take += seq.draft
+                budget -= seq.draft
+        return begun - budget
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended. Its slot is the caller's to park or release."""

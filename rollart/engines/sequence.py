@@ -32,6 +32,8 @@ class Sequence:
         "busy_s",
         "cached",
         "capacity",
+        "context",
+        "draft",
         "last_token",
         "length",
         "limit",
@@ -68,6 +70,10 @@ class Sequence:
         self.length = 0
         self.take = 0
         """Tokens it runs in the coming step."""
+        self.draft = 0
+        """How many of them, the last ones, are guesses: they stand in `buffer` after `total`."""
+        self.context: tuple[str | int, ...] = (request.domain,)
+        """From which `drafts` guesses."""
         self.slab: Slab | None = None
         self.slot = -1
         self.capacity = 0
@@ -87,9 +93,10 @@ class Sequence:
         """Known tokens that are not in the cache; one means it decodes."""
         return self.total - self.length
 
-    def uniform(self) -> float:
-        """The random number in [0, 1) of the token to be sampled next: a function of seed and position alone."""
-        index = len(self.logprobs)
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number in [0, 1) of the token to be sampled next, or so many later: a function of seed and
+        position alone."""
+        index = len(self.logprobs) + ahead
         if index >= len(self._uniforms):
             self._uniforms.extend(self._rng.random(UNIFORMS_PER_DRAW).tolist())
         return self._uniforms[index]

@@ -9,7 +9,7 @@ The result is an ordinary Hugging Face directory, the same for the same seed, st
 
 import itertools
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,23 +82,23 @@ def continue_warmup(
     return report
 
 
-def vocabulary() -> list[str]:
-    """All tokens in the order of their ids; the specials first."""
+def vocabulary(more: Sequence[str] = ()) -> list[str]:
+    """All tokens in the order of their ids: the specials first, `more` pieces last."""
     lake = [f"{row}\n" for row in _lake_rows()]
     numbers = [f"{number:02d}" for number in range(100)]
     words = [frozen_lake.INSTRUCTION, calculator_math.INSTRUCTION, *frozen_lake.MOVES, "calc ", "answer "]
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
-    return [PAD, UNKNOWN, END, *ROLES, *words, *lake, *numbers, *characters]
+    return list(dict.fromkeys([PAD, UNKNOWN, END, *ROLES, *words, *lake, *numbers, *characters, *more]))
 
 
-def tiny_tokenizer() -> "PreTrainedTokenizerFast":
+def tiny_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
     """A fast tokenizer: the text is cut at the vocabulary's longest pieces, and pieces are joined again as they are."""
     import re
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = vocabulary()
+    tokens = vocabulary(more)
     specials = [PAD, UNKNOWN, END, *ROLES]
     pieces = sorted((token for token in tokens if len(token) > 1 and token not in specials), key=len, reverse=True)
     pattern = "|".join([*(re.escape(piece).replace("\\\n", r"\n") for piece in pieces), r"(?m:.)"])

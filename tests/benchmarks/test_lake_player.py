@@ -8,14 +8,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import lake_player, trl_frozen_lake
-from benchmarks.lake_player import MAX_TOKENS, MAX_TURNS, CachedAnswers, Episode, play
+from benchmarks import trl_frozen_lake
+from benchmarks.lake_player import FORMS, CachedAnswers, Episode, Form, play
 from rollart.config.load import load_job
 from rollart.models.tiny import tiny_model, tiny_tokenizer
 from rollart.models.tokenizer import ChatTokenizer
-from rollart.tasks.frozen_lake import FrozenLakeTasks
+from rollart.tasks.frozen_lake import MAX_MOVES, FrozenLakeTasks
+from rollart.tasks.load import load_task_set
 
 SEED = 3
+WORDS = FORMS["words"]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,8 @@ def model(tokenizer: ChatTokenizer) -> Any:
 class WholeAnswers:
     """As CachedAnswers, without the cache: the whole episode is read again each turn, padded on the left."""
 
-    def __init__(self, model: Any, *, end: int, pad: int) -> None:
-        self._model, self._end, self._pad = model, end, pad
+    def __init__(self, model: Any, *, max_tokens: int, end: int, pad: int) -> None:
+        self._model, self._max_tokens, self._end, self._pad = model, max_tokens, end, pad
 
     def __call__(self, live: Sequence[Episode]) -> list[list[int]]:
         rows = [episode.prompt + episode.rest for episode in live]
@@ -53,7 +55,7 @@ class WholeAnswers:
         out = self._model.generate(
             input_ids=ids,
             attention_mask=mask,
-            max_new_tokens=MAX_TOKENS,
+            max_new_tokens=self._max_tokens,
             do_sample=True,
             top_k=0,
             eos_token_id=self._end,
@@ -70,8 +72,8 @@ def test_the_cache_changes_nothing(tokenizer: ChatTokenizer) -> None:
     played = []
     for kind in (CachedAnswers, WholeAnswers):
         torch.manual_seed(SEED)
-        answers: Any = kind(network, end=tokenizer.end_of_turn, pad=0)
-        episodes = play(tasks, tokenizer, task_set, answers)
+        answers: Any = kind(network, max_tokens=WORDS.max_tokens, end=tokenizer.end_of_turn, pad=0)
+        episodes = play(tasks, tokenizer, task_set, WORDS.max_turns, answers)
         played.append([(episode.prompt, episode.rest, episode.sampled, episode.reward) for episode in episodes])
     assert played[0] == played[1]
     answers_said = [said for _, rest, sampled, _ in played[0] for said in _answers(rest, sampled)]
@@ -89,25 +91,26 @@ def _answers(rest: list[int], sampled: list[int]) -> list[list[int]]:
     return [said for said in found if said]
 
 
-def test_both_sides_play_by_the_same_rules() -> None:
-    job = load_job(Path(trl_frozen_lake.JOB))
+@pytest.mark.parametrize(("name", "form"), FORMS.items())
+def test_both_sides_play_by_the_same_rules(name: str, form: Form) -> None:
+    job = load_job(trl_frozen_lake.job_of(name))
     (task,) = job.tasks
-    assert (task.max_turns, task.max_tokens, task.temperature) == (lake_player.MAX_TURNS, lake_player.MAX_TOKENS, 1.0)
+    assert (task.max_turns, task.max_tokens, task.temperature) == (form.max_turns, form.max_tokens, 1.0)
     assert task.group_size == trl_frozen_lake.GROUP_SIZE
-    assert MAX_TURNS <= 16, "the environment's own limit would come first"
+    assert isinstance(load_task_set(task.use), form.tasks)
+    assert form.max_turns <= MAX_MOVES, "the environment's own limit would come first"
     # what trl_side.settings() says; that file cannot be imported here, TRL is not installed
     side = Path(trl_frozen_lake.__file__).with_name("trl_side.py").read_text()
     train = job.train
     for text in (
         f'DOMAIN = "{task.name}"',
         f"GROUP_SIZE = {task.group_size}",
-        f"learning_rate={train.lr:.0e}".replace("e-0", "e-"),
         f"max_grad_norm={train.grad_clip}",
         f"weight_decay={train.weight_decay}",
         f"entropy_coef={train.entropy_coef}",
         f"beta={train.kl_coef}",
     ):
         assert text in side, text
-    assert "learning_rate=5e-4" in side
-    assert train.lr == 5e-4
+    assert "learning_rate=form.lr" in side
+    assert train.lr == form.lr
     assert train.lr_decay == "none"

@@ -8,7 +8,8 @@ import torch
 
 from rollart.engines import dense
 from rollart.engines.dense import DenseForward, dense_forward
-from rollart.model import PackedPlan, forward_hidden, named_weights, project
+from rollart.model import forward_hidden, named_weights, project
+from rollart.packed import PackedPlan
 from tests.engines.reference import (
     KINDS,
     VOCAB,

@@ -1,11 +1,14 @@
 """Whatever comes between its steps, the engine stays exact, within its memory, and ends every request once."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.engines import drafts
 from rollart.model import named_weights
 from rollart.types import Completion, Finish, GenerateRequest, Tokens
 from tests.engines.reference import check, make_engine, plain_model, random_tokens, request
@@ -58,8 +61,17 @@ class World:
     kv_tokens=st.sampled_from([300, 600, 4000]),
     step_tokens=st.sampled_from([7, 40, 500]),
     max_batch=st.sampled_from([2, 8]),
+    rash=st.booleans(),
 )
 def test_any_interleaving_is_exact(
+    actions: list[tuple[str, int]], seed: int, kind: str, kv_tokens: int, step_tokens: int, max_batch: int, rash: bool
+) -> None:
+    """`rash`: the engine guesses from a single token that was seen once, and is wrong most of the time."""
+    with mock.patch.multiple(drafts, SURE=1, CONTEXT_TOKENS=1) if rash else nullcontext():
+        _play(actions, seed, kind, kv_tokens, step_tokens, max_batch)
+
+
+def _play(
     actions: list[tuple[str, int]], seed: int, kind: str, kv_tokens: int, step_tokens: int, max_batch: int
 ) -> None:
     rng, world = np.random.default_rng(seed), World()

@@ -14,9 +14,9 @@ from rollart.types import Finish
 from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request
 
 
-def rows(count: int, **sampling: Any) -> list[Sequence]:
+def rows(count: int, **sampling: Any) -> list[tuple[Sequence, int]]:
     asked = request([1, 2], **sampling)
-    return [Sequence(asked, arrival=i, max_context=100, version=0, seed=i) for i in range(count)]
+    return [(Sequence(asked, arrival=i, max_context=100, version=0, seed=i), 0) for i in range(count)]
 
 
 def draw(logits: torch.Tensor, count: int, **sampling: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
