@@ -1,22 +1,27 @@
-"""Plays FrozenLake in lockstep with transformers' `generate`: all live episodes in one padded batch, turn by turn.
+"""Plays FrozenLake in lockstep, all live episodes turn by turn: TRL's rollouts with one-word answers, and the judge.
 
-Used by TRL's rollouts with one-word answers, and to evaluate the weights that either side made, so that both are judged
-by the same play. `FORMS` is what both sides keep to.
+`FORMS` is what both sides keep to. `held_out_success` judges the weights that either side made, by the same play.
 Invariant: the tokens of an episode are those that `rollart train` makes of it: same rendering, same limits, and sampled
 ids are never tokenised again.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from benchmarks.tool_lake import MAX_CALLS, ToolLakeTasks
+from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.model import load_model
 from rollart.models.tokenizer import ChatTokenizer
 from rollart.tasks.api import Environment, as_observation
 from rollart.tasks.frozen_lake import FrozenLakeTasks
-from rollart.types import Observation, Task
+from rollart.types import GenerateRequest, Observation, Sampling, Task
+
+DOMAIN = "lake"
+"""The task's name in the job files: it is part of what its maps are drawn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,7 @@ FORMS = {
 class Episode:
     """One walk under way; when it has ended, a sample."""
 
+    number: int
     env: Environment
     max_turns: int
     seen: Observation
@@ -66,7 +72,7 @@ def play(
     tasks: Sequence[Task], tokenizer: ChatTokenizer, task_set: FrozenLakeTasks, max_turns: int, answer: Answer
 ) -> list[Episode]:
     """Every task to its end, each turn of all live episodes at once."""
-    episodes = [_opened(task_set.environment(task), max_turns, tokenizer) for task in tasks]
+    episodes = [_opened(number, task_set.environment(task), max_turns, tokenizer) for number, task in enumerate(tasks)]
     while live := [episode for episode in episodes if not episode.over]:
         for episode in live:
             if episode.turns:
@@ -84,80 +90,56 @@ def play(
     return episodes
 
 
-def _opened(env: Environment, max_turns: int, tokenizer: ChatTokenizer) -> Episode:
+def _opened(number: int, env: Environment, max_turns: int, tokenizer: ChatTokenizer) -> Episode:
     seen = as_observation(env.reset())
-    return Episode(env=env, max_turns=max_turns, seen=seen, prompt=tokenizer.render(seen.messages, fresh=True).tolist())
+    return Episode(
+        number=number,
+        env=env,
+        max_turns=max_turns,
+        seen=seen,
+        prompt=tokenizer.render(seen.messages, fresh=True).tolist(),
+    )
 
 
 def _tokens(ids: list[int]) -> Any:
-    return torch.tensor(ids, dtype=torch.int32).numpy()
+    return np.array(ids, dtype=np.int32)
 
 
-class CachedAnswers:
-    """An `Answer` by `model.generate` that keeps the keys and values of all turns so far.
+class EngineAnswers:
+    """An `Answer` by RollArt's own engine: the weights that either side made are judged by the same play."""
 
-    Rows are padded on the left, and between turns where a row said less than the longest one; the mask has holes there.
-    """
-
-    def __init__(self, model: Any, *, max_tokens: int, end: int, pad: int) -> None:
-        from transformers import DynamicCache
-
-        self._model = model
-        self._max_tokens, self._end, self._pad = max_tokens, end, pad
-        self._cache: Any = DynamicCache(config=model.config)
-        self._rows: list[int] = []
-        """Which episode each row of the cache belongs to, by identity."""
-        self._ids_BT = torch.zeros(0, 0, dtype=torch.long)
-        self._mask_BT = torch.zeros(0, 0, dtype=torch.long)
+    def __init__(self, path: Path, *, max_tokens: int, end: int, seed: int) -> None:
+        settings = EngineSettings(kv_tokens=1 << 18, max_batch=512)
+        self._engine = EmbeddedEngine(load_model(path), settings=settings, eos=frozenset({end}))
+        self._sampling = Sampling(max_tokens=max_tokens, temperature=1.0, seed=seed)
 
     def __call__(self, live: Sequence[Episode]) -> list[list[int]]:
-        if not self._rows:
-            new = [episode.prompt for episode in live]
-            self._ids_BT = self._mask_BT = torch.zeros(len(live), 0, dtype=torch.long)
-        else:
-            self._keep(live)
-            new = [_since_answer(episode) for episode in live]
-        self._rows = [id(episode) for episode in live]
-        self._append(new)
-        with torch.no_grad():
-            out_BT = self._model.generate(
-                input_ids=self._ids_BT,
-                attention_mask=self._mask_BT,
-                past_key_values=self._cache,
-                max_new_tokens=self._max_tokens,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                eos_token_id=self._end,
-                pad_token_id=self._pad,
+        names = [f"{episode.number}/{episode.turns}" for episode in live]
+        for name, episode in zip(names, live, strict=True):
+            prompt = np.array(episode.prompt + episode.rest, dtype=np.int32)
+            self._engine.add(
+                GenerateRequest(
+                    id=name,
+                    session=str(episode.number),
+                    domain=DOMAIN,
+                    turn=episode.turns,
+                    prompt=(prompt,),
+                    prompt_tokens=len(prompt),
+                    sampling=self._sampling,
+                    min_version=0,
+                    last=False,
+                )
             )
-        said_BT = out_BT[:, self._ids_BT.shape[1] :]
-        after_end_BT = (said_BT == self._end).cumsum(1) - (said_BT == self._end).long() > 0
-        self._ids_BT = out_BT
-        self._mask_BT = torch.cat([self._mask_BT, (~after_end_BT).long()], dim=1)
-        lengths = (~after_end_BT).sum(1).tolist()
-        return [row[:length] for row, length in zip(said_BT.tolist(), lengths, strict=True)]
-
-    def _keep(self, live: Sequence[Episode]) -> None:
-        """Drop the rows of episodes that have ended."""
-        places = {row: place for place, row in enumerate(self._rows)}
-        kept_B = torch.tensor([places[id(episode)] for episode in live])
-        if len(kept_B) < len(self._rows):
-            self._cache.batch_select_indices(kept_B)
-            self._ids_BT, self._mask_BT = self._ids_BT[kept_B], self._mask_BT[kept_B]
-
-    def _append(self, new: list[list[int]]) -> None:
-        width = max(len(tokens) for tokens in new)
-        ids_BT = torch.tensor([[self._pad] * (width - len(tokens)) + tokens for tokens in new])
-        mask_BT = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in new])
-        self._ids_BT = torch.cat([self._ids_BT, ids_BT], dim=1)
-        self._mask_BT = torch.cat([self._mask_BT, mask_BT], dim=1)
+        said: dict[str, list[int]] = {}
+        while self._engine.busy:
+            said.update((name, completion.tokens.tolist()) for name, completion in self._engine.step())
+        return [said[name] for name in names]
 
 
-def _since_answer(episode: Episode) -> list[int]:
-    """The observation at the end of `rest`."""
-    count = len(episode.rest)
-    while count and not episode.sampled[count - 1]:
-        count -= 1
-    return episode.rest[count:]
+def held_out_success(form: Form, tokenizer: ChatTokenizer, model: Path, *, episodes: int, seed: int) -> float:
+    """Share of held-out walks, sampled, that these weights bring to the goal."""
+    task_set = form.tasks(seed=seed, domain=DOMAIN)
+    tasks = [task_set.held_out(number) for number in range(episodes)]
+    answers = EngineAnswers(model, max_tokens=form.max_tokens, end=tokenizer.end_of_turn, seed=seed)
+    played = play(tasks, tokenizer, task_set, form.max_turns, answers)
+    return sum(episode.reward for episode in played) / len(played)

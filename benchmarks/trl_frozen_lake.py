@@ -1,7 +1,7 @@
 """`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same cores.
 
 Both sides train on the same number of trajectories, one after the other, each with the batch that suits it, and keep
-their weights every so many trajectories. Then the same held-out play (`trl_side.py evaluate`) finds each side's first
+their weights every so many trajectories. Then the same held-out play (`lake_player.py`) finds each side's first
 weights that reach the target. So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not.
 Prints one JSON object.
 """
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.lake_player import FORMS, held_out_success
 from rollart.events import Event, read_events
+from rollart.models.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMS = ("tools", "words")
-"""How the model answers: with a tool call, as TRL's `environment_factory` wants it, or with one word (docs/trl.md)."""
 GROUP_SIZE = 8
 POLL_S = 0.2
 """RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
@@ -75,7 +77,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--form", choices=FORMS, default="tools", help="how the model answers (docs/trl.md)")
+    parser.add_argument("--form", choices=tuple(FORMS), default="tools", help="how the model answers (docs/trl.md)")
     parser.add_argument("--model", type=Path, help="default: models/lake-tools, or for words models/tiny")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
     parser.add_argument("--groups", type=int, help="of 8, in each step of RollArt (default 4, for words 2)")
@@ -87,7 +89,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
-    parser.add_argument("--generation", choices=("trl", "cached"), default="trl", help="of words: see docs/trl.md")
     parser.add_argument("--microbatch", type=int, default=192, help="TRL's per-device batch")
     parser.add_argument("--trl-threads", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
@@ -171,14 +172,13 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         "--every": _steps(args.judged_every, args.trl_groups),
         "--cap-s": args.cap_s,
         "--microbatch": args.microbatch,
-        "--generation": args.generation,
         "--seed": seed,
         "--threads": args.trl_threads,
     }
     began_s = time.monotonic()
     with (folder / "log").open("wb") as log:
         done = subprocess.run(
-            [*_trl_side(args), "train", *(str(part) for option in options.items() for part in option)],
+            [*_trl_side(args), *(str(part) for option in options.items() for part in option)],
             env=_trl_environment(args),
             cwd=folder,
             stdout=log,
@@ -274,21 +274,14 @@ def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, 
 
 def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[float]:
     """Success of each of these weights, up to the first that reaches the target."""
-    options = {
-        "--form": args.form,
-        "--tokenizer": args.model.resolve(),
-        "--episodes": args.episodes,
-        "--target": args.target,
-        "--seed": seed,
-        "--threads": args.trl_threads,
-    }
-    command = [*_trl_side(args), "evaluate", *(part for option in options.items() for part in option), *models]
-    done = subprocess.run(
-        [str(part) for part in command], env=_trl_environment(args), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"the evaluation failed:\n{done.stderr[-2000:]}")
-    return [float(json.loads(line)["success"]) for line in done.stdout.splitlines() if line.startswith("{")]
+    torch.set_num_threads(args.trl_threads)
+    tokenizer = ChatTokenizer(args.model)
+    curve: list[float] = []
+    for model in models:
+        curve.append(held_out_success(FORMS[args.form], tokenizer, model, episodes=args.episodes, seed=seed))
+        if curve[-1] >= args.target:
+            break
+    return curve
 
 
 def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -316,7 +309,6 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
         "cpu_ratio": _round(cpu["trl"] / cpu["rollart"]),
         "ratio_is_lower_bound": bound,
         "trajectories_ratio": _round(rates["rollart"] / rates["trl"]),
-        "generation": args.generation,
         "trl_threads": args.trl_threads,
         "versions": _versions(args),
         "rounds": rounds,

@@ -1,8 +1,7 @@
 """TRL's side of the comparison; runs in TRL's own environment, with this repository on PYTHONPATH.
 
-`train` runs GRPOTrainer on FrozenLake, through `environment_factory` (form `tools`) or `rollout_func` (form `words`),
-and writes the times of its steps, its figures and, every so many steps, the weights. `evaluate` plays the held-out
-tasks with any number of saved models, of either side. Time spent writing weights for it is taken off the clock.
+Runs GRPOTrainer on FrozenLake, through `environment_factory` (form `tools`) or `rollout_func` (form `words`), and
+writes the times of its steps, its figures and, every so many steps, the weights, which is taken off the clock.
 """
 
 import argparse
@@ -21,13 +20,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.lake_player import FORMS, CachedAnswers, Episode, play
+from benchmarks.lake_player import DOMAIN, FORMS, Episode, play
 from benchmarks.tool_lake import INSTRUCTION, MAX_CALLS, Walk
 from rollart.models.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
-DOMAIN = "lake"
-"""The task's name in benchmarks/trl_frozen_lake.yaml: it is part of what its maps are drawn from."""
 GROUP_SIZE = 8
 WORDS = FORMS["words"]
 
@@ -66,24 +63,13 @@ class Lake:
 class Rollouts:
     """TRL's `rollout_func`: each prompt is the number of a training task."""
 
-    def __init__(self, model_path: Path, seed: int, generation: str) -> None:
+    def __init__(self, model_path: Path, seed: int) -> None:
         self._tokenizer = ChatTokenizer(model_path)
         self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
-        self._generation = generation
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         tasks = [self._tasks.task(int(prompt)) for prompt in prompts]
-        if self._generation == "cached":
-            tokenizer = trainer.processing_class
-            answers: Any = CachedAnswers(
-                trainer.model,
-                max_tokens=WORDS.max_tokens,
-                end=tokenizer.eos_token_id,
-                pad=tokenizer.pad_token_id,
-            )
-        else:
-            answers = _by_trl(trainer)
-        episodes = play(tasks, self._tokenizer, self._tasks, WORDS.max_turns, answers)
+        episodes = play(tasks, self._tokenizer, self._tasks, WORDS.max_turns, _by_trl(trainer))
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
             "completion_ids": [episode.rest for episode in episodes],
@@ -165,7 +151,7 @@ def train(args: argparse.Namespace) -> None:
         play = {"environment_factory": Lakes(args.seed), "reward_funcs": []}
     else:
         data = {"prompt": [str(number) for number in numbers]}
-        play = {"rollout_func": Rollouts(args.model, args.seed, args.generation), "reward_funcs": earned}
+        play = {"rollout_func": Rollouts(args.model, args.seed), "reward_funcs": earned}
     watch = Watch(args.out, args.every, args.cap_s)
     trainer = GRPOTrainer(
         model=model,
@@ -221,51 +207,20 @@ def settings(args: argparse.Namespace) -> Any:
     )
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Held-out success of each model, in order, until one reaches the target. One JSON line for each."""
-    torch.set_num_threads(args.threads)
-    form = FORMS[args.form]
-    task_set = form.tasks(seed=args.seed, domain=DOMAIN)
-    tasks = [task_set.held_out(number) for number in range(args.episodes)]
-    tokenizer = ChatTokenizer(args.tokenizer)
-    for path in args.models:
-        set_seed(args.seed)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        answers = CachedAnswers(
-            model, max_tokens=form.max_tokens, end=tokenizer.end_of_turn, pad=model.config.pad_token_id
-        )
-        episodes = play(tasks, tokenizer, task_set, form.max_turns, answers)
-        success = sum(episode.reward for episode in episodes) / len(episodes)
-        print(json.dumps({"model": str(path), "success": success}), flush=True)
-        if success >= args.target:
-            return
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    training = commands.add_parser("train")
-    training.add_argument("--model", type=Path, required=True)
-    training.add_argument("--out", type=Path, required=True)
-    training.add_argument("--steps", type=int, required=True)
-    training.add_argument("--groups", type=int, required=True)
-    training.add_argument("--every", type=int, required=True)
-    training.add_argument("--cap-s", type=float, required=True)
-    training.add_argument("--microbatch", type=int, required=True)
-    training.add_argument("--generation", choices=("trl", "cached"), required=True)
-    training.set_defaults(run=train)
-    judging = commands.add_parser("evaluate")
-    judging.add_argument("--tokenizer", type=Path, required=True)
-    judging.add_argument("--episodes", type=int, required=True)
-    judging.add_argument("--target", type=float, required=True)
-    judging.add_argument("models", type=Path, nargs="+")
-    judging.set_defaults(run=evaluate)
-    for command in (training, judging):
-        command.add_argument("--form", choices=tuple(FORMS), required=True)
-        command.add_argument("--seed", type=int, required=True)
-        command.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    parser.add_argument("--cap-s", type=float, required=True)
+    parser.add_argument("--microbatch", type=int, required=True)
+    parser.add_argument("--form", choices=tuple(FORMS), required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    args.run(args)
+    train(args)
 
 
 if __name__ == "__main__":
