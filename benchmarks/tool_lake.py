@@ -30,8 +30,8 @@ CARELESS_SHARE = 0.15
 """Of a novice's moves that look at nothing."""
 TOOLS_BEGIN, TOOLS_END = "You can call tools.\n<tools>\n", "</tools>\n"
 CALL_TAGS = ("<tool_call>", "</tool_call>")
-WARMUP_STEPS = 150
-"""About two minutes on two cores."""
+WARMUP_STEPS = 300
+"""Three to four minutes on two cores."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|system|>You can call tools.\\n<tools>\\n' }}

@@ -185,7 +185,7 @@ def settings(args: argparse.Namespace) -> Any:
         learning_rate=form.lr,
         lr_scheduler_type="constant",
         weight_decay=0.0,
-        max_grad_norm=1.0,
+        max_grad_norm=form.grad_clip,
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.2,

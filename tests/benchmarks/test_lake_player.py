@@ -76,12 +76,12 @@ def test_both_sides_play_by_the_same_rules(name: str, form: Form) -> None:
     train = job.train
     for text in (
         f"GROUP_SIZE = {task.group_size}",
-        f"max_grad_norm={train.grad_clip}",
         f"weight_decay={train.weight_decay}",
         f"entropy_coef={train.entropy_coef}",
         f"beta={train.kl_coef}",
     ):
         assert text in side, text
     assert "learning_rate=form.lr" in side
-    assert train.lr == form.lr
+    assert "max_grad_norm=form.grad_clip" in side
+    assert (train.lr, train.grad_clip) == (form.lr, form.grad_clip)
     assert train.lr_decay == "none"
