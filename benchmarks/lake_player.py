@@ -36,7 +36,7 @@ class Form:
 
 
 FORMS = {
-    "tools": Form(tasks=ToolLakeTasks, max_turns=MAX_CALLS + 1, max_tokens=32, lr=2e-4, grad_clip=0.1),
+    "tools": Form(tasks=ToolLakeTasks, max_turns=MAX_CALLS + 1, max_tokens=32, lr=1e-4, grad_clip=0.1),
     "words": Form(tasks=FrozenLakeTasks, max_turns=12, max_tokens=4, lr=5e-4, grad_clip=1.0),
 }
 

@@ -2,7 +2,8 @@
 
 Each answer is a tool call in JSON of some 20 tokens; the grid comes back as the tool's message. An answer without a
 call ends the episode, on both sides: TRL's loop knows no other end. So once a walk is over the model is told, and says
-that it is done.
+that it is done. It earns 1 where it reached the goal and every answer was one call and nothing else, or the last word:
+words that cost nothing would drift, and break the calls with them.
 
 `python -m benchmarks.tool_lake DIR` makes the model both sides begin from: that of `rollart model tiny`, with a
 tokenizer that cuts tool calls about as a large model's does, warmed up on this form of the lake alone.
@@ -93,6 +94,7 @@ class ToolLake(Environment):
     def __init__(self, lake: FrozenLake) -> None:
         self._walk = Walk(lake)
         self._turns = 0
+        self._clean = True
 
     def reset(self) -> Observation:
         asked = Message(role="user", content=INSTRUCTION + self._walk.grid())
@@ -102,10 +104,10 @@ class ToolLake(Environment):
         self._turns += 1
         calls = calls_in(action)
         if not calls or self._turns > MAX_CALLS:
-            return observe(done=True)
-        before = self._walk.reward
-        messages = tuple(Message(role="tool", content=self._answer(call)) for call in calls)
-        return Observation(messages=messages, reward=self._walk.reward - before)
+            clean = self._clean and action.strip() == DONE
+            return observe(reward=self._walk.reward if clean else 0.0, done=True)
+        self._clean = self._clean and len(calls) == 1 and _CALL.fullmatch(action.strip()) is not None
+        return Observation(messages=tuple(Message(role="tool", content=self._answer(call)) for call in calls))
 
     def _answer(self, call: Mapping[str, Any]) -> str:
         """What TRL would say."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same cores.
 
-Both sides train on the same number of trajectories, one after the other, each with the batch that suits it, and keep
-their weights every so many trajectories. Then the same held-out play (`lake_player.py`) finds each side's first
+Both sides train on the same number of trajectories, in batches of the same size, one after the other, and keep their
+weights every so many trajectories. Then the same held-out play (`lake_player.py`) finds each side's first
 weights that reach the target. So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not.
 Prints one JSON object.
 """
@@ -80,8 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--form", choices=tuple(FORMS), default="tools", help="how the model answers (docs/trl.md)")
     parser.add_argument("--model", type=Path, help="default: models/lake-tools, or for words models/tiny")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
-    parser.add_argument("--groups", type=int, help="of 8, in each step of RollArt (default 4, for words 2)")
-    parser.add_argument("--trl-groups", type=int, default=4, help="of 8, in each step of TRL")
+    parser.add_argument("--groups", type=int, default=2, help="of 8, in each step")
     parser.add_argument("--trajectories", type=int, default=3072, help="that each side learns from")
     parser.add_argument("--judged-every", type=int, default=128, help="trajectories between two evaluations")
     parser.add_argument("--target", type=float, default=0.75, help="held-out success that counts as learnt")
@@ -97,7 +96,6 @@ def arguments() -> argparse.Namespace:
         parser.error("say where TRL is: --trl-python, or ROLLART_TRL_PYTHON (docs/trl.md says how to make it)")
     tools = args.form == "tools"
     args.model = args.model or ROOT / "models" / ("lake-tools" if tools else "tiny")
-    args.groups = args.groups or (4 if tools else 2)
     if not (args.model / "config.json").is_file():
         command = "python -m benchmarks.tool_lake" if tools else "rollart model tiny"
         parser.error(f"no model in {args.model}; make it: {command} {args.model}")
@@ -167,9 +165,9 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         "--form": args.form,
         "--model": args.model.resolve(),
         "--out": folder,
-        "--groups": args.trl_groups,
-        "--steps": _steps(args.trajectories, args.trl_groups),
-        "--every": _steps(args.judged_every, args.trl_groups),
+        "--groups": args.groups,
+        "--steps": _steps(args.trajectories, args.groups),
+        "--every": _steps(args.judged_every, args.groups),
         "--cap-s": args.cap_s,
         "--microbatch": args.microbatch,
         "--seed": seed,
@@ -190,7 +188,7 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     result = json.loads((folder / "result.json").read_text())
     return Trained(
         startup_s=result["began_s"] - began_s,
-        groups=args.trl_groups,
+        groups=args.groups,
         ends_s=result["ends_s"],
         models={int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")},
         ends_cpu_s=result["ends_cpu_s"],
@@ -299,7 +297,7 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
     return {
         "form": args.form,
         "target": args.target,
-        "groups": {"rollart": args.groups, "trl": args.trl_groups},
+        "groups": args.groups,
         "episodes": args.episodes,
         "trajectories_per_s": rates,
         "time_to_success_s": {"rollart": None if math.isinf(ours) else ours, "trl": theirs},

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lake_player import DOMAIN, FORMS, Episode, play
-from benchmarks.tool_lake import INSTRUCTION, MAX_CALLS, Walk
+from benchmarks.tool_lake import DONE, INSTRUCTION, MAX_CALLS, Walk
 from rollart.models.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
@@ -40,7 +40,7 @@ class Lakes:
 
 
 class Lake:
-    """An environment as TRL wants it: every public method but `reset` and `get_reward` is a tool."""
+    """An environment as TRL wants it: every public method but `reset` is a tool."""
 
     def __init__(self, tasks: FrozenLakeTasks) -> None:
         self._tasks = tasks
@@ -56,8 +56,12 @@ class Lake:
 
     move.__doc__ = Walk.move.__doc__
 
-    def get_reward(self) -> float:
-        return 0.0 if self._walk is None else self._walk.reward
+    def _earned(self, completion: Sequence[dict[str, Any]]) -> float:
+        """As `ToolLake` rewards it."""
+        *calls, last = [message for message in completion if message["role"] == "assistant"]
+        clean = all(len(call.get("tool_calls") or []) == 1 and not call["content"].strip() for call in calls)
+        done = not last.get("tool_calls") and last["content"].strip() == DONE
+        return self._walk.reward if self._walk is not None and clean and done else 0.0
 
 
 class Rollouts:
@@ -91,8 +95,13 @@ def _by_trl(trainer: Any) -> Any:
 
 
 def earned(earned: list[float], **_: object) -> list[float]:
-    """The reward function: what the environment gave."""
+    """The reward function with words: what the environment gave."""
     return earned
+
+
+def walked(completions: list[list[dict[str, Any]]], environments: list[Lake], **_: object) -> list[float]:
+    """The reward function with tools."""
+    return [lake._earned(completion) for lake, completion in zip(environments, completions, strict=True)]
 
 
 class Clocks(NamedTuple):
@@ -148,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
     if args.form == "tools":
         prompts = [[{"role": "user", "content": INSTRUCTION}] for _ in numbers]
         data = {"prompt": prompts, "number": numbers}
-        play = {"environment_factory": Lakes(args.seed), "reward_funcs": []}
+        play = {"environment_factory": Lakes(args.seed), "reward_funcs": walked}
     else:
         data = {"prompt": [str(number) for number in numbers]}
         play = {"rollout_func": Rollouts(args.model, args.seed), "reward_funcs": earned}

@@ -10,6 +10,7 @@ from benchmarks.tool_lake import (
     INSTRUCTION,
     MAX_CALLS,
     OVER,
+    ToolLake,
     ToolLakeTasks,
     Walk,
     call,
@@ -93,6 +94,22 @@ def test_a_walk_ends_with_a_word_and_is_rewarded_once() -> None:
     assert [one.move(step) for step in way][-1] == OVER
     assert one.move("left") == OVER
     assert one.reward == 1.0
+
+
+def reward_of(*said: str) -> float:
+    env = ToolLake(FrozenLake(["SFFF", "FFFF", "FFFF", "FFFG"]))
+    env.reset()
+    return sum(env.step(each).reward for each in said)
+
+
+def test_only_a_clean_walk_is_rewarded() -> None:
+    way = [call("right")] * 3 + [call("down")] * 3
+    assert reward_of(*way, "done") == 1.0
+    assert reward_of(*way, "well done") == 0.0
+    assert reward_of(*way, "<tool_call>") == 0.0
+    assert reward_of(f"so {way[0]}", *way[1:], "done") == 0.0
+    assert reward_of(way[0] + way[1], *way[2:], "done") == 0.0
+    assert reward_of(*way[1:], "done") == 0.0, "it is not at the goal"
 
 
 def test_calls_are_bounded() -> None:

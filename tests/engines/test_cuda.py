@@ -4,16 +4,22 @@ import numpy as np
 import pytest
 import torch
 
+from rollart.engines import drafts
 from rollart.engines.embedded import EmbeddedEngine, EngineSettings
 from rollart.model import named_weights, packed_logprobs
+from rollart.packed import fold
 from rollart.types import Completion
 from tests.engines.reference import KINDS, check, drain, our_model, plain_model, random_tokens, request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.parametrize("rash", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_agrees_with_the_cpu_across_turns_and_a_swap(kind: str) -> None:
+def test_agrees_with_the_cpu_across_turns_and_a_swap(kind: str, rash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rash:  # guess all the time, and wrongly
+        monkeypatch.setattr(drafts, "SURE", 1)
+        monkeypatch.setattr(drafts, "CONTEXT_TOKENS", 1)
     models = {version: plain_model(kind, seed=version) for version in range(2)}
     ours = our_model(models[0])
     torch.nn.Module.to(ours, "cuda")
@@ -38,10 +44,15 @@ def test_agrees_with_the_cpu_across_turns_and_a_swap(kind: str) -> None:
             history[session] = np.concatenate([call.tokens(), done[call.id].tokens])
 
 
+@pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_logprobs_agree_with_the_cpu(dtype: torch.dtype) -> None:
+def test_packed_logprobs_agree_with_the_cpu(dtype: torch.dtype, folded: bool) -> None:
     plain, lengths = plain_model("qwen3"), (40, 7, 90, 33)
     tokens = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    if folded:
+        tokens[137 : 137 + 30] = tokens[47 : 47 + 30]
+        tokens[:30] = tokens[47 : 47 + 30]
+        assert len(fold(tokens, lengths).tokens_F) == len(tokens) - 2 * 30
     expected = packed_logprobs(our_model(plain), tokens, lengths)
     ours = our_model(plain)
     torch.nn.Module.to(ours, "cuda", dtype)
