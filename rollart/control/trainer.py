@@ -16,6 +16,8 @@ from rollart.ports import Cluster, Journal, Trainer
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
 T = TypeVar("T")
+IDLE_STEPS = 5
+"""After so many steps in a row without a token to train on the user is told."""
 
 
 class TrainerDriver:
@@ -43,6 +45,7 @@ class TrainerDriver:
         self._lock = asyncio.Lock()
         self._lives = 0
         self._lost_in_a_row = 0
+        self._idle_in_a_row = 0
         self.version: WeightVersion = 0
         """Steps done."""
 
@@ -50,6 +53,15 @@ class TrainerDriver:
         result = await self._call(f"step {batch.step}", lambda trainer: trainer.train_step(batch))
         self.version = result.version
         self._lost_in_a_row = 0
+        self._idle_in_a_row = self._idle_in_a_row + 1 if result.metrics.get("perf/tokens") == 0.0 else 0
+        if self._idle_in_a_row == IDLE_STEPS:
+            text = (
+                f"steps {batch.step - IDLE_STEPS + 1} to {batch.step} trained on nothing: in every group all members "
+                "earned the same. If that is the best reward, the job is done. If not, the policy may have lost the "
+                "form of its answers: go back to an earlier checkpoint with a lower train.lr or rollout.staleness, "
+                "or set train.kl_coef"
+            )
+            self._log.emit("warning", {"text": text})
         return result
 
     async def publish(self, version: WeightVersion) -> WeightManifest:

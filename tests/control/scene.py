@@ -217,7 +217,7 @@ class ScriptedTrainer:
         if self.scene.after_step is not None:
             await self.scene.after_step(self, batch)
         self.well()
-        return StepResult(version=self.version, metrics={"loss": 0.5})
+        return StepResult(version=self.version, metrics={"loss": 0.5} | self.scene.metrics)
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self.well()
@@ -338,6 +338,8 @@ class Scene:
     only_evaluate: bool = False
     """As `rollart eval` does."""
     on_trainer_start: Callable[[int], Awaitable[None]] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the trainer reports of each step beside its loss."""
     on_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     after_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     on_publish: Callable[[ScriptedTrainer, WeightVersion], Awaitable[None]] | None = None

@@ -225,3 +225,15 @@ def test_a_version_too_old_to_be_pushed_again_does_not_stop_the_job() -> None:
     assert damaged == [1]
     assert played.finished, played.error
     assert not played.of("trainer.down"), [event["reason"] for event in played.of("trainer.down")]
+
+
+def test_steps_that_train_on_nothing_are_told_of_once() -> None:
+    scene = Scene(scene_job(train__steps=12), metrics={"perf/tokens": 0.0})
+    (told,) = scene.play().of("warning")
+    assert told["text"].startswith("steps 0 to 4 trained on nothing")
+
+    async def now_and_then(trainer: ScriptedTrainer, batch: Batch) -> None:
+        trainer.scene.metrics["perf/tokens"] = 100.0 if batch.step % 5 == 4 else 0.0
+
+    scene = Scene(scene_job(train__steps=12), on_step=now_and_then)
+    assert not scene.play().of("warning")
