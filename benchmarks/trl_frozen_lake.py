@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
     parser.add_argument("--groups", type=int, default=2, help="of 8, in each step")
     parser.add_argument("--trajectories", type=int, default=3072, help="that each side learns from")
-    parser.add_argument("--judged-every", type=int, default=128, help="trajectories between two evaluations")
+    parser.add_argument("--judged-every", type=int, default=256, help="trajectories between two evaluations")
     parser.add_argument("--target", type=float, default=0.75, help="held-out success that counts as learnt")
     parser.add_argument("--episodes", type=int, default=400, help="held-out episodes played with each step's weights")
     parser.add_argument("--rounds", type=int, default=1, help="each with the next seed; the order alternates")
