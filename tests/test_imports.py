@@ -20,7 +20,7 @@ ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster
 FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
-PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models"} | READERS
+PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed"} | READERS
 ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups"})
 """Composition: the few modules that know everything."""
 
@@ -36,11 +36,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "control": SHARED | {"policy"},
     "samples": frozenset({"types"}),
     "wire": frozenset({"types"}),
-    "model": SHARED,
+    "packed": frozenset(),
+    "model": SHARED | {"packed"},
     "models": SHARED | {"tasks"},  # the tiny model's words come from its tasks
     "tasks": SHARED,
     **dict.fromkeys(ADAPTERS, VALUES),
-    "engines": VALUES | {"model"},
+    "engines": VALUES | {"model", "packed"},
     "train": VALUES | {"model"},
     "envs": VALUES | {"tasks"},  # user code is found and run through `tasks`
     "rewards": VALUES | {"tasks"},
