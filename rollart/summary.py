@@ -283,8 +283,8 @@ class Summary:
         self._failed("trainer", "trainer", event["reason"])
 
     def _on_killed(self, event: Event) -> None:
-        """The coordinator is gone, and with it every attempt under way."""
-        self._restarts["coordinator"] += 1
+        """The coordinator is gone, and with it every attempt under way. If it said that it ends, it was not killed."""
+        self._restarts["coordinator"] += self._state == "running"
         for work in self._live.values():
             self._wasted("restart", [work])
         self._live.clear()

@@ -136,6 +136,21 @@ def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, tr
         assert (groups["trained"], groups["trained_twice"]) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("ends", "restarts"),
+    [
+        ([], 1),
+        ([{"e": "interrupted", "t": 1.0, "step": 1}], 0),
+        ([{"e": "stopped", "t": 1.0, "reason": "at once", "user": True}], 0),
+    ],
+)
+def test_only_a_killed_coordinator_counts_as_a_restart(ends: list[Event], restarts: int) -> None:
+    summary = Summary()
+    for event in [RUN, *ends, {"e": "killed", "t": 2.0}]:
+        summary.read(event)
+    assert summary.result()["restarts"]["coordinator"] == restarts
+
+
 def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
     with _alone(tmp_path), pytest.raises(JobError, match="still running"), _alone(tmp_path):
         pass

@@ -85,30 +85,23 @@ class RankActor:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._gone = False
+        self.gone = False
         self.name = "rank"
 
     @property
     def pid(self) -> int | None:
         """None when it is lost; which process it is, is another machine's business."""
-        return None if self._gone else 0
+        return None if self.gone else 0
 
     async def start(self, setup: Mapping[str, Any]) -> None:
         self.name = f"rank-{setup['at']['rank']}"
-        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup))))
+        await _answered(self, ClusterError, self._actor.setup.remote(pack(dict(setup))))
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
-        return await self._answer(error, self._actor.call.remote(method, pack(list(arguments))))
+        return await _answered(self, error, self._actor.call.remote(method, pack(list(arguments))))
 
     async def stop(self) -> None:
         ray.kill(self._actor)
-
-    async def _answer(self, error: type[BoundaryError], answer: Any) -> Any:
-        try:
-            return await _answered(self.name, error, answer)
-        except RayError as lost:
-            self._gone = True
-            raise error(f"{self.name}: its actor is lost: {_one_line(lost)}") from None
 
 
 class RayWorker:
@@ -137,18 +130,11 @@ class RayWorker:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
             raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
-        await self._answer(ClusterError, self._actor.setup.remote(pack(dict(setup)), list(self._ranks)))
+        await _answered(self, ClusterError, self._actor.setup.remote(pack(dict(setup)), list(self._ranks)))
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
-        return await self._answer(error, self._actor.call.remote(method, pack(list(arguments))))
-
-    async def _answer(self, error: type[BoundaryError], answer: Any) -> Any:
-        try:
-            return await _answered(self.name, error, answer)
-        except RayError as lost:
-            self.gone = True
-            raise error(f"{self.name}: its actor is lost: {_one_line(lost)}") from None
+        return await _answered(self, error, self._actor.call.remote(method, pack(list(arguments))))
 
     def stop(self) -> None:
         for actor in (self._actor, *self._ranks):
@@ -157,11 +143,15 @@ class RayWorker:
             remove_placement_group(self._group)
 
 
-async def _answered(name: str, error: type[BoundaryError], answer: Any) -> Any:
-    """What an actor answered; what its work raised is raised here."""
-    ok, value = unpack(await answer)
+async def _answered(worker: RankActor | RayWorker, error: type[BoundaryError], answer: Any) -> Any:
+    """What its actor answered; what the work raised is raised here, and a lost actor is the port's error."""
+    try:
+        ok, value = unpack(await answer)
+    except RayError as lost:
+        worker.gone = True
+        raise error(f"{worker.name}: its actor is lost: {_one_line(lost)}") from None
     if not ok:
-        raise as_raised(name, value[0], value[1], error)
+        raise as_raised(worker.name, value[0], value[1], error)
     return value
 
 
