@@ -10,6 +10,8 @@ SAME = 1e-8
 
 def advantages(rewards: Sequence[float], kind: str) -> tuple[float, ...]:
     """One advantage per member: `grpo` (normalised), `dr_grpo` (centred) or `rloo` (against the others' mean)."""
+    if zero_variance(rewards):
+        return (0.0,) * len(rewards)  # not what rounding leaves of them
     values = np.asarray(rewards, dtype=np.float64)
     centred = values - values.mean()
     match kind:

@@ -152,9 +152,11 @@ def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | No
         config.model_type not in KINDS
         or config.hidden_act != "silu"
         or getattr(config, "mlp_bias", False)
-        or (config.model_type == "llama" and config.attention_bias)
         or rope.get("rope_type", "default") not in FIXED_ROPES
     ):
+        return None
+    base: Any = model.base_model
+    if base.layers[0].self_attn.o_proj.bias is not None:
         return None
     dense = DenseForward(model, max_context)
     tokens_T = torch.arange(min(8, config.vocab_size, max_context), device=model.device)

@@ -31,6 +31,9 @@ from rollart.errors import EngineError, RequestError
 from rollart.model import forward_hidden, load_model, load_weights_, project
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
+GUESSED_LOGITS = 2**26
+"""Bound of the logits that guesses add to a step: with a large vocabulary they are the most memory it takes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -105,6 +108,7 @@ class EmbeddedEngine:
             max_batch=settings.max_batch,
             step_tokens=settings.step_tokens,
             draft_tokens=settings.draft_tokens,
+            guesses=GUESSED_LOGITS // model.config.vocab_size,
         )
         self._live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []

@@ -168,7 +168,8 @@ class KvCache:
             else:
                 continue
             shared = min(common_prefix(tokens, seq.buffer[: seq.total]), seq.total - 1)
-            if shared > ready and placed is not None and placed.arrival < seq.arrival:
+            prefilling = placed is not None and placed.pending > 1 and placed.arrival < seq.arrival
+            if shared > ready and prefilling:
                 return False
             shared = min(shared, ready)
             if shared > 0:

@@ -17,10 +17,14 @@ from rollart.engines.sequence import Sequence
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, kv: KvCache, drafts: Drafts, *, max_batch: int, step_tokens: int, draft_tokens: int) -> None:
+    def __init__(
+        self, kv: KvCache, drafts: Drafts, *, max_batch: int, step_tokens: int, draft_tokens: int, guesses: int
+    ) -> None:
         self._kv = kv
         self._drafts = drafts
         self._draft_tokens = draft_tokens
+        self._guesses = guesses
+        """The most in one step, of all sequences together."""
         self._max_batch = max_batch
         self._step_tokens = step_tokens
         self.waiting: deque[Sequence] = deque()
@@ -51,7 +55,7 @@ class Scheduler:
             seq.take = min(seq.pending, budget)
             budget -= seq.take
         if self._draft_tokens:
-            budget -= self._guess(budget)
+            budget -= self._guess(min(budget, self._guesses))
         return self._step_tokens - budget
 
     def _guess(self, budget: int) -> int:

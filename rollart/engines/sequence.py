@@ -97,7 +97,7 @@ class Sequence:
         """The random number in [0, 1) of the token to be sampled next, or so many later: a function of seed and
         position alone."""
         index = len(self.logprobs) + ahead
-        if index >= len(self._uniforms):
+        while index >= len(self._uniforms):  # none was drawn while the whole batch was greedy
             self._uniforms.extend(self._rng.random(UNIFORMS_PER_DRAW).tolist())
         return self._uniforms[index]
 

@@ -106,6 +106,12 @@ def test_the_advantage_of_the_job_is_what_the_samples_carry(kind: str) -> None:
         assert sample.advantages[sample.mask] == pytest.approx(by_member[str(sample.trajectory)])
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("members", [3, 6, 7])
+def test_equal_rewards_leave_no_advantage_not_even_by_rounding(kind: str, members: int) -> None:
+    assert advantages([0.1] * members, kind) == (0.0,) * members
+
+
 def test_zero_variance_means_nothing_to_compare() -> None:
     assert zero_variance([0.3, 0.3, 0.3])
     assert not zero_variance([0.3, 0.3, 0.30001])

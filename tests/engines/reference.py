@@ -27,7 +27,7 @@ CLEAR_LEAD = 1e-4
 TOLERANCE = 1e-4
 
 
-def config(kind: str) -> PreTrainedConfig:
+def config(kind: str, **more: Any) -> PreTrainedConfig:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -41,7 +41,7 @@ def config(kind: str) -> PreTrainedConfig:
         "tie_word_embeddings": kind == "qwen3-tied",
         "bos_token_id": None,
         "eos_token_id": None,
-    }
+    } | more
     match kind:
         case "llama":
             return LlamaConfig(**sizes)
@@ -60,11 +60,11 @@ def build(of: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def plain_model(kind: str, seed: int = 0) -> PreTrainedModel:
+def plain_model(kind: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A model as transformers itself runs it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build(config(kind))
+        model = build(config(kind, **more))
     model.train(False)
     return model
 

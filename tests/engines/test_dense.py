@@ -64,6 +64,12 @@ def test_other_models_run_through_transformers_code() -> None:
     assert make_engine(plain_model("qwen3-moe"))._dense is None
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_bias_after_attention_is_not_for_the_fast_forward(kind: str) -> None:
+    """Not even one that is zero now: training may change it."""
+    assert make_engine(plain_model(kind, attention_bias=True))._dense is None
+
+
 def test_a_forward_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_model("qwen3")
     with warnings.catch_warnings():

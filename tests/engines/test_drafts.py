@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from rollart.engines import embedded
 from rollart.engines.drafts import SURE, Drafts
 from rollart.engines.embedded import EmbeddedEngine
 from rollart.engines.sequence import Sequence
 from rollart.model import named_weights
 from rollart.types import Completion, Finish, GenerateRequest
-from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request
+from tests.engines.reference import EOS, VOCAB, check, drain, make_engine, plain_model, random_tokens, request
 
 
 def sequence(domain: str = "test") -> Sequence:
@@ -79,6 +80,25 @@ def test_answers_are_the_same_with_and_without_guesses(kind: str, temperature: f
     if temperature == 0.0:
         assert len(set(slow)) == 1
         assert steps[-1] * 2 < slow[-1], "what was said before takes few steps"
+
+
+def test_guesses_of_all_requests_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_model("qwen3")
+    monkeypatch.setattr(embedded, "GUESSED_LOGITS", 2 * VOCAB + 1)
+    engine = make_engine(plain)
+    most = 0
+    guess = engine._scheduler._guess
+
+    def counted(budget: int) -> int:
+        nonlocal most
+        most = max(most, guesses := guess(budget))
+        return guesses
+
+    monkeypatch.setattr(engine._scheduler, "_guess", counted)
+    asked, got, _ = rounds(engine, 0.0)
+    assert most == 2
+    for each, one in zip(asked, got, strict=True):
+        check(each, one, {0: plain})
 
 
 def test_a_guess_does_not_run_past_the_end() -> None:

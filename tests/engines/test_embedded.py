@@ -54,7 +54,7 @@ def test_agrees_with_transformers_across_turns(kind: str, temperature: float) ->
     assert engine.num_preempted == 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_agrees_after_evictions_and_preemptions(kind: str) -> None:
     plain = plain_model(kind)
     engine = make_engine(plain, kv_tokens=500, step_tokens=64)
@@ -167,6 +167,25 @@ def test_what_was_kept_over_a_swap_is_not_shared() -> None:
         assert got.cached_tokens == cached
     # Idle, it still has keys of the old weights.
     assert "before" in engine.kv._parked
+
+
+def test_nobody_waits_for_an_answer_that_begins_like_its_prompt() -> None:
+    plain, rng = plain_model("qwen3"), np.random.default_rng(0)
+    prompt = random_tokens(rng, 20)
+    engine = make_engine(plain, draft_tokens=0)
+    engine._eos = frozenset()
+    engine.add(request(prompt, "ahead/0", last=True, max_tokens=40, temperature=0.0))
+    answer = drain(engine)["ahead/0"].tokens
+    engine = make_engine(plain, draft_tokens=0)
+    engine._eos = frozenset()
+    first = request(prompt, "first/0", max_tokens=40, temperature=0.0)
+    second = request(np.concatenate([prompt, answer]), "second/1", max_tokens=2, temperature=0.0)
+    engine.add(first)
+    for _ in range(5):
+        engine.step()
+    engine.add(second)
+    ended = [name for _ in range(4) for name, _ in engine.step()]
+    assert ended == [second.id], "it is done long before the first, whose answer is the rest of its prompt"
 
 
 def test_the_last_turn_leaves_nothing_behind() -> None:

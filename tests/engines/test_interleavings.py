@@ -14,10 +14,7 @@ from rollart.types import Completion, Finish, GenerateRequest, Tokens
 from tests.engines.reference import check, make_engine, plain_model, random_tokens, request
 
 SESSIONS = 5
-MODELS = {
-    "qwen3": [plain_model("qwen3", seed) for seed in range(3)],
-    "llama": [plain_model("llama", s) for s in range(3)],
-}
+MODELS = {kind: [plain_model(kind, seed) for seed in range(3)] for kind in ("llama", "qwen3", "qwen3-moe")}
 
 actions = st.lists(
     st.one_of(

@@ -41,6 +41,21 @@ def test_greedy_takes_the_best_and_says_its_plain_logprob() -> None:
     np.testing.assert_allclose(logprobs, float(LOGITS.log_softmax(-1)[1]), atol=1e-6)
 
 
+def test_a_greedy_request_that_was_long_alone_may_get_company() -> None:
+    plain, rng = plain_model("qwen3"), np.random.default_rng(0)
+    engine = make_engine(plain, draft_tokens=0)
+    engine._eos = frozenset()
+    greedy = request(random_tokens(rng, 10), "greedy/0", max_tokens=150, temperature=0.0)
+    sampled = request(random_tokens(rng, 10), "sampled/0", max_tokens=20, temperature=1.0)
+    engine.add(greedy)
+    for _ in range(140):
+        engine.step()
+    engine.add(sampled)
+    done = drain(engine)
+    check(greedy, done[greedy.id], {0: plain})
+    check(sampled, done[sampled.id], {0: plain})
+
+
 @pytest.mark.parametrize(
     ("sampling", "allowed"),
     [
