@@ -183,6 +183,7 @@ class Coordinator:
 
     async def _checkpoint(self) -> None:
         """Trainer, task cursor, buffer and open groups, together. Called between two batches."""
+        await self.weights.pushed(self.trainer.version - 1)  # a trainer restored from this checkpoint could not push it
         reference = await self.trainer.save()
         checkpoint = self.rollout.snapshot(self.trainer.version, reference)
         self._log.flush(durable=True)

@@ -228,7 +228,9 @@ class Fleet:
                 )
                 if not tries_left:
                     raise
-                await self._repair(manifest.version)
+                manifest = await self._repair(manifest.version)
+                if self._current is not None and self._current.version == manifest.version:
+                    self._current = manifest  # a trainer that was rebuilt may have pushed other bits
         if seat.engine is engine:
             seat.view.version = report.version
         self._log_swap(seat, report)

@@ -48,10 +48,13 @@ class TrainerDriver:
         self._idle_in_a_row = 0
         self.version: WeightVersion = 0
         """Steps done."""
+        self._oldest: WeightVersion = 0
+        """What can be published: the current version and the one before, if this trainer made it."""
 
     async def train(self, batch: Batch) -> StepResult:
         result = await self._call(f"step {batch.step}", lambda trainer: trainer.train_step(batch))
         self.version = result.version
+        self._oldest = max(self._oldest, self.version - 1)
         self._lost_in_a_row = 0
         self._idle_in_a_row = self._idle_in_a_row + 1 if result.metrics.get("perf/tokens") == 0.0 else 0
         if self._idle_in_a_row == IDLE_STEPS:
@@ -65,7 +68,7 @@ class TrainerDriver:
         return result
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
-        if version < self.version - 1:
+        if version < self._oldest:
             raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
         return await self._call(f"publish {version}", lambda trainer: trainer.publish(version))
 
@@ -75,6 +78,7 @@ class TrainerDriver:
     async def resume(self, reference: str, batches: list[Batch]) -> None:
         """A resumed job: load, then train again on what was written since."""
         self.version = await self._call("restore", lambda trainer: trainer.restore(reference))
+        self._oldest = self.version
         for batch in batches:
             began = self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
             began_s = asyncio.get_running_loop().time()
@@ -142,3 +146,4 @@ class TrainerDriver:
                 )
                 await self._working.guard(f"replay {batch.step}", trainer.train_step(batch))
         self._trainer = trainer
+        self._oldest = max(version, self.version - 1)

@@ -64,6 +64,12 @@ class WeightDriver:
         if self._plan.when_published:
             await self.to(version)
 
+    async def pushed(self, version: WeightVersion) -> None:
+        """Wait until a version's push, if one is under way, is done."""
+        manifest = self._manifests.get(version)
+        if manifest is not None:
+            await self._publishing.guard(f"version {version}", asyncio.shield(manifest))
+
     async def repair(self, version: WeightVersion) -> WeightManifest:
         """A bucket was lost or damaged: push the version again."""
         return await self._trainer.publish(version)

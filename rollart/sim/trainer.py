@@ -37,6 +37,7 @@ class SimTrainer:
         rest = model.weight_bytes - sum(sizes)
         self._bucket_bytes = [int(size) for size in (*sizes, rest) if size]
         self.version: WeightVersion = 0
+        self._restored: WeightVersion = 0
         self.dead = ""
         self.stepping = False
         self._lost: asyncio.Future[None] = self._loop.create_future()
@@ -73,6 +74,8 @@ class SimTrainer:
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self._check()
+        if not max(self._restored, self.version - 1) <= version <= self.version:
+            raise TrainerError(f"version {version} is not held by a trainer at {self.version} (simulated)")
         buckets: list[Bucket] = []
         for position, num_bytes in enumerate(self._bucket_bytes):
             await self._push.transfer(num_bytes)
@@ -95,7 +98,7 @@ class SimTrainer:
     async def restore(self, reference: str) -> WeightVersion:
         self._check()
         await self._sleep(self._settings.restore_s)
-        self.version = int(reference or 0)
+        self.version = self._restored = int(reference or 0)
         return self.version
 
     def die(self, reason: str) -> None:

@@ -202,6 +202,7 @@ class ScriptedTrainer:
         self.scene = scene
         self.life = life
         self.version: WeightVersion = 0
+        self.restored: WeightVersion = 0
         self.dead = ""
 
     async def train_step(self, batch: Batch) -> StepResult:
@@ -221,7 +222,7 @@ class ScriptedTrainer:
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self.well()
-        if version not in (self.version, self.version - 1):
+        if not max(self.restored, self.version - 1) <= version <= self.version:
             raise TrainerError(f"asked for version {version} at version {self.version}")
         if self.scene.on_publish is not None:
             await self.scene.on_publish(self, version)
@@ -239,7 +240,7 @@ class ScriptedTrainer:
     async def restore(self, reference: str) -> WeightVersion:
         self.well()
         await asyncio.sleep(0.1)
-        self.version = int(reference.removeprefix("state-") or 0)
+        self.version = self.restored = int(reference.removeprefix("state-") or 0)
         return self.version
 
     def well(self) -> None:

@@ -1,6 +1,8 @@
 """Engines die, hang, refuse and come back; a request is whole, so nothing is lost with one but time."""
 
 import asyncio
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from rollart.types import (
     WeightVersion,
 )
 from tests.control.invariant import check_first_invariant
-from tests.control.scene import Scene, ScriptedCluster, ScriptedEngine, for_ever, scene_job
+from tests.control.scene import Scene, ScriptedCluster, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
 
 TWO_POOLS = [
     {"name": "fast", "hardware": "h20", "engines": {"count": 1}},
@@ -234,6 +236,30 @@ def test_a_damaged_bucket_is_pushed_again_and_the_engine_loads_it() -> None:
     assert not played.of("engine.down")
     assert played.one("weights.damaged")["reason"] == "bucket 0 is damaged"
     assert scene.published.count(1) == 2
+
+
+def test_weights_pushed_again_with_other_bits_are_loaded_by_their_own_manifest() -> None:
+    """A trainer that was rebuilt on a GPU: the digests of the first push never match again."""
+    scene = Scene()
+    pushes: list[WeightVersion] = []
+    publish = ScriptedTrainer.publish
+
+    async def other_bits(trainer: ScriptedTrainer, version: WeightVersion) -> WeightManifest:
+        manifest = await publish(trainer, version)
+        pushes.append(version)
+        digest = f"push {pushes.count(version)}"
+        return replace(manifest, buckets=tuple(bucket._replace(digest=digest) for bucket in manifest.buckets))
+
+    async def second_only(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if manifest.version == 1 and manifest.buckets[0].digest != "push 2" and engine.spec.id == "fast-0":
+            raise WeightError("bucket 0 is damaged")
+
+    scene.on_swap = second_only
+    with mock.patch.object(ScriptedTrainer, "publish", other_bits):
+        played = scene.play()
+    assert played.finished
+    assert not played.of("engine.down")
+    assert len(played.of("weights.damaged")) == 1
 
 
 def test_weights_that_stay_damaged_cost_the_engine_after_so_many_repairs() -> None:

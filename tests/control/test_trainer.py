@@ -227,6 +227,63 @@ def test_a_version_too_old_to_be_pushed_again_does_not_stop_the_job() -> None:
     assert not played.of("trainer.down"), [event["reason"] for event in played.of("trainer.down")]
 
 
+def test_a_checkpoint_waits_for_the_push_that_its_trainer_could_not_repeat() -> None:
+    """The push of version 1 is slow; the trainer is lost as soon as the checkpoint of version 2 is there."""
+    scene = Scene(
+        scene_job(train__steps=4, checkpoint__every=2, rollout={"groups_per_step": 2, "swap": "when_published"})
+    )
+
+    async def slow(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        await asyncio.sleep(12.0)
+
+    scene.on_publish = slow
+    scene.when(
+        lambda event: event["e"] == "checkpoint" and event["step"] == 2,
+        lambda: setattr(scene.trainers[-1], "dead", "after the checkpoint"),
+    )
+    played = scene.play()
+    assert played.finished, played.error
+    assert len(played.of("trainer.down")) == 1
+    pushed = next(event for event in played.of("pushed") if event["version"] == 1)
+    assert pushed["n"] < next(event for event in played.of("checkpoint") if event["step"] == 2)["n"]
+
+
+def test_a_version_the_new_trainer_did_not_make_does_not_stop_the_job() -> None:
+    """The trainer is restored at version 2, not pushed yet; an engine comes back and finds a bucket of 1 damaged."""
+    scene = Scene(
+        scene_job(train__steps=6, checkpoint__every=2, rollout={"groups_per_step": 2, "swap": "when_published"})
+    )
+    damaged: list[WeightVersion] = []
+
+    async def damaged_once(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if len(scene.engines["fast-0"]) == 2 and engine is scene.engine("fast-0") and not damaged:
+            damaged.append(manifest.version)
+            assert (len(scene.trainers), scene.trainers[-1].version) == (2, 2)
+            raise WeightError("bucket 0 is damaged")
+
+    async def slow(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        await asyncio.sleep(30.0 if version == 2 else 0.0)
+
+    async def slow_start(spec: EngineSpec, before: int) -> None:
+        await asyncio.sleep(8.0 if before else 0.0)
+
+    def kill_trainer() -> None:
+        scene.trainers[-1].dead = "after the checkpoint"
+
+    def kill_engine() -> None:
+        scene.engine("fast-0").dead = "killed"
+
+    scene.on_publish = slow
+    scene.on_swap = damaged_once
+    scene.on_start = slow_start
+    scene.when(lambda event: event["e"] == "checkpoint" and event["step"] == 2, kill_trainer)
+    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 1, kill_engine)
+    played = scene.play()
+    assert damaged == [1]
+    assert played.finished, played.error
+    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+
+
 def test_steps_that_train_on_nothing_are_told_of_once() -> None:
     scene = Scene(scene_job(train__steps=12), metrics={"perf/tokens": 0.0})
     (told,) = scene.play().of("warning")
