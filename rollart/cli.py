@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rollart.config.job import Job
 
 
+NEWEST = Path("")
+"""Of `--resume` without a run."""
+
+
 def main(argv: "Sequence[str] | None" = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
@@ -70,7 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _job_arguments(train, required=False)
     train.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
-    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run that was stopped or killed")
+    train.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=NEWEST,
+        metavar="RUN",
+        help="go on with a run that was stopped or killed; with JOB and without RUN, with its newest in runs/",
+    )
     train.add_argument("--json", action="store_true", help="print summary.json at the end instead of tables")
     train.set_defaults(run=_train)
 
@@ -254,11 +265,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from rollart.config.load import build_job, load_job
 
     if arguments.resume is not None:
-        if arguments.job is not None or arguments.out is not None:
-            raise JobError("--resume: takes the job of the run directory; give neither JOB nor --out with it")
-        from rollart.training import resumed_job
+        from rollart.training import newest_run, resumed_job
 
-        job, out = build_job(resumed_job(arguments.resume)), arguments.resume
+        if (arguments.job is None) == (arguments.resume == NEWEST) or arguments.overrides or arguments.out is not None:
+            raise JobError("--resume: takes its settings from the run directory; give JOB --resume, or --resume RUN")
+        out = arguments.resume if arguments.job is None else newest_run(load_job(arguments.job, ()).name)
+        job = build_job(resumed_job(out))
     elif arguments.job is None:
         raise JobError("JOB: missing; give a job file, or --resume RUN")
     else:
@@ -278,7 +290,9 @@ def _train(arguments: argparse.Namespace) -> int:
     state = result.summary["state"]
     if state != "finished":
         print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
-    return 0 if state == "finished" else 130 if state == "interrupted" else 1
+    if state == "interrupted":
+        return 130
+    return 0 if state == "finished" and not result.violations else 1
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -294,7 +308,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     plays = result.summary["evaluations"].get("eval0", {})
     if result.summary["state"] != "finished":
         print(f"rollart: the evaluation stopped: {result.summary['reason']}", file=sys.stderr)
-        return 1
+        return 130 if result.summary["state"] == "interrupted" else 1
     beside = add_control(arguments.control_of, plays) if arguments.control_of is not None else None
     if arguments.json:
         _print_json({"model": job.model.path, "tasks": plays})

@@ -168,9 +168,14 @@ def metric_rows(summary: Summary, *takers: Callable[[Mapping[str, float]], objec
     return read
 
 
-def as_lines(file: IO[bytes]) -> Callable[[Mapping[str, float]], object]:
-    """One JSON object a line: `metrics.jsonl`."""
-    return lambda row: file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+def as_lines(file: IO[bytes]) -> Callable[[Mapping[str, float]], None]:
+    """One JSON object a line, to be read at once: `metrics.jsonl`."""
+
+    def keep(row: Mapping[str, float]) -> None:
+        file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        file.flush()
+
+    return keep
 
 
 def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:

@@ -8,7 +8,7 @@ from typing import Any
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
-FAILURES = ("engine", "trainer", "worker", "attempt", "reward")
+FAILURES = ("engine", "trainer", "coordinator", "worker", "attempt", "reward")
 MOST_REASONS = 5
 """Different reasons kept for each kind of failure: the first ones say more than the last ones."""
 REASON_CHARACTERS = 400
@@ -284,7 +284,9 @@ class Summary:
 
     def _on_killed(self, event: Event) -> None:
         """The coordinator is gone, and with it every attempt under way. If it said that it ends, it was not killed."""
-        self._restarts["coordinator"] += self._state == "running"
+        if self._state == "running":
+            self._restarts["coordinator"] += 1
+            self._failed("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
         for work in self._live.values():
             self._wasted("restart", [work])
         self._live.clear()

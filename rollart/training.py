@@ -65,13 +65,17 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     journal = FileJournal(out / "journal")
     views = () if watch is None else (_harmless(watch(summary)),)
     everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
-    last = _read_again(path, everyone) if resume else None
+    rows: list[Mapping[str, float]] = []
+    last = _read_again(path, (*everyone, metric_rows(summary, rows.append))) if resume else None
     log = EventLog(loop.time, path, after=last)
     tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
     for reader in (*everyone, tracking.read):
         log.read_by(reader)
-    with open(out / "metrics.jsonl", "ab") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
-        log.read_by(metric_rows(summary, as_lines(metrics), tracking.row))
+    with open(out / "metrics.jsonl", "wb") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
+        keep = as_lines(metrics)
+        for row in rows:  # a resumed run's are made again from its events: none twice, none lost
+            keep(row)
+        log.read_by(metric_rows(summary, keep, tracking.row))
         if last is None:
             log.emit("run", facts(job, clock="real"))
         else:
@@ -169,6 +173,7 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) 
         nonlocal asked
         asked += 1
         if asked == 1:
+            say("rollart: stopping after the step under way; Ctrl-C again stops at once")
             coordinator.stop()
         else:
             loop.remove_signal_handler(signal.SIGINT)  # a third one is Python's own
@@ -176,6 +181,19 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+
+
+def newest_run(name: str, runs: Path = Path("runs")) -> Path:
+    """The run directory of the unfinished job of this name that was written to last."""
+
+    def goes_on(out: Path) -> bool:
+        finished = (out / "summary.json").exists() and _summary_of(out)["state"] == "finished"
+        return not finished and resumed_job(out).get("name") == name
+
+    found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
+    if not found:
+        raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
+    return max(found, key=lambda out: (out / "events.jsonl").stat().st_mtime)
 
 
 def resumed_job(out: Path) -> dict[str, Any]:

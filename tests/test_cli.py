@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollart.cli import main
+from rollart.config.job import Job
+from rollart.run import RunResult
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,3 +62,49 @@ def test_the_command_line_starts_light() -> None:
 def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "control", "--workers", "2"]) == 2
     assert "bench affinity" in capsys.readouterr().err
+
+
+REAL = ROOT / "jobs" / "quickstart.yaml"
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, state: str, violations: list[str]) -> list[tuple[Path, bool]]:
+    """`rollart train` without the training: what it was asked for."""
+    asked: list[tuple[Path, bool]] = []
+
+    def train(job: Job, out: Path, *, resume: bool = False, watch: object = None) -> RunResult:
+        asked.append((out, resume))
+        return RunResult(summary={"state": state, "reason": ""}, violations=violations, deadlock=False, faults={})
+
+    monkeypatch.setattr("rollart.training.train", train)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("state", "violations", "code"),
+    [
+        ("finished", [], 0),
+        ("finished", ["promise 2: a group was trained on twice"], 1),
+        ("stopped", [], 1),
+        ("interrupted", [], 130),
+    ],
+)
+def test_the_exit_code_of_train_says_how_it_went(
+    state: str, violations: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(monkeypatch, state, violations)
+    assert main(["train", str(REAL), "--out", str(tmp_path / "run"), "--json"]) == code
+
+
+def test_a_job_is_resumed_where_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = trained(monkeypatch, "finished", [])
+    out = Path("runs") / "quickstart-1"
+    (out / "journal").mkdir(parents=True)
+    (out / "journal" / "checkpoint").touch()
+    (out / "events.jsonl").touch()
+    (out / "job.yaml").write_text(REAL.read_text())
+    assert main(["train", str(REAL), "--resume", "--json"]) == 0
+    assert main(["train", "--resume", str(out), "--json"]) == 0
+    assert asked == [(out, True), (out, True)]
+    for wrong in (["--resume"], [str(REAL), "train.steps=3", "--resume"], [str(REAL), "--resume", str(out)]):
+        assert main(["train", *wrong]) == 2

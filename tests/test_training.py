@@ -1,6 +1,7 @@
 """`rollart train` refuses what it would otherwise ignore; its history is whole after a kill at any moment."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rollart.events import Event, EventLog, read_events
 from rollart.real import _stores_before, refuse_what_is_not_there
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
-from rollart.training import _alone, _complete, _harmless, add_control, trained_s
+from rollart.training import _alone, _complete, _harmless, add_control, newest_run, trained_s
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
@@ -148,7 +149,27 @@ def test_only_a_killed_coordinator_counts_as_a_restart(ends: list[Event], restar
     summary = Summary()
     for event in [RUN, *ends, {"e": "killed", "t": 2.0}]:
         summary.read(event)
-    assert summary.result()["restarts"]["coordinator"] == restarts
+    result = summary.result()
+    assert (result["restarts"]["coordinator"], result["failures"]["coordinator"]["count"]) == (restarts, restarts)
+
+
+def test_the_newest_unfinished_run_of_a_job_is_resumed(tmp_path: Path) -> None:
+    for number, (name, state, trains) in enumerate(
+        [("a", "interrupted", True), ("a", "", True), ("a", "finished", True), ("b", "", True), ("a", "", False)]
+    ):
+        out = tmp_path / f"run-{number}"
+        (out / "journal").mkdir(parents=True)
+        (out / "job.yaml").write_text(f"name: {name}\n")
+        (out / "events.jsonl").touch()
+        os.utime(out / "events.jsonl", (number, number))
+        if state:
+            (out / "summary.json").write_text(f'{{"state": "{state}"}}')
+        if trains:
+            (out / "journal" / "checkpoint").touch()
+    assert newest_run("a", tmp_path) == tmp_path / "run-1"
+    assert newest_run("b", tmp_path) == tmp_path / "run-3"
+    with pytest.raises(JobError, match=r"--resume: no unfinished run of 'c' in .*; give its directory"):
+        newest_run("c", tmp_path)
 
 
 def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:

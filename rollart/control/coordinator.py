@@ -69,6 +69,8 @@ class Coordinator:
         self.crew = Crew()
         self.watchdog = Watchdog(self.waits, log, job.limits.stall_s)
         self._evaluating = self.waits.on("evaluation")
+        self._stopped: asyncio.Future[None] = self._loop.create_future()
+        """Done when the user wants the job to stop."""
 
     async def run(self) -> None:
         """To the last step. Raises JobStopped, or the error of whatever broke."""
@@ -111,11 +113,11 @@ class Coordinator:
             self.weights.publish(self.trainer.version)
             await self.weights.to(self.trainer.version)
         await self._checkpoint()
-        if self._job.evaluation.first and self.trainer.version == 0:
-            await self._evaluating.guard("version 0", self.evaluation.run("eval0"))
-        if self.trainer.version < self._job.train.steps:
-            self.rollout.go_on()
         try:
+            if self._job.evaluation.first and self.trainer.version == 0:
+                await self._evaluate(0)
+            if self.trainer.version < self._job.train.steps:
+                self.rollout.go_on()
             await self.learn()
         except StopAsked:
             await self._checkpoint()
@@ -128,11 +130,13 @@ class Coordinator:
         self._log.emit("finished", {"steps": 0})
 
     def stop(self) -> None:
-        """Stop after the step under way, with a checkpoint to resume from."""
-        if hasattr(self, "rollout"):
+        """Stop after the step under way, with a checkpoint to resume from; at once where nothing is trained (yet)."""
+        if hasattr(self, "weights"):
             self.rollout.stop()
+            if not self._stopped.done():
+                self._stopped.set_result(None)
         else:
-            self.stop_now("stopped before it had begun")
+            self.stop_now("stopped by the user, before anything was trained")
 
     def stop_now(self, reason: str) -> None:
         """Give up at once; the last checkpoint and the batches since are what a resumed job goes on from."""
@@ -162,7 +166,11 @@ class Coordinator:
                 await self._checkpoint()
             if last:
                 self.rollout.end()
-            await self._evaluate(result.version, last=last)
+            elif self._job.evaluation.every and result.version % self._job.evaluation.every == 0:
+                self.crew.spawn(self.evaluation.run(f"eval{result.version}"))
+        if self._job.evaluation.every:
+            await self.weights.to(self.trainer.version)
+            await self._evaluate(self.trainer.version)
         self._log.emit("finished", {"steps": self._job.train.steps})
 
     async def _step(self, batch: Batch) -> StepResult:
@@ -191,16 +199,13 @@ class Coordinator:
         self._log.emit("checkpoint", checkpoint_facts(checkpoint))
         self._log.flush(durable=True)
 
-    async def _evaluate(self, version: WeightVersion, *, last: bool) -> None:
-        """Beside training; only the last evaluation is waited for, with the weights of the last step."""
-        every = self._job.evaluation.every
-        if not every or (version % every and not last):
-            return
-        if last:
-            await self.weights.to(version)
+    async def _evaluate(self, version: WeightVersion) -> None:
+        """Play the held-out tasks to the end. Raises StopAsked when the user stops the job before."""
         task = self.crew.spawn(self.evaluation.run(f"eval{version}"))
-        if last:
-            await self._evaluating.guard(f"version {version}", asyncio.shield(task))
+        done = asyncio.wait([task, self._stopped], return_when=asyncio.FIRST_COMPLETED)
+        await self._evaluating.guard(f"version {version}", done)
+        if not task.done():
+            raise StopAsked
 
     # --- wiring -----------------------------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 Owns: one directory per run, and below it one per version:
 
-    v00000003/<bucket files>   the tensors; which bytes are whose is in the manifest
-    v00000003/manifest.json    written last, by rename: a version with a manifest is complete
+    v00000003/model-00001-of-00002.safetensors    the buckets
+    v00000003/manifest.json                       last, by rename: a version with a manifest is complete
 
-A subclass says how a bucket file begins, what it is called and what else a version's folder holds.
+A subclass says where the directory is and what else a version's folder holds.
 Invariants: a bucket never changes after its name appears; its digest (CRC-32, 4 GB/s here) is checked on every fetch;
 a mapping outlives the dropping of its version. The trainer pushes, engines fetch, and whoever ends the run closes.
 """
@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +28,27 @@ from rollart.errors import WeightError, boundary
 from rollart.types import Bucket, Probe, TensorPlace, WeightManifest, WeightVersion
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and more than any dtype needs."""
+"""Bytes: where the first tensor of a bucket begins."""
 CHUNK_BYTES = 1 << 20
 """Written and digested at a time, so that the digest reads from the cache."""
 MANIFEST = "manifest.json"
+BUCKETS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors writes them."""
 
 Members = list[tuple[str, Tensor]]
 """The tensors of one bucket, in the order of its bytes."""
@@ -47,38 +62,14 @@ class Mapped(NamedTuple):
     digest: str
 
 
-class BucketStore(ABC):
+class BucketStore:
     """One run's versions. Making one costs nothing; any number of processes may have one for the same run."""
-
-    alignment = ALIGNMENT
-    """Each tensor is padded to a multiple of this."""
-    bucket_pattern = "[0-9]*.bucket"
-    """Which files of a version's folder are buckets."""
 
     def __init__(self, directory: Path, bucket_bytes: int) -> None:
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes: {bucket_bytes} is too small; give at least {ALIGNMENT}, such as {1 << 30}")
         self._dir = directory
         self._bucket_bytes = bucket_bytes
-
-    # --- what a kind of store decides
-
-    @abstractmethod
-    def _file_name(self, index: int, count: int) -> str:
-        """Of bucket `index`, from 0, among `count`."""
-
-    @abstractmethod
-    def _head(self, members: Members) -> bytes:
-        """What the bucket's file begins with, before its tensors."""
-
-    def _ordered(self, members: Members) -> Members:
-        return members
-
-    def _complete(self, folder: Path, manifest: WeightManifest) -> None:
-        """Write what else the version's folder holds; its manifest comes after it."""
-        return
-
-    # --- the store
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
@@ -92,9 +83,14 @@ class BucketStore(ABC):
             places: dict[str, TensorPlace] = {}
             parts = list(self._split(tensors))
             buckets = tuple(
-                self._write_bucket(f"{folder.name}/{self._file_name(index, len(parts))}", index, members, places)
+                self._write_bucket(
+                    f"{folder.name}/model-{index + 1:05d}-of-{len(parts):05d}.safetensors", index, members, places
+                )
                 for index, members in enumerate(parts)
             )
+            for path in folder.glob(BUCKETS):
+                if f"{folder.name}/{path.name}" not in {bucket.name for bucket in buckets}:
+                    path.unlink()  # of an earlier push that was split otherwise
             manifest = WeightManifest(
                 version=version, buckets=buckets, tensors={name: places[name] for name in tensors}, probe=probe
             )
@@ -126,7 +122,7 @@ class BucketStore(ABC):
     def appeared(self, version: WeightVersion) -> list[str]:
         """The names of the buckets of a version that are there by now, in order."""
         folder = self.folder(version)
-        return [f"{folder.name}/{path.name}" for path in sorted(folder.glob(self.bucket_pattern))]
+        return [f"{folder.name}/{path.name}" for path in sorted(folder.glob(BUCKETS))]
 
     def map_bucket(self, name: str) -> Mapped:
         """Map one bucket as it is, and take its digest. Raises WeightError where it is not there."""
@@ -153,6 +149,10 @@ class BucketStore(ABC):
         """Where a version's files are."""
         return self._dir / f"v{version:08d}"
 
+    def _complete(self, folder: Path, manifest: WeightManifest) -> None:
+        """Write what else the version's folder holds; its manifest comes after it."""
+        return
+
     def _drop_before(self, version: WeightVersion) -> None:
         if not self._dir.is_dir():
             return
@@ -171,15 +171,16 @@ class BucketStore(ABC):
                 yield members
                 members, size = [], 0
             members.append((name, tensor))
-            size += _padded(tensor.nbytes, self.alignment)
+            size += tensor.nbytes
         if members:
             yield members
 
     def _write_bucket(self, name: str, index: int, members: Members, places: dict[str, TensorPlace]) -> Bucket:
         path = self._dir / name
         hidden = path.with_name(f".{path.name}")
-        members = self._ordered(members)
-        head = self._head(members)
+        # Wide dtypes first: the format has no gaps, and so each tensor lies on a multiple of its item size.
+        members = sorted(members, key=lambda member: -member[1].itemsize)
+        head = _head(members)
         offset = len(head)
         with open(hidden, "wb", buffering=0) as file:
             digest = _write(file.fileno(), memoryview(head), 0)
@@ -192,11 +193,9 @@ class BucketStore(ABC):
                     shape=tuple(tensor.shape),
                 )
                 data = _bytes(tensor)
-                padding = bytes(_padded(len(data), self.alignment) - len(data))
                 for at in range(0, len(data), CHUNK_BYTES):
                     digest = _write(file.fileno(), data[at : at + CHUNK_BYTES], digest)
-                digest = _write(file.fileno(), memoryview(padding), digest)
-                offset += len(data) + len(padding)
+                offset += len(data)
         os.replace(hidden, path)
         return Bucket(name=name, num_bytes=offset, digest=f"crc32:{digest:08x}")
 
@@ -214,8 +213,17 @@ class BucketStore(ABC):
         return found.data
 
 
-def _padded(size: int, alignment: int) -> int:
-    return -(-size // alignment) * alignment
+def _head(members: Members) -> bytes:
+    """What a safetensors file begins with."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in members:
+        end = offset + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -17,13 +17,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary
 from rollart.types import Probe, WeightManifest, WeightVersion
-from rollart.weights.buckets import ALIGNMENT, BucketStore, Members
+from rollart.weights.buckets import BucketStore
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 """Endings of the initial model's files that hold weights, and are not copied."""
@@ -32,29 +31,10 @@ CONFIG = "config.json"
 TIED = "tie_word_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The names transformers gives them in every model that we train."""
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors writes them."""
 
 
 class FileStore(BucketStore):
     """Versions below `directory`, which is this run's alone: `close` removes it."""
-
-    alignment = 1
-    """The format allows no gaps between tensors."""
-    bucket_pattern = "model-*.safetensors"
 
     def __init__(self, directory: Path, bucket_bytes: int = 1 << 30, *, model_path: Path | None = None) -> None:
         """`model_path`: the initial model, whose config and tokenizer go into each version. Needed to push only."""
@@ -93,33 +73,8 @@ class FileStore(BucketStore):
             return {**tensors, HEAD: tensors[EMBEDDING]}
         return tensors
 
-    def _file_name(self, index: int, count: int) -> str:
-        return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-    def _ordered(self, members: Members) -> Members:
-        """Wide dtypes first: without padding, each tensor then still lies on a multiple of its item size."""
-        return sorted(members, key=lambda member: -member[1].itemsize)
-
-    def _head(self, members: Members) -> bytes:
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, tensor in members:
-            end = offset + tensor.nbytes
-            entries[name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(entries).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
-
     def _complete(self, folder: Path, manifest: WeightManifest) -> None:
         names = [Path(bucket.name).name for bucket in manifest.buckets]
-        for path in folder.glob("*.safetensors"):
-            if path.name not in names:  # of an earlier push that was split otherwise
-                path.unlink()
         weight_map = {name: names[place.bucket] for name, place in manifest.tensors.items()}
         index = {"metadata": {"total_size": manifest.num_bytes}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index))

@@ -1,13 +1,13 @@
-"""Weight buckets in shared memory: files under /dev/shm, mapped by engines without a copy.
+"""Weight versions in shared memory: safetensors files under /dev/shm, mapped by engines without a copy.
 
-Owns: `/dev/shm/rollart-<run>/`. A bucket is its tensors end to end, raw, 64-byte aligned: `v00000003/00000.bucket`.
+Owns: `/dev/shm/rollart-<run>/`.
 Files, not `multiprocessing.shared_memory`: a reader's resource tracker (Python 3.11) would unlink segments at exit.
 """
 
 import re
 from pathlib import Path
 
-from rollart.weights.buckets import BucketStore, Members
+from rollart.weights.buckets import BucketStore
 
 ROOT = Path("/dev/shm")
 RUN_ID = re.compile(r"[A-Za-z0-9._+-]+")
@@ -20,9 +20,3 @@ class ShmStore(BucketStore):
         if not RUN_ID.fullmatch(run_id):
             raise ValueError(f"run_id: {run_id!r} is not a file name; use letters, digits, dot, dash, plus, underscore")
         super().__init__(root / f"rollart-{run_id}", bucket_bytes)
-
-    def _file_name(self, index: int, count: int) -> str:
-        return f"{index:05d}.bucket"
-
-    def _head(self, members: Members) -> bytes:
-        return b""

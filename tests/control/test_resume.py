@@ -154,14 +154,18 @@ def test_the_task_cursor_goes_on_where_it_was() -> None:
     assert numbers == list(range(len(numbers))), "no task is left out"
 
 
-def test_a_job_asked_to_stop_ends_after_its_step_with_a_checkpoint_and_goes_on_from_it() -> None:
-    scene = Scene(scene_job(train__steps=6))
-
+def stopping(scene: Scene) -> Callable[[], None]:
     def stop() -> None:
         assert scene.coordinator is not None
         scene.coordinator.stop()
 
-    scene.when(at_step("step.start", 2), stop)
+    return stop
+
+
+def test_a_job_asked_to_stop_ends_after_its_step_with_a_checkpoint_and_goes_on_from_it() -> None:
+    scene = Scene(scene_job(train__steps=6))
+
+    scene.when(at_step("step.start", 2), stopping(scene))
     played = scene.play()
     assert played.error is None
     assert not played.finished
@@ -176,11 +180,32 @@ def test_a_job_asked_to_stop_ends_after_its_step_with_a_checkpoint_and_goes_on_f
 def test_a_job_asked_to_stop_before_it_has_begun_says_so() -> None:
     scene = Scene()
 
-    def stop() -> None:
-        assert scene.coordinator is not None
-        scene.coordinator.stop()
-
-    scene.when(lambda event: event["e"] == "starting", stop)
+    scene.when(lambda event: event["e"] == "starting", stopping(scene))
     played = scene.play()
     assert isinstance(played.error, JobStopped)
-    assert "before it had begun" in str(played.error)
+    assert "before anything was trained" in str(played.error)
+
+
+def test_a_job_asked_to_stop_does_not_play_its_first_evaluation_to_the_end() -> None:
+    scene = Scene(scene_job(train__steps=3, evaluation={"every": 3, "episodes": 4, "first": True}), step_s=100.0)
+    scene.when(lambda event: event["e"] == "checkpoint", stopping(scene))
+    played = scene.play()
+    assert played.error is None
+    assert played.one("interrupted")["step"] == 0
+    assert not played.of("eval")
+    scene.step_s = 1.0
+    again = scene.play()
+    assert again.finished
+    assert [event["name"] for event in again.of("eval")] == ["eval0", "eval3"]
+
+
+def test_a_job_stopped_or_killed_in_its_last_evaluation_plays_it_when_resumed() -> None:
+    scene = Scene(scene_job(train__steps=3, evaluation={"every": 3, "episodes": 4}))
+    scene.when(at_step("checkpoint", 3), stopping(scene))
+    played = scene.play()
+    assert played.error is None
+    assert played.one("interrupted")["step"] == 3
+    assert not played.of("eval")
+    again = scene.play()
+    assert again.finished
+    assert again.one("eval")["versions"] == [3, 3]

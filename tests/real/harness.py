@@ -151,6 +151,8 @@ class Run:
         assert (summary["state"], summary["steps"]) == ("finished", steps), self.said
         assert (summary["groups"]["lost"], summary["groups"]["trained_twice"]) == (0, 0)
         assert [event["n"] for event in self.events()] == list(range(len(self.events())))
+        rows = [json.loads(line)["step"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        assert rows == list(range(steps)), "one row a step, none twice, none lost"
         audit = subprocess.run(
             [sys.executable, "-m", "rollart.cli", "audit", str(self.out)], cwd=ROOT, capture_output=True, timeout=SOON_S
         )

@@ -92,6 +92,8 @@ def test_the_coordinator_is_killed_and_the_job_is_resumed(model: Path, tmp_path:
         assert run.wait() == 0, run.said
         summary = run.ended_well(8)
         assert summary["restarts"]["coordinator"] == 1
+        assert summary["failures"]["coordinator"]["count"] == 1
+        assert "was killed after" in summary["failures"]["coordinator"]["reasons"][0]
 
 
 @pytest.mark.slow
@@ -148,6 +150,7 @@ def test_the_first_signal_stops_with_a_checkpoint(model: Path, tmp_path: Path, n
         assert run.process is not None
         os.kill(run.process.pid, number)
         assert run.wait() == 130, run.said
+        assert "Ctrl-C again stops at once" in run.said
         assert run.summary()["state"] == "interrupted"
         assert [event["step"] for event in run.events() if event["e"] == "interrupted"] == [run.summary()["steps"]]
         run.nothing_remains()
