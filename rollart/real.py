@@ -114,6 +114,11 @@ def check_real(job: Job) -> None:
             f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {job.model.path}"
         )
+    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
+        raise JobError(
+            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
+            "name another, or remove it to take the KL to model.path"
+        )
     refuse_long_contexts(job)
     refuse_mixtures_on_servers(job)
     chat_tokenizer(Path(job.model.path))

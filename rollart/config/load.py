@@ -16,6 +16,9 @@ from rollart.config.job import Job, nearest
 from rollart.config.settings import MODES
 from rollart.errors import JobError
 
+CLIPPING = ("dapo", "gspo", "cispo")
+"""Algorithms chosen for how they clip."""
+
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
@@ -87,6 +90,13 @@ def warnings(job: Job) -> list[str]:
             )
         if task.name not in job.sim.tasks and job.sim.tasks:
             found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
+    train = job.train
+    clips = train.eps_low is not None or train.eps_high is not None or train.algorithm in CLIPPING
+    if clips and train.correction != "bypass" and train.updates_per_step == 1:
+        found.append(
+            f"train.correction: with {train.correction!r} and one update a step nothing is ever clipped, so the clip "
+            f"range of {train.algorithm} does nothing; set train.correction=bypass, or train.updates_per_step=2 or more"
+        )
     if job.checkpoint.every > job.train.steps:
         found.append(
             f"checkpoint.every: {job.checkpoint.every} is more than train.steps {job.train.steps}; "

@@ -272,12 +272,19 @@ class TrainSettings(Settings):
     """Lower clip range. Default: the algorithm's own."""
     eps_high: Positive | None = None
     """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
+    length_constant: Count | None = None
+    """`dr_grpo`: what a sequence's sum is divided by instead of its length. Default: 1024."""
+    updates_per_step: Count = 1
+    """Optimizer updates in a step, each on its share of the batch. With more than one the clip range acts under
+    `decoupled`, against the weights at the step's beginning, for one more forward pass."""
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
     """How samples of older weights are corrected: proximal log-probabilities recomputed, or the engine's own taken."""
     weight_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight: truncated importance sampling."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL to the initial model."""
+    """Weight of the KL to the `reference`."""
+    reference: str | None = None
+    """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: NonNegative = 0.0
     microbatch_tokens: Count = 4096
     bf16: bool = False
@@ -287,6 +294,18 @@ class TrainSettings(Settings):
     """CPU threads of the trainer's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
+
+    @model_validator(mode="after")
+    def _loss_is_read(self) -> Self:
+        """What `rollart.train.losses` would refuse in the trainer's process."""
+        for key in ("eps_low", "eps_high"):
+            if getattr(self, key) is not None and self.algorithm == "rloo":
+                raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
+        if self.length_constant is not None and self.algorithm != "dr_grpo":
+            raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
+        if self.reference is not None and not self.kl_coef:
+            raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
+        return self
 
 
 class WeightSettings(Settings):
@@ -326,6 +345,8 @@ class ClusterSettings(Settings):
 class CheckpointSettings(Settings):
     every: Count = 10
     """Steps between checkpoints."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """The newest ones stay; older ones are removed as new ones are written."""
 
 
 class EvaluationSettings(Settings):

@@ -70,8 +70,8 @@ async def launch(
         theirs = await server.context_tokens()
         if theirs and theirs < max_context:
             raise EngineError(
-                f"{settings.engine_id}: the server holds {theirs} tokens, less than model.context_tokens {max_context}; "
-                "set that to what the server holds, or start it with more"
+                f"{settings.engine_id}: the server holds {theirs} tokens, less than model.context_tokens {max_context}"
+                "; set that to what the server holds, or start it with more"
             )
         # The first scoring compiles what it needs, and shows that the server can compute this model at all.
         await server.score(WARM_TOKENS)

@@ -60,3 +60,10 @@ def test_a_model_without_its_tokenizer_leaves_no_run_directory(
     assert main(["train", str(tmp_path / "job.yaml"), "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.startswith("rollart: model.path: the ")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reference_that_is_no_model_is_refused(model: Path, tmp_path: Path) -> None:
+    train = {"kl_coef": 0.1, "reference": str(tmp_path)}
+    with pytest.raises(JobError, match=r"^train\.reference: .* has no config\.json"):
+        check_real(build_job(job(model, train=train)))
+    check_real(build_job(job(model, train={**train, "reference": str(model)})))
