@@ -85,6 +85,16 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("length of another loss", ["train.length_constant=64"], "train.length_constant:", "dr_grpo only; remove it"),
     ("reference without a KL", ["train.reference=models/a"], "train.reference:", "set train.kl_coef, or remove it"),
     ("one checkpoint kept", ["checkpoint.keep=1"], "checkpoint.keep:", "greater than or equal to 2"),
+    ("top_p of nothing", ["tasks.0.top_p=0"], "tasks.0.top_p:", "greater than 0"),
+    ("negative top_k", ["tasks.0.top_k=-1"], "tasks.0.top_k:", "greater than or equal to 0"),
+    ("empty stop", ["tasks.0.stop=['']"], "tasks.0.stop.0:", "at least 1 character"),
+    (
+        "top_p on vllm",
+        ["pools.0.engines.type=vllm", "tasks.1.top_p=0.9"],
+        "tasks.1.top_p:",
+        "use embedded or sglang engines",
+    ),
+    ("top_k on vllm", ["pools.0.engines.type=vllm", "tasks.0.top_k=8"], "tasks.0.top_k:", "remove it"),
     ("unknown sim task", ["sim.tasks.math={}"], "sim.tasks.math:", "did you mean 'maths'?"),
     ("unknown sim model", ["sim.model=qwen3-9b"], "sim.model:", "did you mean 'qwen3-8b'?"),
     ("no sim profile", ["sim.profile=none.yaml"], "sim.profile:", "give a path relative to the job file"),
@@ -291,6 +301,8 @@ def test_an_ordinary_job_gives_no_warning(tmp_path: Path) -> None:
         ),
         (["mode=areal"], "rollout.recheck: 'start' lets trajectories grow older"),
         (["tasks.1.temperature=0"], "tasks.1.temperature: 0 makes all members of a group alike"),
+        (["tasks.0.top_p=0.9"], "tasks.0.top_p: answers are sampled from a part of the distribution"),
+        (["tasks.1.top_k=8"], "training learns from log-probabilities of the full one"),
         (["sim.tasks.maths.turns=2"], "sim.tasks: 'lake' is not described"),
         (["train.eps_high=0.28"], "nothing is ever clipped, so the clip range of grpo does nothing"),
         (["train.algorithm=dapo"], "set train.correction=bypass, or train.updates_per_step=2"),
@@ -302,6 +314,16 @@ def test_unlikely_settings_are_warned_about(overrides: list[str], message: str, 
     found = warnings(load(tmp_path, *overrides))
     assert len(found) == 1
     assert message in found[0]
+
+
+def test_vllm_takes_stop_strings_and_a_top_p_that_greedy_play_does_not_read(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        "pools.0.engines.type=vllm",
+        "tasks.0.stop=[</answer>]",
+        "tasks.1={name: b, temperature: 0, top_p: 0.5}",
+    )
+    assert job.tasks[0].stop == ("</answer>",)
 
 
 @pytest.mark.parametrize("acts", ["train.correction=bypass", "train.updates_per_step=2"])

@@ -88,6 +88,12 @@ def warnings(job: Job) -> list[str]:
             found.append(
                 f"tasks.{position}.temperature: 0 makes all members of a group alike; nothing will be learnt from them"
             )
+        elif task.top_p < 1 or task.top_k:
+            found.append(
+                f"tasks.{position}.{'top_p' if task.top_p < 1 else 'top_k'}: answers are sampled from a part of the "
+                "distribution, but training learns from log-probabilities of the full one, as if they came from it, "
+                "which biases the gradient; remove it unless that is wanted"
+            )
         if task.name not in job.sim.tasks and job.sim.tasks:
             found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
     train = job.train

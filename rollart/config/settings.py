@@ -96,6 +96,12 @@ class TaskSettings(Settings):
     max_tokens: Count = 1024
     """Most tokens in one answer."""
     temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that make up this share. Not read by `rollart sim`; refused with `vllm`."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from so many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """An answer ends after any of these texts. Not read by `rollart sim`."""
     affinity: str = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Spread | None = None
