@@ -42,10 +42,12 @@ def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
     return {
         "model": job.model.path,
         "device": engines.device,
+        "dtype": engines.dtype,
         "cores": engines.cores,
         "settings": {
             "kv_tokens": engines.kv_tokens,
             "max_batch": engines.max_batch,
+            "step_tokens": engines.step_tokens,
             "keep_kv": engines.keep_kv,
             "draft_tokens": engines.draft_tokens,
             "seed": job.seed,

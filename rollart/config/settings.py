@@ -147,7 +147,7 @@ class SplitSettings(Settings):
     """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "keep_kv", "draft_tokens", "device", "cores")
+EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "device", "cores")
 
 
 class EngineSettings(Settings):
@@ -169,6 +169,8 @@ class EngineSettings(Settings):
     """Of such a pair: the link that its KV travels over, GB/s."""
     kv_tokens: Count = 65_536
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    step_tokens: Count = 2048
+    """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
     """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
     draft_tokens: Annotated[int, Field(ge=0)] = 15
@@ -186,7 +188,7 @@ class EngineSettings(Settings):
     url: str | None = None
     """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """`vllm`, `sglang`: what the server computes in."""
+    """What the engine computes in, whatever the trainer does."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
     split: SplitSettings | None = None
@@ -195,7 +197,7 @@ class EngineSettings(Settings):
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
         embedded = self.type == "embedded"
-        for key in ("python", "url", "dtype", "args") if embedded else EMBEDDED_ONLY:
+        for key in ("python", "url", "args") if embedded else EMBEDDED_ONLY:
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
