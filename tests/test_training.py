@@ -25,6 +25,18 @@ JOB = {
     ("change", "key"),
     [
         ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
+        *(
+            (
+                {
+                    "pools": [
+                        {"name": "cpu", "engines": {"type": kind, "prefill": "other"}, "slots": 8},
+                        {"name": "other", "engines": {"type": kind}},
+                    ]
+                },
+                "pools.cpu.engines.prefill",
+            )
+            for kind in ("embedded", "vllm", "sglang")
+        ),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),

@@ -164,7 +164,7 @@ class EngineSettings(Settings):
     """Sequences one engine works on at a time."""
     prefill: str | None = None
     """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
-    Simulated only, unless the type is `vllm`."""
+    Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
     kv_link_gb_s: Positive = 25.0
     """Of such a pair: the link that its KV travels over, GB/s."""
     kv_tokens: Count = 65_536
