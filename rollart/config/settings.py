@@ -74,7 +74,8 @@ class ModelSettings(Settings):
     path: str = "models/tiny"
     """A Hugging Face directory. Not read by `rollart sim`."""
     context_tokens: Count = 32_768
-    """A trajectory that grows beyond this is truncated."""
+    """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
+    embedded pool's `kv_tokens`."""
 
 
 class TaskSettings(Settings):
