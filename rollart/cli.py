@@ -229,6 +229,7 @@ def _sim(arguments: argparse.Namespace) -> int:
     from rollart.run import say, simulate
 
     out = _run_dir(arguments.out, job)
+    _warn(job)
     result = simulate(job, out, progress=say)
     if arguments.json:
         _print_json(result.summary)
@@ -279,6 +280,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from rollart.show import LiveView, show_summary
     from rollart.training import train
 
+    _warn(job)
     with LiveView(job.train.steps) as view:
         result = train(job, out, resume=arguments.resume is not None, watch=view.watch)
     if arguments.json:
@@ -419,9 +421,15 @@ def _check(arguments: argparse.Namespace) -> int:
     for b in bound:
         devices = f", {b.devices} devices" if b.devices else ""
         print(f"#   {b.role} on {b.pool} ({b.hardware}): {b.workers} workers{devices}")
-    for text in found:
-        print(f"rollart: warning: {text}", file=sys.stderr)
+    _warn(job)
     return 0
+
+
+def _warn(job: "Job") -> None:
+    from rollart.config.load import warnings
+
+    for text in warnings(job):
+        print(f"rollart: warning: {text}", file=sys.stderr)
 
 
 def _pools(arguments: argparse.Namespace) -> int:

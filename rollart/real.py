@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.envs.remote import RemoteEnvHost
+    from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
 
 STORES = "stores.jsonl"
@@ -50,7 +52,6 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
 
     `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
     """
-    from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
     from rollart.weights.kinds import open_store
 
@@ -58,7 +59,7 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
     uses = {task.name: task.use for task in job.tasks}
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     functions = {name: reward_of(use) for name, use in uses.items()}
-    tokenizer = ChatTokenizer(model_path)
+    tokenizer = chat_tokenizer(model_path)
     where = store_setup(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
@@ -113,7 +114,22 @@ def check_real(job: Job) -> None:
             f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {job.model.path}"
         )
+    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
+        raise JobError(
+            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
+            "name another, or remove it to take the KL to model.path"
+        )
+    refuse_long_contexts(job)
     refuse_mixtures_on_servers(job)
+    chat_tokenizer(Path(job.model.path))
+
+
+@lru_cache(maxsize=1)
+def chat_tokenizer(model: Path) -> "ChatTokenizer":
+    """Made by the check, used by the run. Raises JobError where the model has no tokenizer or no chat template."""
+    from rollart.models.tokenizer import ChatTokenizer
+
+    return ChatTokenizer(model)
 
 
 def refuse_what_is_not_there(job: Job) -> None:
@@ -156,12 +172,36 @@ def _refuse_missing_cores(job: Job) -> None:
             raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
 
 
+def refuse_long_contexts(job: Job) -> None:
+    """A trajectory that outgrows its engine fails, where one that reaches `model.context_tokens` is truncated."""
+    asked = job.model.context_tokens
+    config = _model_config(job)
+    most = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    if most and asked > most:
+        raise JobError(
+            f"model.context_tokens: {asked} is more than the {most} positions of {job.model.path}; "
+            f"set model.context_tokens={most} or less"
+        )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type == "embedded" and asked > pool.engines.kv_tokens:
+            raise JobError(
+                f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens "
+                f"{pool.engines.kv_tokens}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
+            )
+
+
+def _model_config(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(job.model.path) / "config.json").read_text())
+    return config
+
+
 def refuse_mixtures_on_servers(job: Job) -> None:
     """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
     kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
     if not kinds:
         return
-    config = json.loads((Path(job.model.path) / "config.json").read_text())
+    config = _model_config(job)
     if config.get("num_experts") or config.get("num_local_experts"):
         raise JobError(
             f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "

@@ -105,6 +105,7 @@ async def build(setup: Mapping[str, Any], ranks: "Sequence[RankWorker]" = ()) ->
             ahead = FetchAhead(_store(setup))
             core = EmbeddedEngine.from_directory(
                 setup["model"],
+                dtype=getattr(torch, setup["dtype"]),
                 device=setup["device"],
                 engine_id=setup["id"],
                 settings=EngineSettings(**setup["settings"]),

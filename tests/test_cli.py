@@ -1,5 +1,6 @@
 """The command line on wrong jobs: exit code 2, one line on stderr, no run directory; and a quick start."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,27 @@ def test_a_wrong_job_exits_with_2_and_leaves_nothing(
     assert message in shown.err
     assert len(shown.err.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
+
+
+UNLIKELY = "rollart: warning: checkpoint.every: 10 is more than train.steps 1"
+
+
+def test_sim_warns_on_stderr_and_leaves_stdout_to_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    assert main(["sim", str(job), "train.steps=1", "--json", "--out", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(UNLIKELY)
+    assert json.loads(shown.out)["state"] == "finished"
+
+
+def test_train_warns_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    assert main(["train", str(job), "train.steps=1", "--json", "--out", str(tmp_path / "run")]) == 2  # it has no task
+    shown = capsys.readouterr()
+    assert shown.err.startswith(UNLIKELY)
+    assert shown.out == ""
 
 
 def test_the_command_line_starts_light() -> None:

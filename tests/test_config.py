@@ -81,6 +81,20 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("answer fills context", ["tasks.0.max_tokens=32768"], "tasks.0.max_tokens:", "lower max_tokens or raise context"),
     ("no learning rate", ["train.lr=.nan"], "train.lr:", "should be a finite number"),
     ("negative learning rate", ["train.lr=-1"], "train.lr:", "should be greater than 0"),
+    ("clip without a clip", ["train.algorithm=rloo", "train.eps_high=0.2"], "train.eps_high:", "remove it"),
+    ("length of another loss", ["train.length_constant=64"], "train.length_constant:", "dr_grpo only; remove it"),
+    ("reference without a KL", ["train.reference=models/a"], "train.reference:", "set train.kl_coef, or remove it"),
+    ("one checkpoint kept", ["checkpoint.keep=1"], "checkpoint.keep:", "greater than or equal to 2"),
+    ("top_p of nothing", ["tasks.0.top_p=0"], "tasks.0.top_p:", "greater than 0"),
+    ("negative top_k", ["tasks.0.top_k=-1"], "tasks.0.top_k:", "greater than or equal to 0"),
+    ("empty stop", ["tasks.0.stop=['']"], "tasks.0.stop.0:", "at least 1 character"),
+    (
+        "top_p on vllm",
+        ["pools.0.engines.type=vllm", "tasks.1.top_p=0.9"],
+        "tasks.1.top_p:",
+        "use embedded or sglang engines",
+    ),
+    ("top_k on vllm", ["pools.0.engines.type=vllm", "tasks.0.top_k=8"], "tasks.0.top_k:", "remove it"),
     ("unknown sim task", ["sim.tasks.math={}"], "sim.tasks.math:", "did you mean 'maths'?"),
     ("unknown sim model", ["sim.model=qwen3-9b"], "sim.model:", "did you mean 'qwen3-8b'?"),
     ("no sim profile", ["sim.profile=none.yaml"], "sim.profile:", "give a path relative to the job file"),
@@ -287,7 +301,12 @@ def test_an_ordinary_job_gives_no_warning(tmp_path: Path) -> None:
         ),
         (["mode=areal"], "rollout.recheck: 'start' lets trajectories grow older"),
         (["tasks.1.temperature=0"], "tasks.1.temperature: 0 makes all members of a group alike"),
+        (["tasks.0.top_p=0.9"], "tasks.0.top_p: answers are sampled from a part of the distribution"),
+        (["tasks.1.top_k=8"], "training learns from log-probabilities of the full one"),
         (["sim.tasks.maths.turns=2"], "sim.tasks: 'lake' is not described"),
+        (["train.eps_high=0.28"], "nothing is ever clipped, so the clip range of grpo does nothing"),
+        (["train.algorithm=dapo"], "set train.correction=bypass, or train.updates_per_step=2"),
+        (["train.algorithm=cispo", "train.correction=none"], "train.correction: with 'none' and one update"),
         (["train.steps=5"], "checkpoint.every: 10 is more than train.steps 5"),
     ],
 )
@@ -295,6 +314,21 @@ def test_unlikely_settings_are_warned_about(overrides: list[str], message: str, 
     found = warnings(load(tmp_path, *overrides))
     assert len(found) == 1
     assert message in found[0]
+
+
+def test_vllm_takes_stop_strings_and_a_top_p_that_greedy_play_does_not_read(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        "pools.0.engines.type=vllm",
+        "tasks.0.stop=[</answer>]",
+        "tasks.1={name: b, temperature: 0, top_p: 0.5}",
+    )
+    assert job.tasks[0].stop == ("</answer>",)
+
+
+@pytest.mark.parametrize("acts", ["train.correction=bypass", "train.updates_per_step=2"])
+def test_a_clip_that_acts_is_quiet(acts: str, tmp_path: Path) -> None:
+    assert warnings(load(tmp_path, "train.algorithm=dapo", "train.eps_low=0.1", acts)) == []
 
 
 def test_the_edge_of_enough_slots_is_quiet(tmp_path: Path) -> None:

@@ -26,6 +26,18 @@ JOB = {
     ("change", "key"),
     [
         ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
+        *(
+            (
+                {
+                    "pools": [
+                        {"name": "cpu", "engines": {"type": kind, "prefill": "other"}, "slots": 8},
+                        {"name": "other", "engines": {"type": kind}},
+                    ]
+                },
+                "pools.cpu.engines.prefill",
+            )
+            for kind in ("embedded", "vllm", "sglang")
+        ),
         ({"weights": {"type": "mooncake"}}, "weights.type"),
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
@@ -67,6 +79,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
     [
         ({"type": "vllm", "device": "cuda:0"}, r"^engines\.device: only embedded engines read it; remove it"),
         ({"type": "sglang", "keep_kv": True}, r"^engines\.keep_kv: only embedded"),
+        ({"type": "vllm", "step_tokens": 64}, r"^engines\.step_tokens: only embedded"),
         ({"python": "/usr/bin/python3"}, r"^engines\.python: only vllm or sglang"),
         ({"type": "vllm", "url": "http://h:1", "count": 2}, r"^engines\.url: names one server; set count to 1"),
         ({"type": "sglang", "split": {}}, r"^engines\.split: only vllm engines read it"),

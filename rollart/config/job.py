@@ -99,6 +99,7 @@ def _problems(job: Job) -> list[str]:
                 found.append(f"{kind}.{position}.name: {name!r} is used twice; give each its own name")
     pools = [pool.name for pool in job.pools]
     engine_pools = [pool.name for pool in job.serving_pools]
+    on_vllm = [pool.name for pool in job.serving_pools if pool.engines and pool.engines.type == "vllm"]
     if not job.engine_pools:
         found.append("pools: no pool has engines; add engines: {count: 1} to one of them")
     if not any(pool.slots for pool in job.pools):
@@ -135,6 +136,12 @@ def _problems(job: Job) -> list[str]:
         elif min_group_size(task) > task.group_size:
             found.append(
                 f"{key}.min_group_size: {task.min_group_size} is more than group_size {task.group_size}; lower it"
+            )
+        cut = "top_p" if task.top_p < 1 else "top_k" if task.top_k else None
+        if cut and task.temperature and on_vllm:
+            found.append(
+                f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and "
+                "training needs those of the whole distribution; remove it, or use embedded or sglang engines"
             )
         if task.max_tokens >= job.model.context_tokens:
             found.append(

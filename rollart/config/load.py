@@ -16,6 +16,9 @@ from rollart.config.job import Job, nearest
 from rollart.config.settings import MODES
 from rollart.errors import JobError
 
+CLIPPING = ("dapo", "gspo", "cispo")
+"""Algorithms chosen for how they clip."""
+
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
@@ -85,8 +88,21 @@ def warnings(job: Job) -> list[str]:
             found.append(
                 f"tasks.{position}.temperature: 0 makes all members of a group alike; nothing will be learnt from them"
             )
+        elif task.top_p < 1 or task.top_k:
+            found.append(
+                f"tasks.{position}.{'top_p' if task.top_p < 1 else 'top_k'}: answers are sampled from a part of the "
+                "distribution, but training learns from log-probabilities of the full one, as if they came from it, "
+                "which biases the gradient; remove it unless that is wanted"
+            )
         if task.name not in job.sim.tasks and job.sim.tasks:
             found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
+    train = job.train
+    clips = train.eps_low is not None or train.eps_high is not None or train.algorithm in CLIPPING
+    if clips and train.correction != "bypass" and train.updates_per_step == 1:
+        found.append(
+            f"train.correction: with {train.correction!r} and one update a step nothing is ever clipped, so the clip "
+            f"range of {train.algorithm} does nothing; set train.correction=bypass, or train.updates_per_step=2 or more"
+        )
     if job.checkpoint.every > job.train.steps:
         found.append(
             f"checkpoint.every: {job.checkpoint.every} is more than train.steps {job.train.steps}; "

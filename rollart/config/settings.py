@@ -74,7 +74,8 @@ class ModelSettings(Settings):
     path: str = "models/tiny"
     """A Hugging Face directory. Not read by `rollart sim`."""
     context_tokens: Count = 32_768
-    """A trajectory that grows beyond this is truncated."""
+    """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
+    embedded pool's `kv_tokens`."""
 
 
 class TaskSettings(Settings):
@@ -96,6 +97,12 @@ class TaskSettings(Settings):
     max_tokens: Count = 1024
     """Most tokens in one answer."""
     temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that make up this share. Not read by `rollart sim`; refused with `vllm`."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from so many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """An answer ends after any of these texts. Not read by `rollart sim`."""
     affinity: str = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Spread | None = None
@@ -141,7 +148,7 @@ class SplitSettings(Settings):
     """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "keep_kv", "draft_tokens", "device", "cores")
+EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "device", "cores")
 
 
 class EngineSettings(Settings):
@@ -158,11 +165,13 @@ class EngineSettings(Settings):
     """Sequences one engine works on at a time."""
     prefill: str | None = None
     """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
-    Simulated only, unless the type is `vllm`."""
+    Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
     kv_link_gb_s: Positive = 25.0
     """Of such a pair: the link that its KV travels over, GB/s."""
     kv_tokens: Count = 65_536
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    step_tokens: Count = 2048
+    """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
     """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
     draft_tokens: Annotated[int, Field(ge=0)] = 15
@@ -180,7 +189,7 @@ class EngineSettings(Settings):
     url: str | None = None
     """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """`vllm`, `sglang`: what the server computes in."""
+    """What the engine computes in, whatever the trainer does."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
     split: SplitSettings | None = None
@@ -189,7 +198,7 @@ class EngineSettings(Settings):
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
         embedded = self.type == "embedded"
-        for key in ("python", "url", "dtype", "args") if embedded else EMBEDDED_ONLY:
+        for key in ("python", "url", "args") if embedded else EMBEDDED_ONLY:
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
@@ -272,12 +281,19 @@ class TrainSettings(Settings):
     """Lower clip range. Default: the algorithm's own."""
     eps_high: Positive | None = None
     """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
+    length_constant: Count | None = None
+    """`dr_grpo`: what a sequence's sum is divided by instead of its length. Default: 1024."""
+    updates_per_step: Count = 1
+    """Optimizer updates in a step, each on its share of the batch. With more than one the clip range acts under
+    `decoupled`, against the weights at the step's beginning, for one more forward pass."""
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
     """How samples of older weights are corrected: proximal log-probabilities recomputed, or the engine's own taken."""
     weight_cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight: truncated importance sampling."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL to the initial model."""
+    """Weight of the KL to the `reference`."""
+    reference: str | None = None
+    """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: NonNegative = 0.0
     microbatch_tokens: Count = 4096
     bf16: bool = False
@@ -287,6 +303,18 @@ class TrainSettings(Settings):
     """CPU threads of the trainer's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
+
+    @model_validator(mode="after")
+    def _loss_is_read(self) -> Self:
+        """What `rollart.train.losses` would refuse in the trainer's process."""
+        for key in ("eps_low", "eps_high"):
+            if getattr(self, key) is not None and self.algorithm == "rloo":
+                raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
+        if self.length_constant is not None and self.algorithm != "dr_grpo":
+            raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
+        if self.reference is not None and not self.kl_coef:
+            raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
+        return self
 
 
 class WeightSettings(Settings):
@@ -326,6 +354,8 @@ class ClusterSettings(Settings):
 class CheckpointSettings(Settings):
     every: Count = 10
     """Steps between checkpoints."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """The newest ones stay; older ones are removed as new ones are written."""
 
 
 class EvaluationSettings(Settings):

@@ -327,7 +327,12 @@ class EnvManager:
             if known is not None:
                 return known
         sampling = Sampling(
-            max_tokens=min(settings.max_tokens, room), temperature=settings.temperature, seed=self._seed
+            max_tokens=min(settings.max_tokens, room),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop=settings.stop,
+            seed=self._seed,
         )
         if room >= settings.max_tokens:
             self._samplings[key] = sampling

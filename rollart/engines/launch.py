@@ -17,6 +17,7 @@ from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine, RemoteSettings
 from rollart.engines.stops import StopFinder
+from rollart.errors import EngineError
 from rollart.types import WeightManifest, WeightVersion
 
 PYTHON_VARIABLES = {"vllm": "ROLLART_VLLM_PYTHON", "sglang": "ROLLART_SGLANG_PYTHON"}
@@ -67,6 +68,11 @@ async def launch(
     server = await _server(settings, model, max_context)
     try:
         theirs = await server.context_tokens()
+        if theirs and theirs < max_context:
+            raise EngineError(
+                f"{settings.engine_id}: the server holds {theirs} tokens, less than model.context_tokens {max_context}"
+                "; set that to what the server holds, or start it with more"
+            )
         # The first scoring compiles what it needs, and shows that the server can compute this model at all.
         await server.score(WARM_TOKENS)
         decode, eos = _tokenizer(model, config)
@@ -75,7 +81,7 @@ async def launch(
             RemoteSettings(
                 engine_id=settings.engine_id,
                 model=model,
-                max_context=min(max_context, theirs or max_context),
+                max_context=max_context,
                 vocab_size=int(config["vocab_size"]),
                 eos=eos,
                 dtype=settings.dtype,

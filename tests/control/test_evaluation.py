@@ -132,6 +132,20 @@ def test_greedy_play_is_asked_for_at_temperature_zero_and_told_apart() -> None:
     assert asked == {"sampled": 1.0, "greedy": 0.0}
 
 
+def test_training_and_evaluation_sample_as_their_task_says() -> None:
+    scene = slow_evaluation()
+    task = {"name": "a", "group_size": 2, "max_tokens": 8, "top_p": 0.9, "top_k": 5, "stop": ["END", "."]}
+    scene.job = scene_job(tasks=[task], train__steps=2, evaluation={"every": 2, "episodes": 2, "greedy": True})
+    assert scene.play().finished
+    asked = {
+        (said.request.session.startswith("eval"), said.request.sampling.temperature): said.request.sampling
+        for said in scene.said
+    }
+    assert set(asked) == {(False, 1.0), (True, 1.0), (True, 0.0)}
+    for sampling in asked.values():
+        assert (sampling.top_p, sampling.top_k, sampling.stop) == (0.9, 5, ("END", "."))
+
+
 def test_the_last_weights_are_evaluated_whatever_every_says() -> None:
     scene = slow_evaluation()
     scene.job = scene_job(train__steps=3, evaluation={"every": 2, "episodes": 2})

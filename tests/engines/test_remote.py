@@ -275,6 +275,15 @@ def test_a_wrong_key_and_a_server_that_is_not_there_are_named(
     play(versions, work)
 
 
+def test_a_server_that_holds_less_than_a_trajectory_may_have_is_refused(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        asked = replace(settings(versions, server.url), context_tokens=CONTEXT_TOKENS + 1)
+        with pytest.raises(EngineError, match=f"holds {CONTEXT_TOKENS} tokens, less than model.context_tokens"):
+            await launch(asked, fetch=versions.store.fetch, folder=versions.store.folder)
+
+    play(versions, work)
+
+
 def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
     async def awaited() -> None:
         core = EmbeddedEngine.from_directory(str(versions.path), settings=EngineSettings(max_context=CONTEXT_TOKENS))

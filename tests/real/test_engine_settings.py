@@ -1,0 +1,50 @@
+"""What a job says of an embedded engine is what its process builds."""
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollart.config.load import build_job
+from rollart.model import load_model, named_weights
+from rollart.setups import engine_setups
+from rollart.types import GenerateRequest, Sampling
+from rollart.weights.shm import ShmStore
+from rollart.worker import build
+from tests.real.harness import job
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
+    run_id = f"test-{uuid.uuid4().hex}"
+    engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "kv_tokens": 1024}
+    settings = build_job(job(model, pools=[{"name": "cpu", "engines": engines, "slots": 1}]))
+    setup = engine_setups(settings, tmp_path, {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20})["cpu"]
+    store = ShmStore(run_id, bucket_bytes=1 << 20)
+    asked = GenerateRequest(
+        id="a/0",
+        session="a",
+        domain="a",
+        turn=0,
+        prompt=(np.array([7, 20, 30], dtype=np.int32),),
+        prompt_tokens=3,
+        sampling=Sampling(max_tokens=8, seed=1),
+    )
+
+    async def work() -> None:
+        engine = await build({"role": "engine", **setup, "id": "cpu-0"})
+        try:
+            assert engine._core._model.dtype == engine._core._shape.dtype == dtype
+            assert engine._core._settings.step_tokens == 96
+            await engine.swap(store.push(1, named_weights(load_model(model))))  # the trainer's are float32
+            assert np.isfinite((await engine.generate(asked)).logprobs).all()
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        store.close()

@@ -1,0 +1,102 @@
+"""What a job says of training reaches the trainer, and is refused by the job wherever the trainer would refuse it."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from rollart.config.load import build_job
+from rollart.config.settings import Algorithm
+from rollart.errors import JobError
+from rollart.setups import trainer_setup
+from rollart.train.losses import LossSettings
+from rollart.train.single import SingleTrainer
+from rollart.worker import _trainer_settings
+from tests.train.samples import make_batch, random_samples, tiny_model
+
+JOB: dict[str, Any] = {
+    "name": "base",
+    "tasks": [{"name": "bandit"}],
+    "pools": [{"name": "cpu", "engines": {}, "slots": 8}],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def trainer(model: Path, out: Path, *, keep: int = 2, **train: Any) -> SingleTrainer:
+    """As the trainer's process builds it."""
+    job = build_job(
+        {**JOB, "model": {"path": str(model)}, "train": {"lr": 1e-2, **train}, "checkpoint": {"keep": keep}}
+    )
+    return SingleTrainer(_trainer_settings(trainer_setup(job, out, {})))
+
+
+@pytest.mark.parametrize(("updates", "clips"), [(1, False), (3, True)])
+def test_with_several_updates_a_step_the_clip_acts_under_decoupled(
+    updates: int, clips: bool, model: Path, tmp_path: Path
+) -> None:
+    one = trainer(model, tmp_path, updates_per_step=updates, correction="decoupled", eps_low=1e-3, eps_high=1e-3)
+    metrics = one.train_step(make_batch(0, random_samples(2, 24))).metrics
+    assert (metrics["actor/clipfrac"] > 0) == clips
+
+
+def test_the_length_constant_divides_the_loss(model: Path, tmp_path: Path) -> None:
+    batch = make_batch(0, random_samples(2, 24))
+    losses = [
+        trainer(model, tmp_path, algorithm="dr_grpo", length_constant=length).train_step(batch).metrics["actor/pg_loss"]
+        for length in (None, 512)
+    ]
+    assert losses[1] == pytest.approx(2 * losses[0])
+
+
+def test_the_kl_is_taken_to_the_reference(model: Path, tmp_path: Path) -> None:
+    other = tiny_model(tmp_path / "other", seed=1)
+    batch = make_batch(0, random_samples(2, 24))
+    own, to_other = (
+        trainer(model, tmp_path, kl_coef=0.1, reference=reference).train_step(batch).metrics["actor/kl_ref"]
+        for reference in (None, str(other))
+    )
+    assert own == pytest.approx(0, abs=1e-9)
+    assert to_other > 1e-3
+
+
+def test_so_many_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
+    one = trainer(model, tmp_path, keep=3)
+    for step in range(5):
+        one.train_step(make_batch(step, []))
+        one.save()
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4", "5"]
+
+
+def refusal(values: dict[str, Any]) -> str:
+    try:
+        LossSettings(**values)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_job_refuses_what_the_loss_refuses_in_the_same_words() -> None:
+    """Every combination of the settings that a job can reach."""
+    refused = 0
+    numbers = (None, 0.2)
+    for algorithm, low, high, length, correction in product(
+        get_args(Algorithm), numbers, numbers, (None, 64), ("decoupled", "bypass", "none")
+    ):
+        values = {
+            "algorithm": algorithm, "eps_low": low, "eps_high": high, "length_constant": length,
+            "correction": correction,
+        }  # fmt: skip
+        expected = refusal(values)
+        refused += bool(expected)
+        try:
+            build_job({**JOB, "train": values})
+            said = ""
+        except JobError as error:
+            said = str(error)
+        assert said == (expected and f"train.{expected}")
+    assert refused
