@@ -220,7 +220,8 @@ def _workers(
     """Who starts engines and the trainer, and where environments run."""
     from rollart.worker import build
 
-    engines, trainer = engine_setups(job, out, store), trainer_setup(job, out, store)
+    stop_tokens = chat_tokenizer(Path(job.model.path)).stop_tokens
+    engines, trainer = engine_setups(job, out, store, stop_tokens), trainer_setup(job, out, store)
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster
 

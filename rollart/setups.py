@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,22 @@ def store_setup(job: Job, out: Path) -> dict[str, Any]:
     return {**common, "directory": str((parent / run_id).absolute()), "model": str(Path(job.model.path).absolute())}
 
 
-def engine_setups(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def engine_setups(
+    job: Job, out: Path, store: Mapping[str, Any], stop_tokens: Sequence[int] = ()
+) -> dict[str, dict[str, Any]]:
+    """By pool. `stop_tokens` end an answer, beside those that the model's files name."""
     return {
         pool.name: {
             "type": pool.engines.type,
             "store": store,
             "threads": pool.engines.threads,
             **(
-                _embedded_setup(job, pool.engines)
+                _embedded_setup(job, pool.engines) | {"stop_tokens": list(stop_tokens)}
                 if pool.engines.type == "embedded"
-                else {"server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")}
+                else {
+                    "server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")
+                    | {"stop_tokens": list(stop_tokens)}
+                }
             ),
         }
         for pool in job.pools

@@ -109,6 +109,7 @@ async def build(setup: Mapping[str, Any], ranks: "Sequence[RankWorker]" = ()) ->
                 device=setup["device"],
                 engine_id=setup["id"],
                 settings=EngineSettings(**setup["settings"]),
+                stop_tokens=setup["stop_tokens"],
             )
             return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
         case "trainer" if setup["type"] == "fsdp2":

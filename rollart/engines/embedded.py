@@ -10,7 +10,7 @@ sessions is dropped.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -127,16 +127,18 @@ class EmbeddedEngine:
         engine_id: str = "embedded",
         settings: EngineSettings | None = None,
         version: WeightVersion = 0,
+        stop_tokens: Iterable[int] = (),
     ) -> "EmbeddedEngine":
-        """An engine for a Hugging Face directory with its tokenizer."""
+        """An engine for a Hugging Face directory with its tokenizer. `stop_tokens` end an answer too."""
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
         model = load_model(path, dtype, device)
-        eos = eos_ids(model) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-        return cls(model, engine_id=engine_id, settings=settings, version=version, eos=frozenset(eos), decode=decode)
+        named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+        eos = eos_ids(model) | named | set(stop_tokens)
+        return cls(model, engine_id=engine_id, settings=settings, version=version, eos=eos, decode=decode)
 
     @property
     def busy(self) -> bool:

@@ -48,6 +48,8 @@ class ServerSettings:
     python: str | None = None
     url: str | None = None
     """Attach to this server instead of starting one."""
+    stop_tokens: tuple[int, ...] = ()
+    """End an answer, beside those that the model's files name."""
     args: tuple[str, ...] = ()
     """More of the server's own command line."""
     connector: str | None = None
@@ -83,7 +85,7 @@ async def launch(
                 model=model,
                 max_context=max_context,
                 vocab_size=int(config["vocab_size"]),
-                eos=eos,
+                eos=eos | set(settings.stop_tokens),
                 dtype=settings.dtype,
             ),
             fetch=fetch,

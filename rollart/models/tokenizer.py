@@ -49,13 +49,10 @@ class ChatTokenizer:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the template's end of turn, and the tokenizer's end of text."""
-        eos = self._tokenizer.eos_token_id
-        return (self.end_of_turn,) if eos is None or eos == self.end_of_turn else (self.end_of_turn, int(eos))
-
-    @property
-    def vocabulary_size(self) -> int:
-        return len(self._tokenizer)
+        """Tokens that end an answer: the template's end of turn, where it is no plain text, and the end of text."""
+        turn = self.end_of_turn if self.end_of_turn in self._tokenizer.added_tokens_decoder else None
+        found = dict.fromkeys([turn, self._tokenizer.eos_token_id])
+        return tuple(int(token) for token in found if token is not None)
 
     def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
         """Tokens to append for these messages, up to and with the start of the model's answer.

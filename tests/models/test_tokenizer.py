@@ -99,6 +99,13 @@ def test_stop_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode(np.array([2, 0], dtype=np.int32)) == ""
 
 
+def test_a_turn_that_ends_with_plain_text_ends_no_answer(tmp_path: Path) -> None:
+    fast: Any = chatml_tokenizer()
+    fast.chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    fast.save_pretrained(tmp_path)
+    assert ChatTokenizer(tmp_path).stop_tokens == (0,)
+
+
 def test_what_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="no tokenizer"):
         ChatTokenizer(tmp_path / "nowhere")

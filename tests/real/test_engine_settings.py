@@ -1,6 +1,7 @@
 """What a job says of an embedded engine is what its process builds."""
 
 import asyncio
+import shutil
 import uuid
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
 from rollart.model import load_model, named_weights
+from rollart.real import real_world
 from rollart.setups import engine_setups
+from rollart.train.journal import FileJournal
 from rollart.types import GenerateRequest, Sampling
 from rollart.weights.shm import ShmStore
 from rollart.worker import build
@@ -22,7 +26,8 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
     run_id = f"test-{uuid.uuid4().hex}"
     engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "kv_tokens": 1024}
     settings = build_job(job(model, pools=[{"name": "cpu", "engines": engines, "slots": 1}]))
-    setup = engine_setups(settings, tmp_path, {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20})["cpu"]
+    store_setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20}
+    setup = engine_setups(settings, tmp_path, store_setup, stop_tokens=[40])["cpu"]
     store = ShmStore(run_id, bucket_bytes=1 << 20)
     asked = GenerateRequest(
         id="a/0",
@@ -39,6 +44,7 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
         try:
             assert engine._core._model.dtype == engine._core._shape.dtype == dtype
             assert engine._core._settings.step_tokens == 96
+            assert 40 in engine._core._eos
             await engine.swap(store.push(1, named_weights(load_model(model))))  # the trainer's are float32
             assert np.isfinite((await engine.generate(asked)).logprobs).all()
         finally:
@@ -48,3 +54,24 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
         asyncio.run(work())
     finally:
         store.close()
+
+
+def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path: Path) -> None:
+    """Also where the model's files name another token: the engines are told."""
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    template = (own / "chat_template.jinja").read_text()
+    (own / "chat_template.jinja").write_text(template.replace("<|end|>", "<|pad|>"))
+    out = tmp_path / "run"
+    out.mkdir()
+
+    async def work() -> list[int]:
+        real = real_world(build_job(job(own)), out, FileJournal(out / "journal"))
+        try:
+            assert isinstance(real.world.cluster, LocalCluster)
+            told: list[int] = real.world.cluster._engine_setup["cpu"]["stop_tokens"]
+            return told
+        finally:
+            await real.close()
+
+    assert asyncio.run(work()) == [0, 2]
