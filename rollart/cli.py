@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
     from rollart.config.job import Job
 
+EXTRAS = {
+    "train": ("msgpack", "safetensors", "torch", "transformers"),
+    "tasks": ("gymnasium", "msgpack", "reasoning_gym"),
+    "rewards": ("functions_framework", "httpx", "msgpack"),
+    "smollm2": ("accelerate", "gguf"),
+    "logging": ("tensorboard", "wandb"),
+    "ray": ("ray",),
+}
+"""What pyproject.toml's extras bring, as it is imported."""
+
 
 def main(argv: "Sequence[str] | None" = None) -> int:
     arguments = _parser().parse_args(argv)
@@ -24,6 +34,14 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         return run(arguments)
     except JobError as error:
         print(f"rollart: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extras = [extra for extra, packages in EXTRAS.items() if package in packages]
+        if not extras:
+            raise
+        extra = arguments.extra if arguments.extra in extras else extras[0]
+        print(f"rollart: {package} is not installed; install it with: pip install 'rollart[{extra}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("rollart: stopped", file=sys.stderr)
@@ -39,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train LLM agents by reinforcement learning, on whatever mix of hardware you have.",
         epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
     )
+    parser.set_defaults(extra="train")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     sim = commands.add_parser(
@@ -117,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
     task.add_argument("--json", action="store_true")
-    task.set_defaults(run=_task)
+    task.set_defaults(run=_task, extra="tasks")
 
     reward = commands.add_parser(
         "reward",
@@ -129,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
     reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
     reward.add_argument("--port", type=int, default=8080)
-    reward.set_defaults(run=_reward)
+    reward.set_defaults(run=_reward, extra="rewards")
 
     check = commands.add_parser(
         "check",
