@@ -67,7 +67,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
     last = _read_again(path, everyone) if resume else None
     log = EventLog(loop.time, path, after=last)
-    tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
+    tracking = Tracking(lambda text: log.emit("warning", {"text": text}))
     for reader in (*everyone, tracking.read):
         log.read_by(reader)
     with open(out / "metrics.jsonl", "ab") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
@@ -77,6 +77,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         else:
             _complete(log, path, journal)
             log.emit("killed", {})
+        tracking.start(trackers(job, out))
         (out / "pid").write_text(str(os.getpid()))
 
         def lost(worker: str, reason: str) -> None:
