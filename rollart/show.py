@@ -1,8 +1,9 @@
 """Results for people: tables in the terminal, and the live view of a training run."""
 
+import asyncio
 import sys
-import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,14 +11,15 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from rollart.events import Event, Reader
 from rollart.summary import Summary
 
-EVERY_S = 0.5
-"""The live view is drawn anew at most this often; without a terminal, a line is printed per twenty times this."""
-
-
+DRAW_EVERY_S = 1.0
+"""On a terminal."""
+LINE_EVERY_S = 10.0
+"""Elsewhere."""
 RECENT_STEPS = 20
 """The time left is told from the pace of so many steps."""
 RECENT_EPISODES = 200
@@ -146,16 +148,14 @@ def show_plays(tasks: dict[str, Any], model: str) -> None:
 
 
 class LiveView:
-    """A reader of events that shows where a run is. Watching never ends the run."""
+    """A reader of events that shows where a run is, also while none come. Watching never ends the run."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._summary = Summary()
-        self._terminal = sys.stderr.isatty()
-        self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True) if self._terminal else None
-        self._began_s = time.monotonic()
-        self._drawn_s = 0.0
-        self._doing = "starting workers"
+        self._live = (
+            Live(console=Console(stderr=True), auto_refresh=False, transient=True) if sys.stderr.isatty() else None
+        )
+        self._drawing: asyncio.Task[None] | None = None
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._rewards: dict[str, deque[float]] = {}
 
@@ -170,32 +170,31 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def watch(self, summary: Summary) -> Reader:
-        self._summary = summary
+    def watch(self, summary: Summary, waits: Callable[[], str]) -> Reader:
+        """Begin to draw, in a task that ends with the run's event loop. `waits` says what the run waits for."""
+        self._drawing = asyncio.get_running_loop().create_task(self._draw_on(summary, waits))
         return self._read
 
     def _read(self, event: Event) -> None:
-        now_s = time.monotonic()
         match event["e"]:
-            case "started":
-                self._doing = "rolling out"
-            case "batch":
-                self._doing = "taking new weights"
-            case "step.start":
-                self._doing = f"training step {event['step']}, rolling out"
+            case "killed":  # what came before is the history of a resumed run
+                self._ends_s.clear()
             case "step.end":
-                self._doing = "rolling out"
-                self._ends_s.append(now_s)
-            case "stall":
-                self._doing = event["text"]
-            case "start" if event["eval"]:
-                self._doing = "playing held-out tasks"
+                self._ends_s.append(event["t"])
             case "end" if event["reward"] is not None:
                 task = event["task"].split("/", 1)[0]
                 self._rewards.setdefault(task, deque(maxlen=RECENT_EPISODES)).append(event["reward"])
-        if now_s - self._drawn_s >= (EVERY_S if self._terminal else 20 * EVERY_S):
-            self._drawn_s = now_s
-            self._draw(now_s - self._began_s)
+
+    async def _draw_on(self, summary: Summary, waits: Callable[[], str]) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            while True:
+                self._draw(loop.time() - began_s, summary.result(), waits())
+                await asyncio.sleep(LINE_EVERY_S if self._live is None else DRAW_EVERY_S)
+        except Exception as error:  # the boundary to what only watches
+            what = f"{type(error).__name__}: {error}"
+            print(f"rollart: the display broke and is off, the run goes on: {what}", file=sys.stderr, flush=True)
 
     def _left(self, done: int) -> str:
         """From the pace of the last steps: the first ones hold the start-up."""
@@ -204,20 +203,23 @@ class LiveView:
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return f", about {pace_s * (self._steps - done):.0f} s left"
 
-    def _draw(self, passed_s: float) -> None:
-        result = self._summary.result()
-        done = result["steps"]
+    def _draw(self, passed_s: float, result: dict[str, Any], waits: str) -> None:
+        done, staleness = result["steps"], result["staleness"]
         head = f"step {done}/{self._steps}, " if self._steps else ""
-        head = f"{head}{passed_s:.0f} s{self._left(done)}; {self._doing}"
-        rewards = ", ".join(f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
+        head = f"{head}{passed_s:.0f} s{self._left(done)}"
+        means = (f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
+        busy = (f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())
+        rows = {
+            "recent reward": ", ".join(means) or "none yet",
+            "staleness": f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}",
+            "engines busy": ", ".join(busy),
+            "throughput": f"{result['sampled_tokens_per_s']:.0f} sampled tokens/s",
+            "waits": waits or "none",
+        }
         if self._live is None:
-            print(f"{head}; recent reward: {rewards or 'none yet'}", file=sys.stderr, flush=True)
+            print("; ".join([head, *(f"{name}: {text}" for name, text in rows.items())]), file=sys.stderr, flush=True)
             return
         table = Table(title=head, show_header=False, title_justify="left")
-        table.add_row("recent reward", rewards or "none yet")
-        staleness = result["staleness"]
-        table.add_row("staleness", f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}")
-        pools = ", ".join(f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())
-        table.add_row("engines busy", pools)
-        table.add_row("throughput", f"{result['sampled_tokens_per_s']:.0f} sampled tokens/s")
+        for name, text in rows.items():
+            table.add_row(name, Text(text))
         self._live.update(table, refresh=True)

@@ -1,11 +1,13 @@
 """TensorBoard and Weights & Biases: metrics and evaluations beside `metrics.jsonl`.
 
-A tracker is a reader of the run. One that fails is warned about and left out: watching never ends the run.
+A tracker is a reader of the run. One that fails, at its start or later, is warned about and left out: watching never
+ends the run.
 """
 
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,9 +73,16 @@ class WandB:
 class Tracking:
     """All trackers of a job. `row` takes a step's metrics, `read` the events."""
 
-    def __init__(self, trackers: list[Tracker], warn: Callable[[str], object]) -> None:
-        self._trackers = trackers
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._trackers: list[Tracker] = []
         self._warn = warn
+
+    def start(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
+        for name, make in makers.items():
+            try:
+                self._trackers.append(make())
+            except Exception as error:  # as in `_each`
+                self._warn(f"{name} did not start and is left out: {error}")
 
     def row(self, row: Mapping[str, float]) -> None:
         self._log(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -106,11 +115,11 @@ def check_trackers(job: Job) -> None:
         raise JobError("track.wandb: online needs WANDB_API_KEY in the environment; set it, or track.wandb=offline")
 
 
-def trackers(job: Job, out: Path) -> list[Tracker]:
-    """What the job asks for."""
-    found: list[Tracker] = []
+def trackers(job: Job, out: Path) -> dict[str, Callable[[], Tracker]]:
+    """What makes those the job asks for."""
+    found: dict[str, Callable[[], Tracker]] = {}
     if job.track.tensorboard:
-        found.append(TensorBoard(out / "tensorboard"))
+        found["TensorBoard"] = partial(TensorBoard, out / "tensorboard")
     if job.track.wandb != "off":
-        found.append(WandB(job, out))
+        found["WandB"] = partial(WandB, job, out)
     return found

@@ -19,6 +19,7 @@ import yaml
 from rollart.audit import Audit
 from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
+from rollart.control.waits import Waits
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, read_events
 from rollart.real import check_real, real_world
@@ -31,8 +32,11 @@ from rollart.train.journal import FileJournal
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
 
 
-Watch = Callable[[Summary], Reader]
-"""Makes a reader of events that looks at the summary as it grows: the live view."""
+Watch = Callable[[Summary, Callable[[], str]], Reader]
+"""Makes a reader of events that looks at the summary as it grows, and asks what the run waits for: the live view."""
+
+WAITS_SHOWN = 3
+"""The longest wait of so many kinds."""
 
 
 def train(job: Job, out: Path, *, resume: bool = False, watch: Watch | None = None) -> RunResult:
@@ -46,8 +50,8 @@ def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
 
 
 def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
-    check_real(job)
     check_trackers(job)
+    check_real(job)
     refuse_unplaceable(job)
     if not resume:
         out.mkdir(parents=True, exist_ok=False)
@@ -63,12 +67,12 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
     journal = FileJournal(out / "journal")
-    views = () if watch is None else (_harmless(watch(summary)),)
+    views = () if watch is None else (_harmless(watch(summary, lambda: _longest(coordinator.waits, loop.time()))),)
     everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
     rows: list[Mapping[str, float]] = []
     last = _read_again(path, (*everyone, metric_rows(summary, rows.append))) if resume else None
     log = EventLog(loop.time, path, after=last)
-    tracking = Tracking(trackers(job, out), lambda text: log.emit("warning", {"text": text}))
+    tracking = Tracking(lambda text: log.emit("warning", {"text": text}))
     for reader in (*everyone, tracking.read):
         log.read_by(reader)
     with open(out / "metrics.jsonl", "wb") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
@@ -81,6 +85,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         else:
             _complete(log, path, journal)
             log.emit("killed", {})
+        tracking.start(trackers(job, out))
         (out / "pid").write_text(str(os.getpid()))
 
         def lost(worker: str, reason: str) -> None:
@@ -99,6 +104,11 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
             tracking.close()
             log.close()
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
+
+
+def _longest(waits: Waits, now_s: float) -> str:
+    found = waits.oldest()[:WAITS_SHOWN]
+    return ", ".join(f"{wait.who} on {wait.what} for {now_s - wait.since_s:.0f} s" for wait in found)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """The command line on wrong jobs: exit code 2, one line on stderr, no run directory; and a quick start."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from rollart.cli import main
+from rollart.cli import EXTRAS, main
 from rollart.config.job import Job
 from rollart.run import RunResult
 
@@ -130,3 +132,62 @@ def test_a_job_is_resumed_where_it_was_last(tmp_path: Path, monkeypatch: pytest.
     assert asked == [(out, True), (out, True)]
     for wrong in (["--resume"], [str(REAL), "train.steps=3", "--resume"], [str(REAL), "--resume", str(out)]):
         assert main(["train", *wrong]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["tiny", "--untied"], "--untied"),
+        (["smollm2", "--head-size", "32"], "--head-size"),
+        (["smollm2", "--seed", "0"], "--seed"),
+        (["tiny", "--go-on-from", "other", "--as-long-as", "run", "--head-size", "32"], "--head-size"),
+        (["smollm2", "--go-on-from", "other", "--as-long-as", "run"], "--go-on-from"),
+    ],
+)
+def test_an_option_of_another_kind_of_model_is_refused(
+    options: list[str],
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for maker in ("smollm2.make_smollm2", "tiny.make_tiny", "tiny.continue_warmup"):
+        monkeypatch.setattr(f"rollart.models.{maker}", lambda *args, **settings: pytest.fail("it was made"))
+    assert main(["model", options[0], str(tmp_path / "model"), *options[1:]]) == 2
+    assert capsys.readouterr().err.startswith(f"rollart: {key}: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["train", "jobs/quickstart.yaml"], "msgpack", "train"),
+        (["task", "check", "rollart.tasks.frozen_lake"], "msgpack", "tasks"),
+        (["reward", "serve", "rollart.tasks.frozen_lake:score"], "msgpack", "rewards"),
+        (["bench", "engine"], "torch", "train"),
+        (["model", "tiny", "runs/never"], "gymnasium", "tasks"),
+    ],
+)
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(
+    arguments: list[str], package: str, extra: str
+) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from rollart.cli import main; sys.exit(main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    line = f"rollart: {package} is not installed; install it with: pip install 'rollart[{extra}]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_a_missing_package_of_somebody_else_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.cli._check", lambda arguments: __import__("nobodys_package"))
+    with pytest.raises(ModuleNotFoundError, match="nobodys_package"):
+        main(["check", "job.yaml"])
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {
+        extra: tuple(sorted(re.split("[<=>]", package)[0].replace("-", "_") for package in packages))
+        for extra, packages in extras.items()
+        if extra != "dev"
+    }
+    assert names == EXTRAS

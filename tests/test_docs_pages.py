@@ -12,10 +12,11 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.events import Event, read_events
 from rollart.run import simulate
+from rollart.training import add_control
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 ON_EVERY_EVENT = {"n", "t", "e", "cause"}
 WRITERS = ("emit", "report")
@@ -86,11 +87,13 @@ def tiny_job() -> Job:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], dict[str, Any]]:
-    """The events and the summary of one simulated run."""
+    """The events and the summary of one simulated run, its last evaluation also as its control."""
     out = tmp_path_factory.mktemp("docs") / "run"
     result = simulate(tiny_job(), out)
     assert result.summary["state"] == "finished"
-    return list(read_events(out / "events.jsonl")), result.summary
+    *_, plays = result.summary["evaluations"].values()
+    summary = {**result.summary, "eval": add_control(out, plays)}
+    return list(read_events(out / "events.jsonl")), summary
 
 
 def paths(value: Any, at: str = "") -> Iterator[str]:

@@ -1,14 +1,18 @@
 """Metrics reach TensorBoard and W&B as themselves; a tracker that breaks is left out, and the run goes on."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rollart.config.load import build_job
-from rollart.errors import JobError
+from rollart.control.coordinator import Coordinator
+from rollart.errors import JobError, JobStopped
+from rollart.events import read_events
 from rollart.trackers import Tracking, check_trackers, trackers
-from rollart.training import train
+from rollart.training import _drive, train
 from tests.test_training import JOB
 
 ROW = {"step": 3, "reward/mean": 0.5, "timing_s/step": 1.25}
@@ -19,7 +23,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     job = build_job({**JOB, "track": {"tensorboard": True}})
-    tracking = Tracking(trackers(job, tmp_path), pytest.fail)
+    tracking = Tracking(pytest.fail)
+    tracking.start(trackers(job, tmp_path))
     tracking.row(ROW)
     tracking.read(EVAL)
     tracking.close()
@@ -36,7 +41,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline_writes_a_run_into_the_run_directory(tmp_path: Path) -> None:
     job = build_job({**JOB, "track": {"wandb": "offline"}})
-    tracking = Tracking(trackers(job, tmp_path / "real-1"), pytest.fail)
+    tracking = Tracking(pytest.fail)
+    tracking.start(trackers(job, tmp_path / "real-1"))
     tracking.row(ROW)
     tracking.close()
     assert list((tmp_path / "real-1").rglob("*.wandb"))
@@ -77,9 +83,32 @@ class Broken:
 
 def test_a_tracker_that_breaks_is_left_out_with_one_warning() -> None:
     broken, warned = Broken(), list[str]()
-    tracking = Tracking([broken], warned.append)
+    tracking = Tracking(warned.append)
+    tracking.start({"Broken": lambda: broken})
     tracking.row(ROW)
     tracking.row(ROW)
     tracking.close()
     assert broken.asked == 1
     assert warned == ["Broken failed and is left out from here on: disk full"]
+
+
+def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError("no room")
+
+    async def work(coordinator: Coordinator) -> None:
+        raise JobStopped("it came so far")
+
+    async def nothing() -> None:
+        pass
+
+    real = SimpleNamespace(world=None, close=nothing)
+    monkeypatch.setattr("rollart.trackers.TensorBoard", refuse)
+    monkeypatch.setattr("rollart.training.real_world", lambda *args: real)
+    job = build_job({**JOB, "track": {"tensorboard": True}})
+    result = asyncio.run(_drive(job, tmp_path, work, resume=False, watch=None))
+    assert result.summary["reason"] == "it came so far"
+    assert result.summary["warnings"] == ["TensorBoard did not start and is left out: no room"]
+    assert [event["e"] for event in read_events(tmp_path / "events.jsonl")] == ["run", "warning", "stopped"]

@@ -99,7 +99,7 @@ def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> di
     result = train(
         _job(overrides, mode, number),
         folder,
-        watch=lambda _: lambda event: marks.__setitem__(event["e"], time.process_time()),
+        watch=lambda summary, waits: lambda event: marks.__setitem__(event["e"], time.process_time()),
     )
     if result.summary["state"] != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary['reason']} {result.violations}")

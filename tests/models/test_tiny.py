@@ -1,5 +1,6 @@
 """The tiny model: a normal directory, the same each time, that speaks the tasks in few tokens."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,33 @@ def test_the_warm_up_goes_on(tiny: Path, tmp_path: Path) -> None:
     assert continue_warmup(tiny, tmp_path / "timed", seed=5, seconds=0.05).steps >= 1
     with pytest.raises(JobError, match="either steps or seconds"):
         warm_up(None, tiny)
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+def test_an_interrupted_one_leaves_no_directory_and_can_be_made_again(tiny: Path, tmp_path: Path, go_on: bool) -> None:
+    path, left = tmp_path / "model", tmp_path / "model.unfinished"
+
+    def make(progress: Callable[[int, float], None] | None = None) -> None:
+        if go_on:
+            continue_warmup(tiny, path, steps=1, progress=progress)
+        else:
+            make_tiny(path, warmup_steps=1, progress=progress)
+
+    def interrupt(step: int, loss: float) -> None:
+        assert (left / "tokenizer.json").exists()
+        assert not path.exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(interrupt)
+    assert list(tmp_path.iterdir()) == []
+    left.mkdir()
+    (left / "of one that was killed").touch()
+    make()
+    assert [found.name for found in tmp_path.iterdir()] == ["model"]
+    assert {found.name for found in path.iterdir()} == {found.name for found in tiny.iterdir()}
+    with pytest.raises(JobError, match=r"model: is not empty; give a new directory"):
+        make()
 
 
 def test_any_ascii_text_comes_back() -> None:

@@ -1,0 +1,133 @@
+"""The live view shows where a run is, at a steady pace, with events or without."""
+
+import asyncio
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollart.config.load import build_job
+from rollart.control.coordinator import Coordinator
+from rollart.control.waits import Waits
+from rollart.errors import JobStopped
+from rollart.events import Event, Reader
+from rollart.run import facts
+from rollart.show import LiveView
+from rollart.sim.clock import VirtualLoop
+from rollart.summary import Summary
+from rollart.training import _drive, _longest
+from tests.test_training import JOB
+
+RUN: Event = {"e": "run", "t": 0.0, **facts(build_job(JOB), clock="real")}
+PLAYED: list[Event] = [
+    {"e": "start", "t": 1.0, "id": "g1.0.0", "task": "lake/7", "pool": "cpu", "eval": False},
+    {"e": "end", "t": 2.0, "id": "g1.0.0", "task": "lake/7", "status": "done", "reward": 0.25, "turns": 3},
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(seconds: float, events: list[Event], *, steps: int = 10, waits: Callable[[], str] = str) -> None:
+    """Let the view see these events, and then nothing for so many seconds."""
+
+    async def run() -> None:
+        summary = Summary()
+        with LiveView(steps) as view:
+            readers: tuple[Reader, ...] = (summary.read, view.watch(summary, waits))
+            for event in [RUN, *events]:
+                for read in readers:
+                    read(event)
+            await asyncio.sleep(seconds)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+
+
+def step(number: int, t: float) -> Event:
+    return {"e": "step.end", "t": t, "step": number - 1, "version": number, "train_s": 1.0, "metrics": {}}
+
+
+def test_a_line_every_ten_seconds_though_nothing_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    watched(25.0, [], waits=lambda: "engine-0 on engine.start for 9 s")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("; ")[0] for line in lines] == ["step 0/10, 0 s", "step 0/10, 10 s", "step 0/10, 20 s"]
+    assert all(line.endswith("waits: engine-0 on engine.start for 9 s") for line in lines)
+
+
+def test_the_line_has_all_that_the_terminal_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched(0.5, PLAYED)
+    [line] = capsys.readouterr().err.splitlines()
+    shown = ["recent reward: lake 0.25", "staleness: max 0 of 1", "engines busy: cpu 0%", "throughput: 0 sampled"]
+    assert [text for text in shown if text not in line] == []
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    watched(0.5, [])
+    assert [text for text in shown if text.split(":")[0] not in terminal.getvalue()] == []
+
+
+def test_a_terminal_is_drawn_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    watched(3.5, [], waits=lambda: "[engine-0] on engine.start")
+    assert [f"{second} s" in terminal.getvalue() for second in range(5)] == [True, True, True, True, False]
+    assert "[engine-0]" in terminal.getvalue(), "brackets are no markup"
+
+
+def test_the_time_left_is_told_from_the_steps_since_the_run_was_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    history = [step(1, 1.0), step(2, 1.1), step(3, 1.2)]
+    watched(0.5, history)
+    assert "about 1 s left" in capsys.readouterr().err
+    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0)])
+    assert "left" not in capsys.readouterr().err
+    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0), step(5, 80.0)])
+    assert "about 100 s left" in capsys.readouterr().err
+
+
+def test_a_view_that_breaks_says_so_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> str:
+        raise KeyError("no such wait")
+
+    watched(100.0, [], waits=broken)
+    assert capsys.readouterr().err.count("the run goes on: KeyError") == 1
+
+
+def test_the_longest_waits_are_named() -> None:
+    async def run() -> str:
+        waits = Waits()
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[Any]] = []
+        for who, what in (("engine-0", "engine.start"), ("trainer", "trainer.start"), ("a", "generate"), ("b", "swap")):
+            tasks.append(loop.create_task(waits.on(what).guard(who, asyncio.sleep(100))))
+            await asyncio.sleep(1)
+        return _longest(waits, loop.time())
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        said = runner.run(run())
+    assert said == "engine-0 on engine.start for 4 s, trainer on trainer.start for 3 s, a on generate for 2 s"
+
+
+def test_a_run_shows_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nothing() -> None:
+        pass
+
+    async def work(coordinator: Coordinator) -> None:
+        await coordinator.waits.on("engine.start").guard("engine-0", asyncio.sleep(15.0))
+        raise JobStopped("enough")
+
+    monkeypatch.setattr("rollart.training.real_world", lambda *args: SimpleNamespace(world=None, close=nothing))
+    with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(_drive(build_job(JOB), tmp_path, work, resume=False, watch=view.watch))
+    assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
