@@ -1,7 +1,7 @@
 """The policy network: a Hugging Face directory run by transformers' own model code with our attention hook.
 
-One implementation serves two callers. The trainer packs several sequences into one flat row (`packed_logits`,
-`packed_logprobs`); the engine mixes prefill chunks and decode tokens of many sessions in one flat row
+One implementation serves two callers. The trainer packs several sequences into one flat row
+(`packed_scores`); the engine mixes prefill chunks and decode tokens of many sessions in one flat row
 (`forward_hidden` with its own plan; for dense models it has a faster one, `rollart.engines.dense`). Both give the
 model tokens (1, T) without padding, and an `AttentionPlan` that says which token may see which keys; nothing but
 attention knows where one sequence ends.
@@ -119,12 +119,6 @@ def project(model: PreTrainedModel, hidden_TH: Tensor) -> Tensor:
 
 
 # --- packed training forward ----------------------------------------------------------------------------------------
-
-
-def packed_logits(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Logits (T, V) of sequences laid end to end, each seeing only itself. Differentiable."""
-    plan = PackedPlan(lengths, tokens_T.device)
-    return project(model, forward_hidden(model, tokens_T, plan.positions_T, plan))
 
 
 def packed_logprobs(

@@ -131,7 +131,7 @@ def show_eval(rows: dict[str, Any]) -> None:
             if figures:
                 control = f"{figures['control']:.1%}" if "control" in figures else ""
                 table.add_row(
-                    task, play, f"{figures['before']:.1%}", f"{figures['after']:.1%}", control, str(figures["episodes"])
+                    task, play, f"{figures['before']:.1%}", f"{figures['after']:.1%}", control, _episodes(figures)
                 )
     Console().print(table)
 
@@ -143,8 +143,14 @@ def show_plays(tasks: dict[str, Any], model: str) -> None:
         for play, row in plays.items():
             share, count = row["reward"], max(1, row["scored"])
             half = 1.96 * max(0.0, share * (1 - share) / count) ** 0.5
-            table.add_row(task, play, f"{share:.1%}", f"{share - half:.1%} to {share + half:.1%}", f"{row['episodes']}")
+            table.add_row(task, play, f"{share:.1%}", f"{share - half:.1%} to {share + half:.1%}", _episodes(row))
     Console().print(table)
+
+
+def _episodes(row: dict[str, Any]) -> str:
+    """How many; and of how many the reward is, where some could not be scored."""
+    episodes, scored = row["episodes"], row["scored"]
+    return f"{episodes}" if scored == episodes else f"{episodes}, of them {scored} scored"
 
 
 class LiveView:

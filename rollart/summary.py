@@ -496,7 +496,12 @@ class Summary:
 def _change(first: Event, last: Event) -> Event:
     """One task's held-out play in the first and the last evaluation: sampled, and beside it greedy where played."""
     rows = {
-        play: {"before": first[play]["reward"], "after": last[play]["reward"], "episodes": last[play]["episodes"]}
+        play: {
+            "before": first[play]["reward"],
+            "after": last[play]["reward"],
+            "episodes": last[play]["episodes"],
+            "scored": min(first[play]["scored"], last[play]["scored"]),
+        }
         for play in last
         if play in first
     }

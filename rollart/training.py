@@ -35,6 +35,8 @@ Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
 Watch = Callable[[Summary, Callable[[], str]], Reader]
 """Makes a reader of events that looks at the summary as it grows, and asks what the run waits for: the live view."""
 
+WRITE_S = 1.0
+"""Between two writes of new events to their file."""
 WAITS_SHOWN = 3
 """The longest wait of so many kinds."""
 
@@ -95,15 +97,24 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         real = real_world(job, out, journal, lost)
         coordinator = Coordinator(job, real.world, LogHandle(log))
         _stop_on_signals(loop, coordinator)
+        writing = asyncio.create_task(_write_out(log))
         try:
             await work(coordinator)
         except RollartError as error:
             log.emit("stopped", {"reason": str(error), "user": isinstance(error, Interrupted)})
         finally:
+            writing.cancel()
             await real.close()
             tracking.close()
             log.close()
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
+
+
+async def _write_out(log: EventLog) -> None:
+    """Who follows `events.jsonl` sees what happens as it happens."""
+    while True:
+        await asyncio.sleep(WRITE_S)
+        log.flush()
 
 
 def _longest(waits: Waits, now_s: float) -> str:

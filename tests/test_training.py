@@ -222,8 +222,8 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
 
 
 def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:
-    greedy = {"before": 0.0, "after": 0.8, "episodes": 4}
-    rows = {"lake": {"before": 0.1, "after": 0.9, "episodes": 4, "greedy": greedy}}
+    greedy = {"before": 0.0, "after": 0.8, "episodes": 4, "scored": 4}
+    rows = {"lake": {"before": 0.1, "after": 0.9, "episodes": 4, "scored": 4, "greedy": greedy}}
     (tmp_path / "summary.json").write_text(json.dumps({"time_s": 12.5, "eval": rows}))
     assert trained_s(tmp_path) == 12.5
     add_control(tmp_path, {"lake": {"sampled": {"reward": 0.2}, "greedy": {"reward": 0.3}}})

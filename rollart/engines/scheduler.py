@@ -32,10 +32,6 @@ class Scheduler:
         """In order of arrival, but for those computed again after a preemption."""
         self.num_preempted = 0
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.running or self.waiting)
-
     def schedule(self) -> int:
         """Set `take` of every running sequence; returns the step's number of tokens."""
         self._secure_slots()

@@ -36,18 +36,8 @@ class MicroBatch:
     """float32: the engine's log-probabilities."""
     advantages_N: Tensor
     """float32."""
-    versions_N: Tensor
-    """int32: the weights that sampled each token."""
     temperature: float
     """All its tokens were sampled at."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def num_sampled(self) -> int:
-        return self.positions_N.shape[0]
 
     def to(self, device: torch.device) -> Self:
         """The same on another device; itself where it is there already."""
@@ -58,7 +48,6 @@ class MicroBatch:
             sequence_N=self.sequence_N.to(device),
             behaviour_N=self.behaviour_N.to(device),
             advantages_N=self.advantages_N.to(device),
-            versions_N=self.versions_N.to(device),
         )
 
 
@@ -104,13 +93,6 @@ def bins(
         for temperature in sorted(by_temperature)
         for members in _first_fit(by_temperature[temperature], max_tokens)
     ]
-
-
-def pack(
-    samples: Sequence[Sample], max_tokens: int, temperatures: Mapping[str, float] | None = None
-) -> list[MicroBatch]:
-    """The micro-batches of `bins`."""
-    return [micro_batch(members, temperatures) for members in bins(samples, max_tokens, temperatures)]
 
 
 def _temperature(sample: Sample, temperatures: Mapping[str, float] | None) -> float:
@@ -177,6 +159,5 @@ def micro_batch(samples: Sequence[Sample], temperatures: Mapping[str, float] | N
         sequence_N=torch.from_numpy(np.repeat(np.arange(len(samples)), sampled)),
         behaviour_N=flat("logprobs").float(),
         advantages_N=flat("advantages").float(),
-        versions_N=flat("versions"),
         temperature=_temperature(samples[0], temperatures),
     )

@@ -1,27 +1,36 @@
 """The packed forward agrees with transformers one sequence at a time, and weights go in and out by name."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel
 
 from rollart import model as model_module
 from rollart.errors import WeightError
 from rollart.model import (
     adopt,
+    forward_hidden,
     load_model,
     load_weights_,
     named_weights,
-    packed_logits,
     packed_logprobs,
     packed_scores,
+    project,
 )
+from rollart.packed import PackedPlan
 from tests.engines.reference import KINDS, VOCAB, build, our_model, plain_model
 
 LENGTHS = (3, 90, 1, 70, 33, 33, 200, 80)
+
+
+def packed_logits(model: PreTrainedModel, tokens_T: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Of sequences laid end to end, each seeing only itself."""
+    plan = PackedPlan(lengths, tokens_T.device)
+    return project(model, forward_hidden(model, tokens_T, plan.positions_T, plan))
 
 
 def packed(lengths: tuple[int, ...]) -> torch.Tensor:
