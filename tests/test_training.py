@@ -80,6 +80,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
         ({"type": "vllm", "device": "cuda:0"}, r"^engines\.device: only embedded engines read it; remove it"),
         ({"type": "sglang", "keep_kv": True}, r"^engines\.keep_kv: only embedded"),
         ({"type": "vllm", "step_tokens": 64}, r"^engines\.step_tokens: only embedded"),
+        ({"step_tokens": 255, "max_batch": 256}, r"^engines\.step_tokens: 255 is less than one token for each request"),
         ({"python": "/usr/bin/python3"}, r"^engines\.python: only vllm or sglang"),
         ({"type": "vllm", "url": "http://h:1", "count": 2}, r"^engines\.url: names one server; set count to 1"),
         ({"type": "sglang", "split": {}}, r"^engines\.split: only vllm engines read it"),

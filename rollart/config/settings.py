@@ -202,6 +202,11 @@ class EngineSettings(Settings):
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+        if embedded and self.step_tokens < self.max_batch:
+            raise ValueError(
+                f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
+                f"{self.max_batch}; raise it, or lower max_batch"
+            )
         if self.split is not None and self.type != "vllm":
             raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
         if self.url is not None:

@@ -24,7 +24,7 @@ from tests.real.harness import job
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
     run_id = f"test-{uuid.uuid4().hex}"
-    engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "kv_tokens": 1024}
+    engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "max_batch": 32, "kv_tokens": 1024}
     settings = build_job(job(model, pools=[{"name": "cpu", "engines": engines, "slots": 1}]))
     store_setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20}
     setup = engine_setups(settings, tmp_path, store_setup, stop_tokens=[40])["cpu"]
