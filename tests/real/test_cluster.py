@@ -135,7 +135,8 @@ def test_a_worker_that_cannot_be_built_says_why(tmp_path: Path) -> None:
             "model": str(tmp_path / "nowhere"),
             "store": {"type": "shm", "run_id": "x", "bucket_bytes": 1 << 20},
         }
-        cluster = LocalCluster(tmp_path, {"cpu": {**setup, "device": "cpu", "dtype": "float32", "settings": {}}}, setup)
+        engine = {**setup, "device": "cpu", "dtype": "float32", "settings": {}, "stop_tokens": []}
+        cluster = LocalCluster(tmp_path, {"cpu": engine}, setup)
         try:
             with pytest.raises(ClusterError, match=r"cpu-0 could not start: .*nowhere"):
                 await cluster.engine(SPEC)
