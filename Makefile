@@ -42,7 +42,7 @@ test-slow: setup $(if $(ROLLART_VLLM_PYTHON),,$(VLLM))  ## Run the slow tests an
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
 
-train: setup $(MODEL)  ## Train the tiny model on two tasks, here: about eight minutes. SEED=1 for another seed
+train: setup $(MODEL)  ## Train the tiny model on two tasks, here: seven to eight minutes. SEED=1 for another seed
 	$(BIN)/rollart train jobs/quickstart.yaml seed=$(SEED) model.path=$(MODEL) --out $(RUN)
 	@echo "The control: the same model goes on with its warm-up for the same time instead."
 	$(BIN)/rollart model tiny $(RUN)/control --seed $(SEED) --go-on-from $(MODEL) --as-long-as $(RUN)
