@@ -72,6 +72,10 @@ def measure(rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | Non
     }
 
 
+END_OF_TURN = "up"
+"""A plain word, which ends no answer."""
+
+
 def make_model(path: Path) -> None:
     """The tiny network with random weights and no end token: every answer has as many tokens as it may."""
     if (path / "config.json").exists():
@@ -81,6 +85,7 @@ def make_model(path: Path) -> None:
     from rollart.models.tiny import tiny_model, tiny_tokenizer
 
     tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, END_OF_TURN)
     tokenizer.eos_token = None
     torch.manual_seed(0)
     model: Any = tiny_model(len(tokenizer))
