@@ -1,9 +1,8 @@
 """What an engine's step costs, from when calls were sent and answered: a linear model by least squares.
 
 One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` for each cached token of these +
-`prefill_token_s` for each prompt token computed in it + `prefill_s` for each prompt (a single new token just decodes).
-A call takes as many steps as it has tokens, and `call_s` on the way. Which calls were in the engine together is known
-from their times, so each call is one row.
+`prefill_token_s` for each prompt token computed in it; a call takes as many steps as it has tokens, and `call_s` on
+the way. Which calls were in the engine together is known from their times, so each call is one row.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ FAR = 4.0
 """Calls whose error is more than so many times the typical one are left out of a second fit."""
 ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
-the steps in it; then all of the time is in the steps. Prompts: a prompt from its tokens; then a token costs what one
-more sequence does, being one more row of the same products, and the rest is the prompt's."""
+the steps in it; then all of the time is in the steps. Prompts: what comes with a call from what its tokens cost; then a
+token costs what one more sequence does, being one more row of the same products."""
 PASSES = 6
 """Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
@@ -46,7 +45,6 @@ class StepCosts:
     sequence_s: float
     kv_token_s: float
     prefill_token_s: float
-    prefill_s: float
     calls: int
     error: float
     """Median of |predicted - measured| / measured, over the calls."""
@@ -57,7 +55,7 @@ def fit_steps(calls: Sequence[Call]) -> StepCosts:
     engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
     seconds = np.concatenate([engine.seconds for engine in engines])
     prompts_alike = _alike(np.array([call.prefill for call in calls if call.prefill > 1], dtype=np.float64))
-    weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
     for _ in range(PASSES):
         rows = np.concatenate([engine.rows(weights) for engine in engines])
         if _alike(rows[:, 1]):
@@ -70,16 +68,15 @@ def fit_steps(calls: Sequence[Call]) -> StepCosts:
         near = error <= FAR * max(float(np.median(error)), 1e-9)
         weights = _not_negative(rows[near], seconds[near])
         if weights[1] + weights[2] <= 0:  # too few calls to tell: all of a call's time is in its steps
-            weights = np.array([0.0, float(np.sum(seconds) / np.sum(rows[:, 1])), 0.0, 0.0, 0.0, 0.0])
+            weights = np.array([0.0, float(np.sum(seconds) / np.sum(rows[:, 1])), 0.0, 0.0, 0.0])
     relative = np.abs(rows @ weights - seconds) / seconds
-    call_s, step_s, sequence_s, kv_token_s, prefill_token_s, prefill_s = (float(weight) for weight in weights)
+    call_s, step_s, sequence_s, kv_token_s, prefill_token_s = (float(weight) for weight in weights)
     return StepCosts(
         call_s=call_s,
         step_s=step_s,
         sequence_s=sequence_s,
         kv_token_s=kv_token_s,
         prefill_token_s=sequence_s if prompts_alike else prefill_token_s,
-        prefill_s=prefill_s,
         calls=len(seconds),
         error=float(np.median(relative)),
     )
@@ -99,27 +96,24 @@ class _Timeline:
         self._cached = _running(came, went, context, len(times))
         prefill: Array = np.array([call.prefill for call in calls], dtype=np.float64)
         prefilled = _sums(np.bincount(came, prefill, len(times)).astype(np.float64))
-        arrived = _sums(np.bincount(came, prefill > 1, len(times)).astype(np.float64))
         counted = np.array([call.whole and call.said_s > call.sent_s for call in calls], dtype=bool)
         self._from, self._to = came[counted], went[counted]
         self._tokens = np.array([call.tokens for call in calls], dtype=np.float64)[counted]
         self._prefill = prefilled[self._to] - prefilled[self._from]
-        self._prompts = arrived[self._to] - arrived[self._from]
         self.seconds: Array = (said - sent)[counted]
 
     def rows(self, weights: Array) -> Array:
         """For each whole call: [1, tokens, tokens x sequences beside it, tokens x their cached tokens, prompt tokens
-        computed while it was there, prompts]. What is beside it is averaged over steps, by what they cost as known so
-        far."""
-        _, step_s, sequence_s, kv_token_s, *_ = weights
+        computed while it was there]. What is beside it is averaged over steps, by what they cost as known so far."""
+        _, step_s, sequence_s, kv_token_s, _ = weights
         steps = self._lengths_s / (step_s + sequence_s * self._number + kv_token_s * self._cached)
         taken, beside, cached = (
             total[self._to] - total[self._from]
             for total in (_sums(steps), _sums(steps * self._number), _sums(steps * self._cached))
         )
         ones = np.ones(len(taken))
-        beside, cached = self._tokens * beside / taken, self._tokens * cached / taken
-        return np.stack([ones, self._tokens, beside, cached, self._prefill, self._prompts], axis=1)
+        columns = [ones, self._tokens, self._tokens * beside / taken, self._tokens * cached / taken, self._prefill]
+        return np.stack(columns, axis=1)
 
 
 def _alike(lengths: Array) -> bool:

@@ -90,16 +90,14 @@ def test_the_engine_is_found_again(profile: dict[str, Any]) -> None:
 
 
 def test_prompts_alike_do_not_make_their_tokens_dear(tmp_path: Path) -> None:
-    """Each prompt costs by itself; a run whose prompts are all alike cannot tell, and must not lay it on the tokens."""
+    """A call costs by itself; a run whose prompts are all alike cannot tell, and must not lay it on the tokens."""
     row_s = 1e-5
     engine = {"step_s": 8e-4, "sequence_s": row_s, "kv_token_s": 5e-7, "prefill_token_s": row_s}
     settings = {"start_s": 3.0, "load_gb_s": 40.0, "overhead_s": 6e-4, "call_s": 0.0, "measured": {"cpu": engine}}
     alike = {**TASK, "prompt_tokens": 14, "observation_tokens": 12, "answer_tokens": 30}
     simulate(job("sync+", engine=settings, tasks={"game": alike}), tmp_path / "run")
-    found = fit_runs([tmp_path / "run"]).profile()["engine"]
-    token_s, prompt_s = found["measured"]["cpu"]["prefill_token_s"], found["overhead_s"]
-    assert 14 * token_s + prompt_s == pytest.approx(14 * row_s + 6e-4, rel=0.3)
-    assert 100 * token_s + prompt_s == pytest.approx(100 * row_s + 6e-4, rel=0.5), "a cache that is computed again"
+    found = fit_runs([tmp_path / "run"]).profile()["engine"]["measured"]["cpu"]
+    assert found["prefill_token_s"] == found["sequence_s"] < 3 * row_s
 
 
 def test_training_and_weights_are_found_again(profile: dict[str, Any]) -> None:
