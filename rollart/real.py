@@ -5,9 +5,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.envs.remote import RemoteEnvHost
-    from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
 
 STORES = "stores.jsonl"
@@ -52,6 +50,7 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
 
     `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
     """
+    from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
     from rollart.weights.kinds import open_store
 
@@ -59,13 +58,13 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
     uses = {task.name: task.use for task in job.tasks}
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     functions = {name: reward_of(use) for name, use in uses.items()}
-    tokenizer = chat_tokenizer(model_path)
+    tokenizer = ChatTokenizer(model_path)
     where = store_setup(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
     for dead in [*before, store]:
         dead.close()
-    cluster, rooms = _workers(job, out, where, uses, task_sets, lost)
+    cluster, rooms = _workers(job, out, where, uses, task_sets, tokenizer.stop_tokens, lost)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = rooms
     rewards: RewardBackend = scorer
@@ -102,6 +101,7 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
 
 def check_real(job: Job) -> None:
     """Raises JobError for what a real run of this job would lack, before anything is written or started."""
+    from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set
 
     refuse_what_is_not_there(job)
@@ -121,15 +121,7 @@ def check_real(job: Job) -> None:
         )
     refuse_long_contexts(job)
     refuse_mixtures_on_servers(job)
-    chat_tokenizer(Path(job.model.path))
-
-
-@lru_cache(maxsize=1)
-def chat_tokenizer(model: Path) -> "ChatTokenizer":
-    """Made by the check, used by the run. Raises JobError where the model has no tokenizer or no chat template."""
-    from rollart.models.tokenizer import ChatTokenizer
-
-    return ChatTokenizer(model)
+    ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
 
 
 def refuse_what_is_not_there(job: Job) -> None:
@@ -215,12 +207,12 @@ def _workers(
     store: Mapping[str, Any],
     uses: Mapping[str, str],
     task_sets: "Mapping[str, TaskSet]",
+    stop_tokens: Sequence[int],
     lost: Lost | None,
 ) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.worker import build
 
-    stop_tokens = chat_tokenizer(Path(job.model.path)).stop_tokens
     engines, trainer = engine_setups(job, out, store, stop_tokens), trainer_setup(job, out, store)
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster

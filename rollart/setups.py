@@ -31,12 +31,9 @@ def engine_setups(
             "store": store,
             "threads": pool.engines.threads,
             **(
-                _embedded_setup(job, pool.engines) | {"stop_tokens": list(stop_tokens)}
+                _embedded_setup(job, pool.engines, stop_tokens)
                 if pool.engines.type == "embedded"
-                else {
-                    "server": _server_setup(job, out, pool.engines, cpu=pool.hardware == "cpu")
-                    | {"stop_tokens": list(stop_tokens)}
-                }
+                else {"server": _server_setup(job, out, pool.engines, stop_tokens, cpu=pool.hardware == "cpu")}
             ),
         }
         for pool in job.pools
@@ -44,8 +41,9 @@ def engine_setups(
     }
 
 
-def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
+def _embedded_setup(job: Job, engines: EngineSettings, stop_tokens: Sequence[int]) -> dict[str, Any]:
     return {
+        "stop_tokens": list(stop_tokens),
         "model": job.model.path,
         "device": engines.device,
         "dtype": engines.dtype,
@@ -61,8 +59,11 @@ def _embedded_setup(job: Job, engines: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _server_setup(job: Job, out: Path, engines: EngineSettings, *, cpu: bool) -> dict[str, Any]:
+def _server_setup(
+    job: Job, out: Path, engines: EngineSettings, stop_tokens: Sequence[int], *, cpu: bool
+) -> dict[str, Any]:
     return {
+        "stop_tokens": list(stop_tokens),
         "context_tokens": job.model.context_tokens,
         "log_dir": str((out / "logs").absolute()),
         "dtype": engines.dtype,

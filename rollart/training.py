@@ -194,7 +194,7 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) 
         nonlocal asked
         asked += 1
         if asked == 1:
-            say("rollart: stopping after the step under way; Ctrl-C again stops at once")
+            say("rollart: stopping; Ctrl-C again stops at once")
             coordinator.stop()
         else:
             loop.remove_signal_handler(signal.SIGINT)  # a third one is Python's own
