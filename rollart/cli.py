@@ -5,11 +5,12 @@ Exit codes: 0 well, 1 the run stopped or a check failed, 2 the job or the comman
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollart.errors import JobError
+from rollart.errors import JobError, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,13 +28,33 @@ EXTRAS = {
 """What pyproject.toml's extras bring, as it is imported."""
 
 
+OVERRIDE = re.compile(r"[\w.+-]*=")
+"""How a word begins that is no file; a file with `=` in its name is given with a slash before it."""
+
 NEWEST = Path("")
 """Of `--resume` without a run."""
+
+
+class _Command(argparse.ArgumentParser):
+    """A command whose words and options may stand in any order: argparse alone takes words in one run only."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if self._mixing:  # `parse_known_intermixed_args` comes back here
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
+        if hasattr(arguments, "overrides"):
+            _sort_words(arguments)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except JobError as error:
@@ -45,7 +66,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         if not extras:
             raise
         extra = arguments.extra if arguments.extra in extras else extras[0]
-        print(f"rollart: {package} is not installed; install it with: pip install 'rollart[{extra}]'", file=sys.stderr)
+        print(f"rollart: {package} is not installed; install it with: {install(extra)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("rollart: stopped", file=sys.stderr)
@@ -62,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
     )
     parser.set_defaults(extra="train")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
 
     sim = commands.add_parser(
         "sim",
@@ -91,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a job with real engines, environments and trainer, each in a process of its own.",
         epilog="Example: rollart train jobs/quickstart.yaml train.steps=50. Ctrl-C stops with a checkpoint.",
     )
-    _job_arguments(train, required=False)
+    _job_arguments(train)
     train.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
     train.add_argument(
         "--resume",
@@ -221,11 +242,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB", nargs=None if required else "?", help="job file (YAML)")
+def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", nargs="?", help="job file (YAML)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as rollout.staleness=2 or tasks.0.group_size=4"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="in any position, such as rollout.staleness=2 or tasks.0.group_size=4",
     )
+
+
+def _sort_words(arguments: argparse.Namespace) -> None:
+    """The job is the first word that is no override. Only `train --resume RUN` has none."""
+    words = [word for word in (arguments.job, *arguments.overrides) if word is not None]
+    jobs = [word for word in words if not OVERRIDE.match(word)]
+    if not jobs and getattr(arguments, "resume", None) is None:
+        raise JobError("JOB: missing; give a job file, such as jobs/quickstart.yaml")
+    arguments.job = Path(jobs[0]) if jobs else None
+    arguments.overrides = [word for word in words if not jobs or word is not jobs[0]]
 
 
 def _count(text: str) -> int:
@@ -291,8 +325,6 @@ def _train(arguments: argparse.Namespace) -> int:
             raise JobError("--resume: takes its settings from the run directory; give JOB --resume, or --resume RUN")
         out = arguments.resume if arguments.job is None else newest_run(load_job(arguments.job, ()).name)
         job = build_job(resumed_job(out))
-    elif arguments.job is None:
-        raise JobError("JOB: missing; give a job file, or --resume RUN")
     else:
         job = load_job(arguments.job, arguments.overrides)
         out = _run_dir(arguments.out, job)

@@ -13,7 +13,16 @@
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
 """
 
+import sys
+from pathlib import Path
 from types import TracebackType
+
+
+def install(extra: str) -> str:
+    """The command that brings an extra to this interpreter: from the clone that this code stands in, where it does."""
+    root = Path(__file__).resolve().parents[1]
+    what = f"-e '{root}[{extra}]'" if (root / "pyproject.toml").exists() else f"'rollart[{extra}]'"
+    return f"{sys.executable} -m pip install {what}"
 
 
 class RollartError(Exception):

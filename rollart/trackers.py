@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollart.config.job import Job
-from rollart.errors import JobError
+from rollart.errors import JobError, install
 from rollart.events import Event
 
-INSTALL = "install it with: pip install 'rollart[logging]'"
+INSTALL = f"install it with: {install('logging')}"
 
 
 class Tracker(Protocol):

@@ -13,23 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import rollart.config.job
 import rollart.config.settings
 import rollart.config.sim
 from rollart.config.job import Job
+from rollart.config.paths import OnDisk, settings_in
 from rollart.config.settings import MODES, RolloutSettings, Settings, Spread
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "job.md"
 
 EXAMPLE = """\
 name: first
+model: {path: models/tiny, context_tokens: 512}
 tasks:
-  - {name: frozen_lake, use: rollart.tasks.frozen_lake}
+  - {name: frozen_lake, use: rollart.tasks.frozen_lake, max_turns: 12, max_tokens: 8}
 pools:
-  - {name: compute, hardware: h800, engines: {count: 2}}
-  - {name: environments, slots: 256}
+  - {name: cpu, engines: {count: 1}}
+  - {name: environments, slots: 256, isolation: inline}
+sim: {model: qwen3-0.6b, tasks: {frozen_lake: {prompt_tokens: 60, observation_tokens: 30, answer_tokens: 4}}}
 """
 
 INTRO = f"""\
@@ -37,19 +41,35 @@ INTRO = f"""\
 
 Made from `rollart/config/` by `make docs`; do not edit it here.
 
-A job file is YAML. The smallest one that runs names itself, one task, a pool with engines and a pool with
-environment slots; everything else has a default:
+A job file is YAML. A small one names itself, a model, one task, a pool with engines and a pool with environment slots;
+everything else has a default:
 
 ```yaml
 {EXAMPLE}```
 
-`rollart check JOB` reads a job and says what is wrong with it. A key that is not listed here, or one given twice, is
-refused. Numbers must be finite. Exit code 2 means that the job is wrong; nothing was started or written.
+As `first.yaml`, it runs here:
+
+```
+rollart model tiny models/tiny
+rollart check first.yaml
+rollart train first.yaml
+```
+
+`rollart sim first.yaml` needs neither the model nor the task's code, and alone reads the last line.
+
+`rollart check JOB` reads a job and says what is wrong with it ([operate](operate.md)). A key that is not listed here,
+or one given twice, is refused. Numbers must be finite. Exit code 2 means that the job is wrong; nothing was started or
+written.
+
+## Paths
+
+A relative path in a job file is relative to the file, one in an override to the current directory. The job that a run
+directory keeps, and the one that `rollart check` prints, hold absolute paths.
 
 ## Overrides
 
-After the job, any number of `key=value`, with the names of the file. List items go by position or by name. The value
-is YAML, and the last one wins:
+Any number of `key=value`, before or after the job and the options, with the names of the file. List items go by
+position or by name. The value is YAML, and the last one wins:
 
 ```
 rollart sim jobs/rollart.yaml rollout.staleness=2 tasks.0.group_size=4 tasks.maths.weight=2 "rewards={{workers: 8}}"
@@ -68,17 +88,10 @@ class Section:
     """One settings class and the place in the job where it belongs."""
 
     title: str
-    settings: type[Settings]
+    settings: type[BaseModel]
 
 
-def settings_in(annotation: Any) -> type[Settings] | None:
-    """The settings class inside an annotation such as `tuple[TaskSettings, ...]`."""
-    if inspect.isclass(annotation) and not get_args(annotation) and issubclass(annotation, Settings):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := settings_in(inner))), None)
-
-
-def places(settings: type[Settings], path: str = "") -> Iterator[Section]:
+def places(settings: type[BaseModel], path: str = "") -> Iterator[Section]:
     """Every settings class below this one, once per place, parents first."""
     yield Section(title=path, settings=settings)
     for key, field in settings.model_fields.items():
@@ -126,7 +139,7 @@ def bounds(metadata: Sequence[Any]) -> str:
     return ",".join(part for part in found if part).replace(",,", ",")
 
 
-def type_text(annotation: Any, metadata: Sequence[Any], links: dict[type[Settings], str]) -> str:
+def type_text(annotation: Any, metadata: Sequence[Any], links: dict[type[BaseModel], str]) -> str:
     """An annotation in words."""
     inner = [argument for argument in get_args(annotation) if argument is not types.NoneType]
     origin = get_origin(annotation)
@@ -144,7 +157,8 @@ def type_text(annotation: Any, metadata: Sequence[Any], links: dict[type[Setting
         return f"mapping from name to {type_text(inner[1], (), links)}"
     if annotation in links:
         return links[annotation]
-    return NAMES[annotation] + bounds(metadata)
+    on_disk = next((part.value for part in metadata if isinstance(part, OnDisk)), None)
+    return (on_disk or NAMES[annotation]) + bounds(metadata)
 
 
 def default_text(field: FieldInfo) -> str:
@@ -176,7 +190,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def section_text(section: Section, meanings: dict[tuple[str, str], str], links: dict[type[Settings], str]) -> str:
+def section_text(section: Section, meanings: dict[tuple[str, str], str], links: dict[type[BaseModel], str]) -> str:
     rows = []
     for key, field in section.settings.model_fields.items():
         default = default_text(field)
@@ -196,7 +210,7 @@ def section_text(section: Section, meanings: dict[tuple[str, str], str], links: 
     return f"## {title}\n\n" + (f"{note}\n\n" if note else "") + table(["key", "type", "default", "meaning"], rows)
 
 
-def summary_of(settings: type[Settings]) -> str:
+def summary_of(settings: type[BaseModel]) -> str:
     """The class docstring, if it has its own."""
     return inspect.cleandoc(settings.__dict__.get("__doc__") or "").replace("\n", " ")
 

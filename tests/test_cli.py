@@ -54,6 +54,39 @@ def test_a_wrong_job_exits_with_2_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["JOB", "train.steps=1", "seed=3", "--out", "OUT", "--json"],
+        ["JOB", "--out", "OUT", "train.steps=1", "--json", "seed=3"],
+        ["--json", "train.steps=1", "JOB", "--out", "OUT", "seed=3"],
+        ["train.steps=1", "seed=3", "--out", "OUT", "--json", "JOB"],
+    ],
+)
+def test_overrides_are_taken_in_any_position(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    places = {"JOB": str(tmp_path / "job.yaml"), "OUT": str(tmp_path / "run")}
+    assert main(["sim", *(places.get(word, word) for word in words)]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    assert "seed: 3" in (tmp_path / "run" / "job.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.steps=1"], "JOB: missing"),
+        (["jobs/rollart.yaml", "--json", "jobs/sync.yaml"], "override 'jobs/sync.yaml': write it as key=value"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 UNLIKELY = "rollart: warning: checkpoint.every: 10 is more than train.steps 1"
 
 
@@ -173,7 +206,8 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
 ) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from rollart.cli import main; sys.exit(main({arguments}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    line = f"rollart: {package} is not installed; install it with: pip install 'rollart[{extra}]'\n"
+    command = f"{sys.executable} -m pip install -e '{ROOT}[{extra}]'"
+    line = f"rollart: {package} is not installed; install it with: {command}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 

@@ -43,6 +43,10 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("unknown nested key", ["rollout.stalenes=2"], "rollout.stalenes:", "did you mean 'staleness'?"),
     ("unknown key in a list", ["tasks.0.group_sze=3"], "tasks.0.group_sze:", "did you mean 'group_size'?"),
     ("unknown key, none near", ["limits.zzz=3"], "limits.zzz:", "valid here: generate_s,"),
+    ("another library's name", ["train.learning_rate=1"], "train.learning_rate:", "did you mean 'lr'?"),
+    ("another name, a list", ["tasks.0.num_generations=8"], "tasks.0.num_generations:", "did you mean 'group_size'?"),
+    ("another name, elsewhere", ["learning_rate=1"], "learning_rate:", "did you mean 'train.lr'?"),
+    ("our name, elsewhere", ["groups_per_step=4"], "groups_per_step:", "did you mean 'rollout.groups_per_step'?"),
     ("unknown key of a sim task", ["sim.tasks.maths.turn=3"], "sim.tasks.maths.turn:", "did you mean 'turns'?"),
     ("text for a number", ["rollout.staleness=two"], "rollout.staleness:", "should be a valid integer"),
     ("fraction for a count", ["train.steps=1.5"], "train.steps:", "should be a valid integer"),
@@ -97,7 +101,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("top_k on vllm", ["pools.0.engines.type=vllm", "tasks.0.top_k=8"], "tasks.0.top_k:", "remove it"),
     ("unknown sim task", ["sim.tasks.math={}"], "sim.tasks.math:", "did you mean 'maths'?"),
     ("unknown sim model", ["sim.model=qwen3-9b"], "sim.model:", "did you mean 'qwen3-8b'?"),
-    ("no sim profile", ["sim.profile=none.yaml"], "sim.profile:", "give a path relative to the job file"),
+    ("no sim profile", ["sim.profile=none.yaml"], "sim.profile:", "give the path of a YAML file"),
     ("text for a spread", ["sim.tasks.maths.turns=many"], "sim.tasks.maths.turns:", "write it as {key: value}"),
     (
         "unknown fault",
@@ -249,7 +253,7 @@ def test_a_profile_is_merged_below_the_job(tmp_path: Path) -> None:
 
 def test_an_override_wins_over_the_profile(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text(PROFILE)
-    sim = load(tmp_path, "sim.profile=profile.yaml", "sim.model=qwen3-8b").sim
+    sim = load(tmp_path, f"sim.profile={tmp_path}/profile.yaml", "sim.model=qwen3-8b").sim
     assert sim.model == "qwen3-8b"
     assert sim.tasks["maths"].turns.mean == 3
 
@@ -264,7 +268,66 @@ def test_an_override_wins_over_the_profile(tmp_path: Path) -> None:
 )
 def test_a_wrong_profile_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_bytes(content)
-    assert message in refusal(tmp_path, "sim.profile=profile.yaml")
+    assert message in refusal(tmp_path, f"sim.profile={tmp_path}/profile.yaml")
+
+
+PLACES = """
+model: {path: models/a}
+train: {reference: ../b, kl_coef: 0.1}
+weights: {type: files, path: weights}
+"""
+
+
+def paths_of(job: Job) -> tuple[object, ...]:
+    assert job.pools[0].engines is not None
+    uses = [task.use for task in job.tasks]
+    return job.model.path, job.train.reference, job.weights.path, *uses, job.pools[0].engines.python
+
+
+def test_paths_are_relative_to_the_file_and_in_overrides_to_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "here").mkdir()
+    text = JOB.replace("name: maths,", "name: maths, use: my_task.py,").replace(
+        "{count: 2}", "{type: vllm, python: venv/bin/python}"
+    )
+    (tmp_path / "jobs" / "job.yaml").write_text(text.replace("name: lake,", "name: lake, use: ../l.py:Lake,") + PLACES)
+    monkeypatch.chdir(tmp_path / "here")
+    job = load_job(Path("../jobs/job.yaml"))
+    near = tmp_path / "jobs"
+    assert paths_of(job) == tuple(
+        map(
+            str,
+            (
+                near / "models/a",
+                tmp_path / "b",
+                near / "weights",
+                near / "my_task.py",
+                f"{tmp_path}/l.py:Lake",
+                near / "venv/bin/python",
+            ),
+        )
+    )
+    job = load_job(
+        Path("../jobs/job.yaml"),
+        [
+            "model.path=m",
+            "train.reference=/abs/r",
+            "weights={type: files, path: w}",
+            "tasks.0.use=package.module",
+            "tasks.1={name: lake, use: l.py}",
+            "pools.0.engines.python=python3",
+        ],
+    )
+    here = tmp_path / "here"
+    assert paths_of(job) == (f"{here}/m", "/abs/r", f"{here}/w", "package.module", f"{here}/l.py", "python3")
+
+
+def test_a_job_that_was_read_means_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load(tmp_path, text=JOB + PLACES)
+    monkeypatch.chdir("/")
+    assert build_job(job.model_dump(mode="json")) == job
 
 
 def test_a_job_cannot_be_changed(tmp_path: Path) -> None:

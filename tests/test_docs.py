@@ -1,9 +1,15 @@
 """The generated page is what its script makes now, and its example is a job."""
 
+from pathlib import Path
+
+import pytest
 import yaml
 
-from rollart.config.load import build_job, warnings
+from rollart.cli import main
+from rollart.config.load import build_job, load_job, warnings
 from scripts.job_reference import EXAMPLE, PAGE, render
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_job_reference_is_up_to_date() -> None:
@@ -12,3 +18,37 @@ def test_the_job_reference_is_up_to_date() -> None:
 
 def test_the_example_is_a_job() -> None:
     assert warnings(build_job(yaml.safe_load(EXAMPLE))) == []
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The job as the page prints it, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    printed = PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "first.yaml").write_text(printed)
+    return tmp_path
+
+
+def test_the_example_runs_as_printed_in_the_simulator(example: Path) -> None:
+    assert main(["sim", "first.yaml", "--out", "run", "train.steps=2"]) == 0
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_printed(example: Path) -> None:
+    """The model is not warmed up, so nothing may be learnt yet; and one step is enough."""
+    pytest.importorskip("transformers")
+    from rollart.models.tiny import save, tiny_model, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(example / "models" / "tiny")
+    save(tiny_model(len(tokenizer)), example / "models" / "tiny")
+    assert main(["check", "first.yaml"]) == 0
+    assert main(["train", "first.yaml", "--out", "run", "train.steps=1", "rollout.zero_variance=skip"]) == 0
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("jobs/*.yaml"), *ROOT.glob("benchmarks/*.yaml")], ids=lambda path: path.stem
+)
+def test_the_models_of_shipped_jobs_are_where_the_docs_make_them(path: Path) -> None:
+    job = load_job(path)
+    assert not job.model.path or Path(job.model.path).parent == ROOT / "models"

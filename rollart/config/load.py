@@ -1,23 +1,51 @@
 """From a job file to a checked job. `load_job` is the only way in.
 
-It reads the YAML, applies `key=value` overrides, fills in the bundle of the chosen mode, and says what is wrong in one
-line, with the nearest valid key.
+It reads the YAML, applies `key=value` overrides, makes paths absolute, fills in the bundle of the chosen mode, and says
+what is wrong in one line, with the nearest valid key.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from rollart.config.job import Job, nearest
+from rollart.config.paths import located, settings_in
 from rollart.config.settings import MODES
 from rollart.errors import JobError
 
 CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
+
+ALIASES = {
+    "lr": ("learning_rate", "step_size"),
+    "steps": ("max_steps", "num_steps", "total_steps", "train_steps", "iterations"),
+    "grad_clip": ("max_grad_norm", "gradient_clipping", "clip_grad"),
+    "kl_coef": ("beta", "kl_beta", "kl_loss_coef", "kl_penalty"),
+    "eps_high": ("epsilon_high", "clip_higher", "clip_ratio_high"),
+    "eps_low": ("epsilon", "epsilon_low", "clip_range", "clip_ratio", "clip_ratio_low", "cliprange"),
+    "algorithm": ("loss_type", "adv_estimator"),
+    "updates_per_step": ("ppo_epochs", "num_iterations", "mini_batches"),
+    "microbatch_tokens": ("micro_batch_size", "per_device_train_batch_size", "max_token_len"),
+    "weight_cap": ("tis_imp_ratio_cap", "importance_cap"),
+    "reference": ("ref_model", "reference_model"),
+    "group_size": ("num_generations", "rollout_n", "samples_per_prompt", "n_samples"),
+    "groups_per_step": ("batch_size", "train_batch_size", "rollout_batch_size", "prompts_per_step"),
+    "staleness": ("max_staleness", "off_policy_steps", "max_off_policy_steps", "async_level", "max_head_offpolicyness"),
+    "max_tokens": ("max_new_tokens", "max_completion_length", "max_response_length", "response_length"),
+    "context_tokens": ("max_seq_len", "max_model_len", "max_length", "context_length"),
+    "path": ("model_name", "model_name_or_path", "model_path", "pretrained"),
+    "gpus": ("tensor_parallel_size", "tp", "tp_size", "num_gpus"),
+    "count": ("replicas", "num_engines", "num_workers"),
+    "slots": ("num_envs", "env_num"),
+    "every": ("save_steps", "save_freq", "eval_steps", "test_freq", "eval_every", "save_every", "interval"),
+    "use": ("module", "env", "environment", "import_path"),
+    "max_batch": ("max_num_seqs", "max_running_requests"),
+}
+"""Key -> what other libraries call it. A hint only: none of these is read."""
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -30,15 +58,15 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise JobError(
             f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
         ) from None
-    raw = _parse(text, str(path))
+    raw = located(_parse(text, str(path)), Job, Path.cwd() / path.parent)
     for override in overrides:
         _apply(raw, override)
-    return build_job(raw, near=path.parent)
+    return build_job(raw)
 
 
 def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
-    """A checked job from plain data. `near` is where a relative `sim.profile` is looked up."""
-    data = dict(raw)
+    """A checked job from plain data. `near` is what relative paths are relative to: else the current directory."""
+    data = located(raw, Job, near or Path.cwd())
     mode = data.get("mode", "rollart")
     if isinstance(mode, str) and mode in MODES:
         given = data.get("rollout") or {}
@@ -46,14 +74,15 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
             data["rollout"] = {**MODES[mode], **given}
     sim = data.get("sim")
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
-        profile = (near or Path()) / sim["profile"]
+        profile = Path(sim["profile"])
         try:
             loaded = _parse(profile.read_text(encoding="utf-8"), str(profile))
         except UnicodeDecodeError:
             raise JobError(f"sim.profile: {profile} is not text; give the path of a YAML file") from None
         except OSError as error:
             raise JobError(
-                f"sim.profile: {profile} cannot be read ({error.strerror}); give a path relative to the job file"
+                f"sim.profile: {profile} cannot be read ({error.strerror}); give the path of a YAML file, in a job "
+                "file relative to it, in an override to the current directory"
             ) from None
         data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
     try:
@@ -193,7 +222,7 @@ def _explain(error: ValidationError) -> str:
     match first["type"]:
         case "extra_forbidden":
             valid = _keys_at(first["loc"][:-1])
-            return f"{key}: unknown key{nearest(str(first['loc'][-1]), valid)}; valid here: {', '.join(valid)}"
+            return f"{key}: unknown key{_hint(str(first['loc'][-1]), valid)}; valid here: {', '.join(valid)}"
         case "missing":
             return f"{key}: missing; add it (see docs/job.md for what it means)"
         case "value_error":
@@ -210,23 +239,29 @@ def _explain(error: ValidationError) -> str:
             )
 
 
+def _hint(word: str, valid: Sequence[str]) -> str:
+    """The key that was meant: by another library's name for it, by its spelling, or of another section."""
+    plain = word.lower().replace("-", "_")
+    meant = [key for key, names in ALIASES.items() if plain in (key, *names)]
+    here = [key for key in meant if key in valid]
+    if here:
+        return f", did you mean {here[0]!r}?"
+    if near := nearest(word, valid):
+        return near
+    elsewhere = [place for key in dict.fromkeys([plain, *meant]) for place in _places(key)]
+    return f", did you mean {elsewhere[0]!r}?" if len(elsewhere) == 1 else ""
+
+
+def _places(key: str) -> list[str]:
+    """The sections of a job, by name, that have this key."""
+    sections = ((name, settings_in(field.annotation)) for name, field in Job.model_fields.items() if name != "sim")
+    return [f"{name}.{key}" for name, settings in sections if settings and key in settings.model_fields]
+
+
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     """The keys that are valid at this place of a job."""
-    at: Any = Job
+    at: type[BaseModel] | None = Job
     for part in location:
-        if isinstance(part, int):
-            continue
-        if isinstance(at, type) and issubclass(at, BaseModel) and part in at.model_fields:
-            at = _model_in(at.model_fields[part].annotation)
-    return list(at.model_fields) if isinstance(at, type) and issubclass(at, BaseModel) else []
-
-
-def _model_in(annotation: Any) -> Any:
-    """The settings class inside an annotation such as `tuple[TaskSettings, ...] | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in get_args(annotation):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None
+        if at is not None and isinstance(part, str) and part in at.model_fields:
+            at = settings_in(at.model_fields[part].annotation)
+    return list(at.model_fields) if at is not None else []

@@ -1,6 +1,6 @@
 """What a job file may say of a run on real hardware, and the defaults: one class for each section.
 
-Pydantic, frozen, unknown keys refused. The docstring below a key is its entry in docs/job.md. `rollart.job` puts the
+Pydantic, frozen, unknown keys refused. The docstring below a key is its entry in docs/job.md. `config/job.py` puts the
 sections together. It imports nothing heavy.
 """
 
@@ -9,6 +9,8 @@ from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollart.config.paths import Code, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -71,8 +73,8 @@ class Spread(Settings):
 class ModelSettings(Settings):
     """The policy model."""
 
-    path: str = "models/tiny"
-    """A Hugging Face directory. Not read by `rollart sim`."""
+    path: Place = ""
+    """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Count = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
     embedded pool's `kv_tokens`."""
@@ -83,8 +85,9 @@ class TaskSettings(Settings):
 
     name: str = Field(min_length=1)
     """Unique; the affinity key, and the name in all figures."""
-    use: str = ""
-    """`module` or `module:name` of the task set. Not read by `rollart sim`."""
+    use: Code = ""
+    """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
+    else needs it."""
     weight: Positive = 1.0
     """Share of the groups, relative to the other tasks' weights."""
     quota: Count | None = None
@@ -183,7 +186,7 @@ class EngineSettings(Settings):
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """`embedded`: the CPU cores, by number, that each engine's process keeps to; none given means any."""
-    python: str | None = None
+    python: Program | None = None
     """`vllm`, `sglang`: the interpreter that has the server. Default: the environment's ROLLART_VLLM_PYTHON or
     ROLLART_SGLANG_PYTHON, else this one."""
     url: str | None = None
@@ -297,7 +300,7 @@ class TrainSettings(Settings):
     """Largest importance weight: truncated importance sampling."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the `reference`."""
-    reference: str | None = None
+    reference: Place | None = None
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: NonNegative = 0.0
     microbatch_tokens: Count = 4096
@@ -327,7 +330,7 @@ class WeightSettings(Settings):
 
     type: Literal["shm", "files", "mooncake"] = "shm"
     """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share."""
-    path: str | None = None
+    path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     bucket_mb: Count = 1024
 

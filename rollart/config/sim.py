@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from rollart.config.paths import Place
 from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
 
 
@@ -189,7 +190,7 @@ class ChaosSettings(Settings):
 class SimSettings(Settings):
     """The simulated world. Read by `rollart sim` only."""
 
-    profile: str | None = None
+    profile: Place | None = None
     """A YAML file with any of the keys below; what the job says itself wins."""
     model: str = "qwen3-8b"
     """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-235b-a22b."""

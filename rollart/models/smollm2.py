@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import JobError
+from rollart.errors import JobError, install
 from rollart.models.unfinished import unfinished
 
 NEEDS = ("torch", "transformers", "gguf", "accelerate")
@@ -58,7 +58,7 @@ def _check_packages() -> None:
     """Before the download. transformers needs the last two to read a GGUF file."""
     missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
     if missing:
-        raise JobError(f"smollm2: needs {', '.join(missing)}; install with: pip install 'rollart[train,smollm2]'")
+        raise JobError(f"smollm2: needs {', '.join(missing)}; install with: {install('train,smollm2')}")
 
 
 def _download(folder: Path) -> Path:

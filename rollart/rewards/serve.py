@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import JobError
+from rollart.errors import JobError, install
 from rollart.rewards import function
 from rollart.rewards.http import is_loopback
 from rollart.tasks.load import load_reward
@@ -28,7 +28,7 @@ def serve(functions: str, *, host: str = "127.0.0.1", port: int = 8080) -> None:
         framework: Any = importlib.import_module("functions_framework")
         http: Any = importlib.import_module("functions_framework._http")
     except ImportError as error:
-        raise JobError("reward serve needs functions-framework: pip install 'rollart[rewards]'") from error
+        raise JobError(f"reward serve needs functions-framework: {install('rewards')}") from error
     os.environ[function.FUNCTION_VARIABLE] = functions
     app = framework.create_app(target="handle", source=str(Path(function.__file__)))
     http.create_server(app, debug=False).run(host, port)
