@@ -1,10 +1,8 @@
 """`rollart bench engine`: all sides do the same work, and the figures are there. How fast is not asked here."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from rollart.bench import engine as bench
 from rollart.bench.engine_sides import EmbeddedSide, GenerateSide, Side, TransformersBatchingSide
@@ -12,14 +10,6 @@ from rollart.bench.engine_workload import Answers, build_workload
 from rollart.errors import JobError
 
 SMALL = bench.Shape(hidden=32, layers=2, vocab=97)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_an_edition_changes_the_words_and_not_the_lengths() -> None:

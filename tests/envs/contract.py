@@ -22,6 +22,13 @@ def task(kind: str, **payload: Any) -> Task:
     return Task(id=f"{DOMAIN}/{kind}", domain=DOMAIN, index=0, payload={"kind": kind, **payload})
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that another process, or a thread, makes true."""
+    async with asyncio.timeout(SOON_S):
+        while not true():  # noqa: ASYNC110 - nobody here could set an event
+            await asyncio.sleep(0.001)
+
+
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
         async with asyncio.timeout(6 * SOON_S):
@@ -107,7 +114,7 @@ class EnvHostContract:
                 first = await host.open(task("count"), ID)
                 second = asyncio.ensure_future(host.open(task("count"), ID))
                 given_up = asyncio.ensure_future(host.open(task("count"), ID))
-                await asyncio.sleep(0.05)
+                await first.reset()  # all that takes a while here; the others could have begun meanwhile
                 assert not second.done()
                 given_up.cancel()
                 await first.close()
@@ -143,11 +150,15 @@ class EnvHostContract:
     def test_close_under_a_running_step(self, tmp_path: Path) -> None:
         async def work() -> None:
             async with self.host(tmp_path, 1) as host:
-                env = await host.open(task("slow"), ID)
+                begun, go = tmp_path / "begun", tmp_path / "go"
+                env = await host.open(task("wait", begun=str(begun), go=str(go)), ID)
                 await env.reset()
                 step = asyncio.ensure_future(env.step("a"))
-                await asyncio.sleep(0.05)
-                await env.close()
+                await until(begun.exists)
+                close = asyncio.ensure_future(env.close())
+                await asyncio.sleep(0)
+                go.touch()
+                await asyncio.wait_for(close, SOON_S)
                 await asyncio.wait([step], timeout=SOON_S)
                 assert step.done()
                 step.exception()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollart.tasks.api import Environment, TaskSet, observe
@@ -17,7 +18,9 @@ FOR_EVER_S = 3600.0
 
 
 class Strange(Environment):
-    """Counts to two. Where `kind` is not "count", something happens at the first step, or earlier."""
+    """Counts to two. Where `kind` is not "count", something happens at the first step, or earlier.
+
+    A step makes the file `begun` of the payload first, where it names one."""
 
     def __init__(self, payload: Mapping[str, Any]) -> None:
         self.payload = payload
@@ -35,6 +38,8 @@ class Strange(Environment):
 
     def step(self, action: str) -> Any:
         self.count += 1
+        if "begun" in self.payload:
+            Path(self.payload["begun"]).touch()
         match self.kind:
             case "hang":
                 time.sleep(FOR_EVER_S)
@@ -66,8 +71,9 @@ class Strange(Environment):
             case "print":
                 print("x" * 1_000_000)  # noqa: T201
                 sys.stderr.write("y" * 1_000_000)
-            case "slow":
-                time.sleep(0.3)
+            case "wait":
+                while not Path(self.payload["go"]).exists():
+                    time.sleep(0.001)
             case "pid":
                 return observe(str(os.getpid()))
         return observe(f"{action} {self.count}", reward=0.5, done=self.count == 2)
@@ -86,12 +92,12 @@ class Gentle(Environment):
 
     async def reset(self) -> str:
         async with self.lock:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         return "count "
 
     async def step(self, action: str) -> Observation:
         async with self.lock:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
             self.count += 1
         return observe(f"{action} {self.count}", reward=0.5, done=self.count == 2)
 

@@ -20,7 +20,7 @@ from rollart.tasks import pool
 from rollart.types import Observation, Task
 from tests.contracts.envs import EnvBench
 from tests.contracts.envs import EnvHostContract as PortContract
-from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task
+from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,10 +93,11 @@ class TestProcessEnvHost(EnvHostContract):
     def test_a_kill_in_the_middle_is_seen_at_once(self, tmp_path: Path) -> None:
         async def work() -> None:
             async with closing(make_host(tmp_path)) as host:
-                env = await host.open(task("hang"), ID)
+                begun = tmp_path / "begun"
+                env = await host.open(task("hang", begun=str(begun)), ID)
                 await env.reset()
                 step = asyncio.ensure_future(env.step("a"))
-                await asyncio.sleep(0.1)
+                await until(begun.exists)
                 os.kill(host.pids[0], signal.SIGKILL)
                 with pytest.raises(EnvError, match="SIGKILL"):
                     await asyncio.wait_for(step, SOON_S)
@@ -115,9 +116,7 @@ class TestProcessEnvHost(EnvHostContract):
                     await one_step(host, task("die"))
                 await self.plays(host)
                 os.kill(host.pids[0], signal.SIGKILL)
-                async with asyncio.timeout(SOON_S):
-                    while len(told) < 2:  # noqa: ASYNC110 - told by a plain call
-                        await asyncio.sleep(0.01)
+                await until(lambda: len(told) == 2)
                 await self.plays(host)
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(one_step(host, task("hang")), 0.3)
@@ -182,7 +181,7 @@ class TestProcessEnvHost(EnvHostContract):
     def test_workers_and_what_they_started_die_with_the_parent(self, tmp_path: Path, kind: str) -> None:
         script = f"""
             import asyncio
-            from tests.envs.contract import ID, task
+            from tests.envs.contract import ID, task, until
             from tests.envs.test_process import make_host
             from pathlib import Path
 
@@ -191,10 +190,11 @@ class TestProcessEnvHost(EnvHostContract):
                 env = await host.open(task("grandchild"), ID)
                 await env.reset()
                 grandchild = (await env.step("a")).messages[0].content
-                hung = await host.open(task({kind!r}), ID)
+                begun = Path({str(tmp_path / "begun")!r})
+                hung = await host.open(task({kind!r}, begun=str(begun)), ID)
                 await hung.reset()
                 step = asyncio.ensure_future(hung.step("a"))
-                await asyncio.sleep(0.1)
+                await until(begun.exists)
                 print(*host.pids, grandchild, flush=True)
                 await step
 

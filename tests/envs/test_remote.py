@@ -18,7 +18,7 @@ from rollart.errors import BoundaryError, ClusterError, EnvError, NoRoom
 from rollart.ports import EnvHost
 from rollart.wire import pack, unpack
 from rollart.worker import build
-from tests.envs.contract import DOMAIN, ID, TASKS, EnvHostContract, closing, run, task
+from tests.envs.contract import DOMAIN, ID, TASKS, EnvHostContract, closing, run, task, until
 
 
 class PackedWorker:
@@ -56,7 +56,7 @@ class Machines:
         self.trouble: list[ClusterError] = []
 
     async def launch(self, number: int) -> PackedWorker:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         if self.trouble:
             raise self.trouble.pop(0)
         self.workers.append(PackedWorker(await build(self.setup)))
@@ -93,7 +93,7 @@ def test_environments_are_spread_over_the_workers(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(Whole(Machines(tmp_path, 2, "inline"), [2, 2])) as host:
             first = await host.open(task("count"), ID)
-            await asyncio.sleep(0.1)  # both are up
+            await until(lambda: sum(seat.free for seat in host._seats) == 3)  # both are up
             others = [await host.open(task("count"), ID) for _ in range(3)]
             counts = [len(worker.service._places) for worker in host.machines.workers]
             assert counts == [2, 2]
@@ -110,7 +110,7 @@ def test_a_lost_worker_fails_its_environments_and_is_started_again(tmp_path: Pat
             await env.reset()
             idle = await host.open(task("count"), ID)
             waiting = asyncio.ensure_future(host.open(task("count"), ID))
-            await asyncio.sleep(0.05)
+            await until(lambda: len(host._waiters) == 1)
             host.machines.trouble = [NoRoom("no machine")]
             host.machines.workers[0].lost.set_result(None)
             with pytest.raises(EnvError, match="the machine is gone"):

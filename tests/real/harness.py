@@ -63,6 +63,8 @@ class Run:
     out: Path = field(init=False)
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: "subprocess.Popen[bytes] | None" = None
+    """The one started last."""
+    started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.out = self.folder / "run"
@@ -80,6 +82,7 @@ class Run:
                 start_new_session=True,
                 preexec_fn=_die_with_the_tests,
             )
+        self.started.append(self.process)
 
     @property
     def said(self) -> str:
@@ -177,7 +180,7 @@ def running(folder: Path, raw: dict[str, Any]) -> Iterator[Run]:
     finally:
         for pid in run.members():
             os.kill(pid, signal.SIGKILL)
-        if run.process is not None:
-            run.process.wait(SOON_S)
+        for process in run.started:  # one that nobody waits for is a warning, and an error, in a later test
+            process.wait(SOON_S)
         for name in run.shared_memory():
             subprocess.run(["rm", "-rf", f"/dev/shm/{name}"], check=True)

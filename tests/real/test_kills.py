@@ -131,11 +131,14 @@ def test_a_run_that_is_still_going_cannot_be_resumed(model: Path, tmp_path: Path
     with running(tmp_path, job(model)) as run:
         run.step(0)
         first = run.process
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)  # it cannot end before the second has looked
         resume(run)
-        assert run.wait() == 2
+        assert run.wait() == 2, run.said
         assert "still running" in run.said
+        os.kill(first.pid, signal.SIGCONT)
         run.process = first
-        assert run.wait() == 0
+        assert run.wait() == 0, run.said
         run.ended_well(8)
 
 

@@ -1,7 +1,6 @@
 """The store contract on shared memory; and buckets mapped ahead of a swap: sooner, but never anything else."""
 
 import asyncio
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from rollart.errors import WeightError
-from rollart.types import WeightManifest
-from rollart.weights import ahead as module
+from rollart.types import WeightManifest, WeightVersion
 from rollart.weights.ahead import FetchAhead
 from rollart.weights.buckets import Mapped
 from rollart.weights.shm import ShmStore
@@ -56,6 +54,12 @@ class Counting(ShmStore):
     """Knows which buckets were mapped, and in which thread's call: ahead, or within `fetch`."""
 
     fetching = False
+    looks = 0
+    """How often somebody asked what has appeared."""
+
+    def appeared(self, version: WeightVersion) -> list[str]:
+        self.looks += 1
+        return super().appeared(version)
 
     def map_bucket(self, name: str) -> Mapped:
         (self.late if self.fetching else self.early).append(name)
@@ -90,7 +94,7 @@ def eventually(true: Callable[[], bool]) -> None:
 def test_what_is_staged_is_mapped_when_it_appears_and_the_swap_maps_nothing(counting: Counting) -> None:
     ahead = FetchAhead(counting)
     ahead.stage(1)
-    time.sleep(0.05)
+    eventually(lambda: counting.looks > 0)
     assert counting.early == []
     manifest = counting.push(1, weights(1))
     eventually(lambda: len(counting.early) == len(manifest.buckets))
@@ -141,26 +145,9 @@ def test_a_newer_version_lets_go_of_the_older(store: ShmStore) -> None:
     assert is_version(ahead.fetch(manifest), 2)
 
 
-def test_the_thread_sleeps_when_a_version_is_whole(store: ShmStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[threading.Thread] = []
-    monkeypatch.setattr(module, "time", _Clock(naps))
+def test_the_thread_sleeps_when_a_version_is_whole(store: ShmStore) -> None:
     ahead = FetchAhead(store)
     manifest = store.push(1, weights(1))
     ahead.stage(1)
     eventually(lambda: len(ahead._held) == len(manifest.buckets) and not ahead._awaited)
-    assert ahead._thread is not None
-    count = naps.count(ahead._thread)  # other tests' threads may still wait for versions that never come
-    time.sleep(0.1)
-    assert naps.count(ahead._thread) == count
-
-
-class _Clock:
-    """The module's `time`, with its naps counted."""
-
-    def __init__(self, naps: list[threading.Thread]) -> None:
-        self._naps = naps
-        self.perf_counter = time.perf_counter
-
-    def sleep(self, seconds: float) -> None:
-        self._naps.append(threading.current_thread())
-        time.sleep(seconds)
+    eventually(lambda: bool(ahead._changed._waiters))  # type: ignore[attr-defined]  # it waits to be called
