@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollart.errors import BoundaryError, EnvError, NoRoom
 from rollart.types import Observation, Task, TrajectoryId
@@ -32,16 +32,29 @@ Launch = Callable[[int], Awaitable[EnvWorker]]
 """Starts, or starts again, the worker of this number. Raises ClusterError; NoRoom while no machine has room for it."""
 
 
+class _Slot(NamedTuple):
+    """Room for one environment, in this worker and in no successor of it."""
+
+    seat: "_Seat"
+    worker: EnvWorker
+
+
 class _Seat:
-    __slots__ = ("free", "life", "number", "size", "worker")
+    """The place of one worker after another."""
+
+    __slots__ = ("free", "number", "size", "worker")
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.size = size
         self.worker: EnvWorker | None = None
         self.free = 0
-        self.life = 0
-        """How often it was lost: slots of an earlier life are not given back."""
+
+    def take(self) -> _Slot:
+        assert self.worker is not None
+        assert self.free > 0
+        self.free -= 1
+        return _Slot(self, self.worker)
 
 
 class RemoteEnvHost:
@@ -50,7 +63,7 @@ class RemoteEnvHost:
     def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
         self._launch = launch
         self._seats = [_Seat(number, size) for number, size in enumerate(slots)]
-        self._waiters: deque[asyncio.Future[_Seat]] = deque()
+        self._waiters: deque[asyncio.Future[_Slot]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
         self._started = False
@@ -58,17 +71,15 @@ class RemoteEnvHost:
     async def open(self, task: Task, trajectory: TrajectoryId) -> "RemoteEnv":
         """Wait for a slot and start one environment. Raises EnvError."""
         while True:
-            seat = await self._seat()
-            worker, life = seat.worker, seat.life
-            assert worker is not None
-            env = RemoteEnv(self, seat, worker, f"{trajectory}~{next(self._keys)}")
+            slot = await self._slot()
+            env = RemoteEnv(self, slot, f"{trajectory}~{next(self._keys)}")
             try:
-                await worker.call(EnvError, "open", env.key, task, trajectory)
+                await slot.worker.call(EnvError, "open", env.key, task, trajectory)
             except EnvError:
-                self.release(seat, life)
-                if not worker.gone:
+                self.release(slot)
+                if not slot.worker.gone:
                     raise
-                self.lost(seat, life)  # no fault of this environment: another worker takes it
+                self.lost(slot)  # no fault of this environment: another worker takes it
                 continue
             except BaseException:
                 self._spawn(env.end())
@@ -81,47 +92,44 @@ class RemoteEnvHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def release(self, seat: _Seat, life: int) -> None:
-        """A slot of this life of the seat is free again."""
-        if life != seat.life:
-            return
-        seat.free += 1
-        self._serve(seat)
+    def release(self, slot: _Slot) -> None:
+        """It is free again, unless its worker is gone: a successor has slots of its own."""
+        seat = slot.seat
+        if slot.worker is seat.worker:
+            seat.free += 1
+            self._serve(seat)
 
-    def lost(self, seat: _Seat, life: int) -> None:
+    def lost(self, slot: _Slot) -> None:
         """Its worker is gone: start another."""
-        if life == seat.life:
-            seat.life += 1
+        seat = slot.seat
+        if slot.worker is seat.worker:
             seat.free = 0
             seat.worker = None
             self._spawn(self._revive(seat))
 
-    async def _seat(self) -> _Seat:
-        """A seat with a slot that is now ours. First come, first served."""
+    async def _slot(self) -> _Slot:
+        """A slot that is now ours. First come, first served."""
         if not self._started:
             self._started = True
             for seat in self._seats:
                 self._spawn(self._revive(seat))
         best = max(self._seats, key=lambda seat: seat.free)
         if best.free and not self._waiters:
-            best.free -= 1
-            return best
-        waiter: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+            return best.take()
+        waiter: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                seat = waiter.result()
-                self.release(seat, seat.life)
+                self.release(waiter.result())  # handed over as we were cancelled
             raise
 
     def _serve(self, seat: _Seat) -> None:
         while seat.free and self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                seat.free -= 1
-                waiter.set_result(seat)
+                waiter.set_result(seat.take())
 
     async def _revive(self, seat: _Seat) -> None:
         while True:
@@ -154,12 +162,10 @@ class RemoteEnvHost:
 class RemoteEnv:
     """One environment in a worker. Holds its slot until it is closed."""
 
-    def __init__(self, host: RemoteEnvHost, seat: _Seat, worker: EnvWorker, key: str) -> None:
+    def __init__(self, host: RemoteEnvHost, slot: _Slot, key: str) -> None:
         self.key = key
         self._host = host
-        self._seat = seat
-        self._life = seat.life
-        self._worker = worker
+        self._slot = slot
         self._closed = False
 
     async def reset(self) -> Observation:
@@ -175,7 +181,7 @@ class RemoteEnv:
         try:
             await self._call("close")
         finally:
-            self._host.release(self._seat, self._life)
+            self._host.release(self._slot)
 
     async def end(self) -> None:
         """Close it when nobody asks how that went."""
@@ -193,9 +199,10 @@ class RemoteEnv:
         return observation
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        worker = self._slot.worker
         try:
-            return await self._worker.call(EnvError, method, self.key, *arguments)
+            return await worker.call(EnvError, method, self.key, *arguments)
         except EnvError:
-            if self._worker.gone:
-                self._host.lost(self._seat, self._life)
+            if worker.gone:
+                self._host.lost(self._slot)
             raise

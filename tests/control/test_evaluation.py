@@ -163,3 +163,20 @@ def test_an_evaluation_alone_plays_the_model_as_it_is_and_starts_no_trainer() ->
     assert (done["name"], done["episodes"], done["versions"]) == ("eval0", 3, [0, 0])
     assert scene.trainers == []
     assert not played.of("admit")
+
+
+def test_the_mean_is_over_those_that_were_scored() -> None:
+    """One of three breaks: the other two decide, with what they earned."""
+    scene = slow_evaluation()
+    scene.job = scene_job(evaluation={"episodes": 3})
+    scene.only_evaluate = True
+    scene.reward = lambda trajectory: 0.5 + trajectory.id.member
+
+    async def one_breaks(task: Task, trajectory: TrajectoryId) -> Env | None:
+        if trajectory.member == 2:
+            raise RuntimeError("no")
+        return None
+
+    scene.on_open = one_breaks
+    done = scene.play().one("eval")
+    assert (done["episodes"], done["scored"], done["reward"]) == (3, 2, 1.0)

@@ -16,9 +16,10 @@ from rollart.envs import remote
 from rollart.envs.remote import RemoteEnvHost
 from rollart.errors import BoundaryError, ClusterError, EnvError, NoRoom
 from rollart.ports import EnvHost
+from rollart.types import Observation
 from rollart.wire import pack, unpack
 from rollart.worker import build
-from tests.envs.contract import DOMAIN, ID, TASKS, EnvHostContract, closing, run, task, until
+from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
 
 
 class PackedWorker:
@@ -151,5 +152,155 @@ def test_workers_that_cannot_start_are_an_error_and_not_a_silent_wait(
             with pytest.raises(EnvError, match="no such image"):
                 await host.open(task("count"), ID)
             await (await host.open(task("count"), ID)).close()
+
+    run(work)
+
+
+class Counted:
+    """A worker that counts what is open in it, and can be lost."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.open: dict[str, None] = {}
+        self.most = 0
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        if self.gone:
+            raise error("the machine is gone")
+        if method == "open":
+            self.open[arguments[0]] = None
+            self.most = max(self.most, len(self.open))
+        elif method == "close":
+            del self.open[arguments[0]]
+        return Observation()
+
+
+class Seats:
+    """A host over such workers, of one slot each, and the workers in the order they were started."""
+
+    def __init__(self) -> None:
+        self.workers: list[Counted] = []
+        self.host = RemoteEnvHost(self.launch, slots=[1])
+
+    async def launch(self, number: int) -> Counted:
+        self.workers.append(Counted())
+        return self.workers[-1]
+
+    async def settle(self) -> None:
+        """Until all that can happen now has happened."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def room(self) -> int:
+        """How many environments can be open at a time from now on."""
+        envs: list[Any] = []
+        while True:
+            opening = asyncio.ensure_future(self.host.open(task("count"), ID))
+            await self.settle()
+            if not opening.done():
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+                break
+            envs.append(opening.result())
+        for env in envs:
+            await env.close()
+        return len(envs)
+
+
+def test_a_slot_of_a_lost_worker_is_no_slot_of_its_successor() -> None:
+    async def work() -> None:
+        seats = Seats()
+        env = await seats.host.open(task("count"), ID)
+        seats.workers[0].gone = True
+        with pytest.raises(EnvError):
+            await env.step("a")
+        await seats.settle()
+        assert len(seats.workers) == 2
+        with pytest.raises(EnvError):
+            await env.close()
+        assert await seats.room() == 1
+        assert seats.workers[1].most == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_slot_handed_over_as_its_worker_is_lost_is_no_slot_of_the_successor(cancelled: bool) -> None:
+    """Between the hand-over and the moment the one who waited goes on, the worker goes and another comes."""
+
+    async def work() -> None:
+        seats = Seats()
+        env = await seats.host.open(task("count"), ID)
+        waiting = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        behind = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        await seats.settle()
+        await env.close()  # hands its slot to the one who waits first
+        seats.workers[0].gone = True
+        seats.host.lost(env._slot)
+        if cancelled:
+            waiting.cancel()
+        async with asyncio.timeout(SOON_S):
+            for opening in (behind,) if cancelled else (behind, waiting):
+                await (await opening).close()
+        assert await seats.room() == 1
+        assert [worker.most for worker in seats.workers] == [1, 1]
+
+    run(work)
+
+
+def test_a_slot_is_not_lost_with_a_waiter_that_is_cancelled_as_it_gets_it() -> None:
+    async def work() -> None:
+        seats = Seats()
+        env = await seats.host.open(task("count"), ID)
+        first = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        second = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        await seats.settle()
+        await env.close()
+        first.cancel()  # its slot is there, and it has not gone on yet
+        async with asyncio.timeout(SOON_S):
+            await (await second).close()
+        assert await seats.room() == 1
+
+    run(work)
+
+
+def test_a_slot_is_not_lost_with_a_waiter_that_is_cancelled_before() -> None:
+    async def work() -> None:
+        seats = Seats()
+        env = await seats.host.open(task("count"), ID)
+        first = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        second = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        await seats.settle()
+        first.cancel()
+        await env.close()
+        async with asyncio.timeout(SOON_S):
+            await (await second).close()
+        assert await seats.room() == 1
+
+    run(work)
+
+
+def test_a_slot_is_not_lost_with_an_open_that_is_cancelled_in_the_worker() -> None:
+    async def work() -> None:
+        seats = Seats()
+        await (await seats.host.open(task("count"), ID)).close()
+        hangs = asyncio.Event()
+        plain = seats.workers[0].call
+
+        async def slow(error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+            answer = await plain(error, method, *arguments)
+            if method == "open" and not hangs.is_set():
+                hangs.set()
+                await asyncio.get_running_loop().create_future()
+            return answer
+
+        seats.workers[0].call = slow  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        await hangs.wait()
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await seats.settle()
+        assert not seats.workers[0].open, "it is closed there"
+        assert await seats.room() == 1
 
     run(work)
