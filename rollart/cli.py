@@ -551,8 +551,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _events_of(run_dir: Path) -> Path:
+    from rollart.events import event_files
+
     path = run_dir / "events.jsonl"
-    if not path.exists():
+    if not event_files(path):
         raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")
     return path
 

@@ -4,10 +4,14 @@ Every decision and every outcome is one event: a JSON object on one line of `eve
 number), `t` (seconds since the run began, on the run's clock), `e` (kind), and, where something earlier led to
 it, `cause` (that event's `n`). `docs/events.md` lists the kinds. The summary (`rollart.summary`) and the audit
 (`rollart.audit`) are folds over this log and read nothing else, live or afterwards.
+
+A log that grows large goes on in a new file: `events-000001.jsonl` is its oldest part, `events.jsonl` the one that is
+written to. `read_events` reads all parts as one, also those that someone compressed with gzip.
 """
 
+import gzip
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +23,9 @@ Reader = Callable[[Event], None]
 
 FLUSH_BYTES = 1 << 20
 """Events are written out in pieces of this size, and whenever `flush` is called."""
+PART_BYTES = 1 << 30
+"""A part of the log that has this many is not written to any more."""
+BLOCK_BYTES = 1 << 16
 
 
 class EventLog:
@@ -28,10 +35,19 @@ class EventLog:
     coordinator's dying words do not enter the history.
     """
 
-    def __init__(self, clock: Callable[[], float], path: Path | None = None, *, after: Event | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        path: Path | None = None,
+        *,
+        after: Event | None = None,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         """`after`: the last event of the log that a resumed run goes on with."""
         self._clock = clock
         self._zero_s = clock() - (after["t"] if after else 0.0)
+        self._path = path
+        self._part_bytes = part_bytes
         self._file: IO[bytes] | None = open(path, "ab") if path else None  # noqa: SIM115 - closed in close()
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -69,6 +85,19 @@ class EventLog:
         self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
+        if self._file.tell() >= self._part_bytes:
+            self._rotate(self._file)
+
+    def _rotate(self, full: IO[bytes]) -> None:
+        """Go on in a new file. A kill at any point leaves every event in a part that is read."""
+        assert self._path is not None
+        os.fsync(full.fileno())
+        full.close()
+        number = 1
+        while _part(self._path, number) is not None:
+            number += 1
+        os.rename(self._path, _numbered(self._path, number))
+        self._file = open(self._path, "ab")  # noqa: SIM115 - closed in close()
 
     def close(self) -> None:
         if self._file is not None:
@@ -101,12 +130,71 @@ class LogHandle:
         self._cut = True
 
 
+def event_files(path: Path) -> list[Path]:
+    """The parts of the log that goes on in `path`, oldest first. None where there is no log."""
+    parts: list[Path] = []
+    while (part := _part(path, len(parts) + 1)) is not None:
+        parts.append(part)
+    return [*parts, path] if path.exists() else parts
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run directory's log, in order. A torn last line (a killed run) is left out."""
-    with open(path, "rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
+    """The events of a run directory's log, in order, from all its parts. A torn last line (a killed run) is left out.
+    The run may still be going on."""
+    number = 1
+    while True:
+        part = _part(path, number)
+        if part is not None:
+            with gzip.open(part) if part.suffix == ".gz" else open(part, "rb") as lines:
+                yield from _whole_lines(lines)
+            number += 1
+            continue
+        try:
+            last = open(path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            if _part(path, number) is None:
+                if number > 1:
+                    return  # killed between giving the part its number and beginning the next
+                raise
+            continue
+        with last:
+            if _part(path, number) is None:  # else this may be the part after that one
+                yield from _whole_lines(last)
+                return
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off what a kill left of a last line, so that the log can go on. Reads no more than that line."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = at = file.seek(0, os.SEEK_END)
+        newline = -1
+        while at > 0 and newline < 0:
+            start = max(0, at - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(at - start).rfind(b"\n")
+            at = start
+        whole = at + newline + 1
+        if whole < end:
+            file.truncate(whole)
+
+
+def _whole_lines(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        if line.endswith(b"\n"):
+            yield orjson.loads(line)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
+
+
+def _part(path: Path, number: int) -> Path | None:
+    """An older part of the log, as it was left or compressed."""
+    plain = _numbered(path, number)
+    packed = plain.with_name(f"{plain.name}.gz")
+    return plain if plain.exists() else packed if packed.exists() else None
 
 
 @dataclass(frozen=True, slots=True)

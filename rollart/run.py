@@ -80,7 +80,8 @@ class _Simulation:
         job = self._job
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        log = EventLog(loop.time, self._out / "events.jsonl" if self._out else None)
+        path = self._out / "events.jsonl" if self._out else None
+        log = EventLog(loop.time, path, part_bytes=job.track.events_mb * 1_000_000)
         log.read_by(self._summary.read)
         if self._audit is not None:
             log.read_by(self._audit.read)

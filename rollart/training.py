@@ -21,7 +21,7 @@ from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.control.waits import Waits
 from rollart.errors import Interrupted, JobError, RollartError
-from rollart.events import Event, EventLog, LogHandle, Reader, read_events
+from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.real import check_real, real_world
 from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
@@ -72,8 +72,9 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
     views = () if watch is None else (_harmless(watch(summary, lambda: _longest(coordinator.waits, loop.time()))),)
     everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
     rows: list[Mapping[str, float]] = []
-    last = _read_again(path, (*everyone, metric_rows(summary, rows.append))) if resume else None
-    log = EventLog(loop.time, path, after=last)
+    known = _Known()
+    last = _read_again(path, (*everyone, known.read, metric_rows(summary, rows.append))) if resume else None
+    log = EventLog(loop.time, path, after=last, part_bytes=job.track.events_mb * 1_000_000)
     tracking = Tracking(lambda text: log.emit("warning", {"text": text}))
     for reader in (*everyone, tracking.read):
         log.read_by(reader)
@@ -85,7 +86,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         if last is None:
             log.emit("run", facts(job, clock="real"))
         else:
-            _complete(log, path, journal)
+            _complete(log, known, journal)
             log.emit("killed", {})
         tracking.start(trackers(job, out))
         (out / "pid").write_text(str(os.getpid()))
@@ -150,9 +151,10 @@ def _harmless(reader: Reader) -> Reader:
 
 
 def _read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
-    """Feed a run's history to its readers, and cut off a torn last line. Returns the last event."""
-    if not path.exists():
+    """Feed a run's history to its readers, in one pass, and cut off a torn last line. Returns the last event."""
+    if not event_files(path):
         raise JobError(f"--resume: {path} is not there; give the run directory of a job that was stopped or killed")
+    drop_torn_line(path)
     last: Event | None = None
     for event in read_events(path):
         for reader in readers:
@@ -160,29 +162,34 @@ def _read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
         last = event
     if last is None:
         raise JobError(f"--resume: {path} is empty; start the job anew without --resume")
-    body = path.read_bytes()
-    whole = body.rfind(b"\n") + 1
-    if whole < len(body):
-        os.truncate(path, whole)
     return last
 
 
-def _complete(log: EventLog, path: Path, journal: FileJournal) -> None:
-    """Say what the journal knows and the events do not: the run was killed between the one and the other."""
-    written: dict[int, None] = {}
-    committed: Event = {}
-    for event in read_events(path):
+class _Known:
+    """What the events say of the journal."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, None] = {}
+        """Steps whose batches were written."""
+        self.committed: Event = {}
+        """The last checkpoint."""
+
+    def read(self, event: Event) -> None:
         if event["e"] == "written":
-            written[event["step"]] = None
+            self.written[event["step"]] = None
         elif event["e"] == "checkpoint":
-            committed = event
+            self.committed = event
+
+
+def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
+    """Say what the journal knows and the events do not: the run was killed between the one and the other."""
     checkpoint = journal.latest()
     for batch in journal.batches(0):
-        if batch.step not in written:
+        if batch.step not in known.written:
             log.emit("written", {"step": batch.step})
     if checkpoint is not None:
         held = checkpoint_facts(checkpoint)
-        if any(committed.get(key) != value for key, value in held.items()):
+        if any(known.committed.get(key) != value for key, value in held.items()):
             log.emit("checkpoint", held)
 
 
@@ -214,7 +221,7 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
     found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
     if not found:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
-    return max(found, key=lambda out: (out / "events.jsonl").stat().st_mtime)
+    return max(found, key=lambda out: max(part.stat().st_mtime for part in event_files(out / "events.jsonl")))
 
 
 def resumed_job(out: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rollart.events import Event, EventLog, read_events
 from rollart.real import _stores_before, refuse_what_is_not_there
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
-from rollart.training import _alone, _complete, _harmless, add_control, newest_run, trained_s
+from rollart.training import _alone, _complete, _harmless, _Known, add_control, newest_run, trained_s
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
@@ -108,7 +108,10 @@ def completed(tmp_path: Path, *known: tuple[str, Event]) -> list[tuple[str, Even
     for kind, fields in known:
         log.emit(kind, fields)
     log.flush()
-    _complete(log, path, journal)
+    heard = _Known()
+    for event in read_events(path):
+        heard.read(event)
+    _complete(log, heard, journal)
     log.close()
     said = [(event.pop("e"), event) for event in read_events(path)][len(known) :]
     return [(kind, {key: event[key] for key in event if key not in ("n", "t")}) for kind, event in said]

@@ -381,7 +381,12 @@ class EvaluationSettings(Settings):
 
 
 class TrackSettings(Settings):
-    """Where metrics go beside `metrics.jsonl`; read by `rollart train` only."""
+    """The event log, and where metrics go beside `metrics.jsonl`; all but `events_mb` is read by `rollart train`
+    only."""
+
+    events_mb: Count = 1024
+    """`events.jsonl` goes on in a new file at this size; the older parts stay, as `events-000001.jsonl` and so on, and
+    every command reads them as one log. They may be compressed with gzip."""
 
     tensorboard: bool = False
     """Event files in the run directory's `tensorboard/`."""

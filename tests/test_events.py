@@ -1,0 +1,163 @@
+"""The log as files: it goes on in new parts, and every reader sees one log, after a kill at any moment too."""
+
+import builtins
+import gzip
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.cli import main
+from rollart.config.load import build_job
+from rollart.events import EventLog, drop_torn_line, event_files, read_events
+from rollart.run import simulate
+from rollart.training import _Known, _read_again
+from tests.control.scene import BASE
+
+
+def log_of(path: Path, count: int, *, part_bytes: int = 100, first: int = 0) -> None:
+    """Events of about 30 bytes, a flush after each."""
+    log = EventLog(lambda: 0.0, path, part_bytes=part_bytes, after={"n": first - 1, "t": 0.0} if first else None)
+    for _ in range(count):
+        log.emit("a", {})
+        log.flush()
+    log.close()
+
+
+def numbers(path: Path) -> list[int]:
+    return [event["n"] for event in read_events(path)]
+
+
+def test_a_log_goes_on_in_a_new_part_and_is_read_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 20)
+    names = [part.name for part in event_files(path)]
+    assert len(names) > 3
+    assert names == [*(f"events-{number:06d}.jsonl" for number in range(1, len(names))), "events.jsonl"]
+    assert all(part.stat().st_size < 200 for part in event_files(path))
+    assert numbers(path) == list(range(20))
+    log_of(path, 10, first=20)
+    assert numbers(path) == list(range(30)), "a resumed run goes on after the last part"
+
+
+def test_a_log_below_the_size_is_one_file(tmp_path: Path) -> None:
+    log_of(tmp_path / "events.jsonl", 20, part_bytes=1 << 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_a_part_may_be_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 20)
+    first = event_files(path)[0]
+    first.with_name(f"{first.name}.gz").write_bytes(gzip.compress(first.read_bytes()))
+    first.unlink()
+    assert numbers(path) == list(range(20))
+    log_of(path, 10, first=20)
+    assert numbers(path) == list(range(30)), "its number is not given again"
+
+
+def test_a_kill_between_two_parts_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 20)
+    whole = len(event_files(path))
+    path.rename(tmp_path / f"events-{whole:06d}.jsonl")
+    assert numbers(path) == list(range(20))
+    log_of(path, 2, first=20)
+    assert numbers(path) == list(range(22))
+
+
+def test_a_reader_that_is_overtaken_by_a_new_part_misses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that it was about to open gets its number, and another one its name."""
+    path = tmp_path / "events.jsonl"
+    log_of(path, 3, part_bytes=1 << 20)
+    opened: list[Path] = []
+
+    def open_late(name: Path, mode: str = "r") -> Any:
+        if name == path and not opened:
+            opened.append(name)
+            path.rename(tmp_path / "events-000001.jsonl")
+            log_of(path, 3, part_bytes=1 << 20, first=3)
+        return open(name, mode)
+
+    monkeypatch.setattr("rollart.events.open", open_late, raising=False)
+    assert numbers(path) == list(range(6))
+
+
+def test_no_log_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        numbers(tmp_path / "events.jsonl")
+    assert event_files(tmp_path / "events.jsonl") == []
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"n": 20', b"x" * 200_000])
+@pytest.mark.parametrize("count", [0, 20])
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes, count: int) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, count, part_bytes=1 << 20)
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    drop_torn_line(path)
+    assert path.read_bytes() == whole
+
+
+def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 10_000, part_bytes=100_000)
+    last = event_files(path)[-1]
+    last.write_bytes(last.read_bytes() + b'{"n": 10000, "t"')
+    size = sum(part.stat().st_size for part in event_files(path))
+    reads: Counter[str] = Counter()
+    plain_open = builtins.open
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            count = super().readinto(buffer) or 0
+            reads["bytes"] += count
+            reads["largest"] = max(reads["largest"], len(buffer))
+            return count
+
+        def readall(self) -> bytes:
+            raise AssertionError("the whole file at once")
+
+    def counting(name: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if not str(name).startswith(str(tmp_path)) or "b" not in mode:
+            return plain_open(name, mode, *arguments, **keywords)
+        file = Counted(str(name), mode.replace("b", ""))
+        return io.BufferedRandom(file) if "+" in mode else io.BufferedReader(file)
+
+    monkeypatch.setattr(builtins, "open", counting)
+    monkeypatch.setattr(io, "open", counting)
+    known, seen = _Known(), Counter[str]()
+
+    def look(event: dict[str, Any]) -> None:
+        seen[event["e"]] += 1
+
+    assert _read_again(path, (known.read, look))["n"] == 9_999
+    assert seen["a"] == 10_000
+    assert reads["bytes"] < 1.5 * size, "once, and the last line's block"
+    assert reads["largest"] <= 1 << 17, "in pieces"
+
+
+def test_the_commands_read_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = build_job({**BASE, "model": {}, "sim": {}})
+    simulate(job, tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    whole = list(read_events(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    (tmp_path / "run" / "events-000001.jsonl").write_bytes(b"".join(lines[: len(lines) // 2]))
+    path.write_bytes(b"".join(lines[len(lines) // 2 :]))
+    assert list(read_events(path)) == whole
+    assert main(["audit", str(tmp_path / "run")]) == 0
+    assert "was kept" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "run")]) == 0
+    assert main(["sim", "fit", str(tmp_path / "run"), "--out", str(tmp_path / "profile.yaml")]) == 0
+
+
+def test_the_size_of_a_part_is_the_jobs(tmp_path: Path) -> None:
+    job = build_job({**BASE, "track": {"events_mb": 1}, "train": {"steps": 80}})
+    simulate(job, tmp_path / "run")
+    parts = event_files(tmp_path / "run" / "events.jsonl")
+    assert len(parts) > 1
+    assert [event["n"] for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
