@@ -36,6 +36,8 @@ class Audit:
         self._calls: dict[str, tuple[str, str]] = {}
         """Attempt -> (call, engine) under way."""
         self._hit: dict[str, None] = {}
+        self._spoilt: dict[str, None] = {}
+        """Calls whose answer a fault made one that nobody may believe."""
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
         self._written: dict[int, list[str]] = {}
@@ -104,6 +106,9 @@ class Audit:
         count[1] += self._swapping
         if event["fault"].startswith(("env", "reward")):
             self._hit[event["target"]] = None
+        elif event["fault"] == "answer_bad":
+            self._hit[event["target"].rpartition("/")[0]] = None
+            self._spoilt[event["target"]] = None
 
     # --- trajectories ---------------------------------------------------------------------------------------
 
@@ -125,6 +130,7 @@ class Audit:
             "eval": event["eval"],
             "pool": event["pool"],
             "lost": 0,
+            "refused": False,
         }
 
     def _on_send(self, event: Event) -> None:
@@ -139,6 +145,7 @@ class Audit:
         if attempt in self._calls:
             self._broken(6, f"call {call} was sent while {self._calls[attempt][0]} was under way")
         self._calls[attempt] = (call, engine)
+        self._spoilt.pop(call, None)
         if event["pool"] != run["pool"] and not event.get("fallback"):
             self._broken(
                 4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
@@ -160,6 +167,8 @@ class Audit:
         if self._calls.pop(attempt, None) != (call, event["engine"]) or run is None:
             self._broken(6, f"an answer to {call} came from {event['engine']}, where it was not sent")
             return
+        if call in self._spoilt:
+            self._broken(6, f"a bad answer to {call} was believed")
         counted = 0
         for version, count in event["spans"]:
             counted += count
@@ -193,6 +202,13 @@ class Audit:
         if self._calls.pop(key, None) != (event["id"], event["engine"]):
             self._broken(6, f"call {event['id']} was lost with {event['engine']}, where it was not")
 
+    def _on_refused(self, event: Event) -> None:
+        key = event["id"].rpartition("/")[0]
+        if self._calls.pop(key, None) != (event["id"], event["engine"]):
+            self._broken(6, f"an answer to {event['id']} of {event['engine']} was refused, where it was not sent")
+        if key in self._runs:
+            self._runs[key]["refused"] = True
+
     def _on_end(self, event: Event) -> None:
         run = self._runs.pop(event["id"], None)
         if run is None:
@@ -201,6 +217,8 @@ class Audit:
         call = self._calls.pop(event["id"], None)
         if call is not None and event["status"] in ("done", "truncated"):
             self._broken(6, f"attempt {event['id']} ended well while {call[0]} was under way")
+        if run["refused"] and event["status"] in ("done", "truncated"):
+            self._broken(6, f"attempt {event['id']} ended well though one of its answers was refused")
         if run["eval"]:
             return
         if event["status"] in ("done", "truncated"):

@@ -6,7 +6,7 @@
     |  `- Interrupted  the user stopped it at once (exit code 130)
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
-       |- EngineError  |- RequestError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
+       |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
        |- WeightError  `- VersionGone
        `- ClusterError `- NoRoom
 
@@ -55,6 +55,10 @@ class EngineError(BoundaryError):
 
 class RequestError(BoundaryError):
     """The engine is well, but this request cannot be served by any: the prompt does not fit, say."""
+
+
+class AnswerError(BoundaryError):
+    """The engine is well, but this answer of it cannot be believed: a log-probability that is no number, say."""
 
 
 class EnvError(BoundaryError):

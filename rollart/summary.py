@@ -8,7 +8,7 @@ from typing import Any
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
-FAILURES = ("engine", "trainer", "coordinator", "worker", "attempt", "reward")
+FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "reward")
 MOST_REASONS = 5
 """Different reasons kept for each kind of failure: the first ones say more than the last ones."""
 REASON_CHARACTERS = 400
@@ -164,6 +164,10 @@ class Summary:
             work.tokens += event["tokens"]
             work.prefill += event["prefill"]
             work.cost += cost / 3600
+
+    def _on_refused(self, event: Event) -> None:
+        self._metrics.add("error/answer", Sum(1))
+        self._failed("answer", event["engine"], event["reason"])
 
     def _on_end(self, event: Event) -> None:
         work = self._live.pop(event["id"])

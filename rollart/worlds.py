@@ -110,6 +110,7 @@ def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, p
         store=store,
         pull=pull,
         log=log,
+        faults=faults,
     )
     cluster = SimCluster(
         engines,

@@ -132,6 +132,7 @@ FaultKind = Literal[
     "engine_death",
     "engine_hang",
     "engine_restart",
+    "answer_bad",
     "env_crash",
     "env_hang",
     "env_slow",
@@ -163,7 +164,7 @@ class FaultSettings(Settings):
     target: Annotated[int, Field(ge=0)] = 0
     """Which engine, counted over all pools; taken modulo their number."""
     count: Count = 1
-    """How many environment steps or reward calls it hits."""
+    """How many answers, environment steps or reward calls it hits."""
     duration_s: Positive = 30.0
     """How long a slow or cut link, or a slow environment step, lasts."""
 

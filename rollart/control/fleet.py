@@ -46,7 +46,7 @@ class Call:
 class Seat:
     """One engine's place in the fleet; the engine in it may change. A `further` one is filled when there is room."""
 
-    __slots__ = ("boundary", "calls", "engine", "further", "gone", "restarts", "spec", "view")
+    __slots__ = ("boundary", "calls", "engine", "further", "gone", "refused", "restarts", "spec", "view")
 
     def __init__(self, spec: EngineSpec, engine: Engine | None) -> None:
         self.spec = spec
@@ -57,6 +57,8 @@ class Seat:
         self.boundary = boundary(EngineError, spec.id)
         self.calls: dict[str, Call] = {}
         self.restarts = 0
+        self.refused = 0
+        """Answers in a row that could not be believed."""
         self.gone = False
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from rollart.control.crew import Crew
 from rollart.control.fleet import Call, Fleet, Seat
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, EngineError, RequestError
+from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import LogHandle
+from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest
 
@@ -38,10 +39,15 @@ class Proxy:
         reason = ""
         for _ in range(MOST_SENDS):
             seat = await self._place(request, order, last, cause)
-            completion, reason = await self._send(seat, request)
+            try:
+                completion, reason = await self._send(seat, request)
+                if completion is not None and (wrong := wrong_with(request, completion)):
+                    raise AnswerError(f"{completion.engine} {wrong}")
+            except AnswerError as error:
+                self._refused(seat, request, str(error), cause)
+                raise
             if completion is not None:
-                self._check(request, completion)
-                seat.restarts = 0
+                seat.restarts = seat.refused = 0
                 return completion, seat.view, self._log_said(request, seat, completion, cause)
             last = None
             cause = self._log.emit("lost", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
@@ -83,7 +89,7 @@ class Proxy:
         try:
             with seat.boundary:
                 return await self._generating.guard(request.id, seat.engine.generate(request)), ""
-        except RequestError:
+        except (RequestError, AnswerError):
             raise
         except BoundaryError as error:
             reason = str(error)
@@ -108,22 +114,13 @@ class Proxy:
             if seat.engine is engine:
                 self._fleet.down(seat, str(error))
 
-    def _check(self, request: GenerateRequest, completion: Completion) -> None:
-        """What an engine returns is believed only where it adds up."""
-        total = 0
-        version = request.min_version
-        for span in completion.spans:
-            total += span.length
-            if span.version < version:
-                raise RequestError(f"{completion.engine} sampled under version {span.version} after {version}")
-            version = span.version
-        if total != len(completion.tokens) or total != len(completion.logprobs):
-            raise RequestError(
-                f"{completion.engine} returned {len(completion.tokens)} tokens, {len(completion.logprobs)} "
-                f"log-probabilities and spans for {total}; they must be equal"
-            )
-        if total == 0:
-            raise RequestError(f"{completion.engine} returned no token")
+    def _refused(self, seat: Seat, request: GenerateRequest, reason: str, cause: int) -> None:
+        """Nobody gets to see this answer. Its attempt ends; an engine that gives nothing better is lost."""
+        self._log.emit("refused", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
+        seat.refused += 1
+        if engine_is_broken(seat.refused):
+            self._fleet.down(seat, f"{seat.refused} answers in a row could not be believed; the last: {reason}")
+            seat.refused = 0
 
     def _log_said(self, request: GenerateRequest, seat: Seat, completion: Completion, cause: int) -> int:
         event = {

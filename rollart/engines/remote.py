@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from rollart.engines.segments import Call, Piece, Segment, Share, segment_seed
+from rollart.engines.segments import Call, Piece, Segment, Share, segment_seed, wrong_in
 from rollart.engines.stops import StopFinder
-from rollart.errors import BoundaryError, EngineError, RequestError, WeightError, boundary
+from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
 from rollart.types import (
     Completion,
     Finish,
@@ -240,10 +240,8 @@ class RemoteEngine:
             async with contextlib.aclosing(self._server.stream(segment)) as pieces:
                 async for piece in pieces:
                     cached = cached if piece.cached_tokens is None else piece.cached_tokens
-                    if len(piece.tokens) != len(piece.logprobs):
-                        raise EngineError(
-                            f"{self._id}: {len(piece.tokens)} tokens with {len(piece.logprobs)} log-probabilities"
-                        )
+                    if wrong := wrong_in(piece, self._settings.vocab_size):
+                        raise AnswerError(f"{self._id}: the server sent {wrong} in request {call.request.id}")
                     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
                         call.tokens.append(token)
                         call.logprobs.append(logprob)

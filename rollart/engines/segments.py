@@ -4,6 +4,7 @@ A segment is sampled under one version; the call puts segments together. Plain b
 """
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rollart.types import Completion, Finish, GenerateRequest, Sampling, Span, WeightVersion
+
+ROUNDING = 1e-3
+"""A log-probability may be so much above 0: a certain token, as the server rounded it."""
 
 
 class Piece(NamedTuple):
@@ -22,6 +26,19 @@ class Piece(NamedTuple):
     finish: Finish | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in the server's cache, where it says."""
+
+
+def wrong_in(piece: Piece, vocab_size: int) -> str:
+    """What a server sent that cannot be: JSON may say null, or anything, where a number belongs. Empty: all is well."""
+    if len(piece.tokens) != len(piece.logprobs):
+        return f"{len(piece.tokens)} tokens with {len(piece.logprobs)} log-probabilities"
+    for token in piece.tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            return f"token {token!r}, where the model knows 0 to {vocab_size - 1}"
+    for logprob in piece.logprobs:
+        if not isinstance(logprob, float | int) or not math.isfinite(logprob) or logprob > ROUNDING:
+            return f"a log-probability of {logprob!r}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

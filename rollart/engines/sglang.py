@@ -15,7 +15,7 @@ from typing import Any
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
 from rollart.engines.segments import Piece, Segment
-from rollart.errors import EngineError, WeightError
+from rollart.errors import AnswerError, WeightError
 from rollart.types import Finish, WeightVersion
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
@@ -122,7 +122,7 @@ def _piece(event: dict[str, Any], taken: int) -> tuple[Piece, int]:
     total = int(meta.get("completion_tokens", len(rows)))
     new = rows[taken:] if len(rows) == total else rows
     if taken + len(new) != total:
-        raise EngineError(f"SGLang counts {total} tokens and sent {taken + len(new)}; tokens were lost on the way")
+        raise AnswerError(f"SGLang counts {total} tokens and sent {taken + len(new)}; tokens were lost on the way")
     reason = (meta.get("finish_reason") or {}).get("type", "")
     piece = Piece(
         [row[1] for row in new], [row[0] for row in new], FINISHES.get(reason), cached_tokens=meta.get("cached_tokens")

@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from rollart.errors import EngineError, RequestError
 from rollart.events import EventLog
 from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
+from rollart.sim.faults import Faults
 from rollart.sim.links import Link, SimStore
 from rollart.types import (
     Completion,
@@ -56,6 +57,7 @@ class EngineWorld:
     store: SimStore
     pull: Link
     log: EventLog
+    faults: Faults
 
 
 class Sequence:
@@ -166,7 +168,9 @@ class SimEngine:
         self._waiting.append(sequence)
         self._advance()
         self._plan()
-        return await sequence.future
+        completion = await sequence.future
+        fault = world.faults.take("answer_bad", request.id)
+        return completion if fault is None else _spoilt(completion, fault.target)
 
     async def abort(self, request_id: str) -> None:
         await self._alive()
@@ -445,3 +449,18 @@ class SimEngine:
         self._idle_kv = 0
         self.version = version
         return rebuilt
+
+
+def _spoilt(completion: Completion, way: int) -> Completion:
+    """An answer as no well engine gives it."""
+    last = completion.spans[-1]
+    match way % 4:
+        case 0:
+            return replace(completion, logprobs=np.full_like(completion.logprobs, np.nan))
+        case 1:
+            return replace(completion, logprobs=np.full_like(completion.logprobs, 0.5))
+        case 2:
+            back = (Span(last.version, last.length - 1), Span(last.version - 1, 1))
+            return replace(completion, spans=(*completion.spans[:-1], *back))
+        case _:
+            return replace(completion, logprobs=completion.logprobs[:-1])

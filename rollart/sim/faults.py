@@ -131,6 +131,6 @@ def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
         at_s=None if at_swap else uniform("at") * chaos.horizon_s,
         delay_s=uniform("delay") * 2.0 if at_swap and uniform("late") < 0.5 else 0.0,
         target=dice.number(f"{number}/target", 1024),
-        count=1 + dice.number(f"{number}/times", 4) if kind.startswith(("env", "reward")) else 1,
+        count=1 + dice.number(f"{number}/times", 4) if kind.startswith(("answer", "env", "reward")) else 1,
         duration_s=5.0 + 55.0 * uniform("duration"),
     )

@@ -38,6 +38,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         store=store,
         pull=Link(1e9),
         log=log,
+        faults=Faults((), log),
     )
     return SimCluster(world, SimTrainSettings(), HARDWARE["h800"], 8, 1e9, Link(1e9), Faults((), log)), store
 

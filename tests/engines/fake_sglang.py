@@ -8,7 +8,7 @@ away aborts its request; a key is asked for. Nothing of SGLang itself runs here.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class FakeSglang:
         self.incremental = incremental
         self.lose_updates = lose_updates
         """Says that it loaded new weights, and does not."""
+        self.spoil: Callable[[Any, int], tuple[Any, Any]] | None = None
+        """Makes of a log-probability and its token what the server sends instead."""
         self.loads: list[str] = []
         self._ended: dict[str, Completion] = {}
         self._stepped = asyncio.Condition()
@@ -141,7 +143,11 @@ class FakeSglang:
                 else:
                     live = self.core._live[rid]
                     tokens, logprobs = live.sampled().tolist(), list(live.logprobs)
-                rows = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+                rows: list[list[Any]] = [
+                    [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
+                ]
+                if self.spoil is not None:
+                    rows = [[*self.spoil(logprob, token), None] for logprob, token, _ in rows]
                 meta: dict[str, Any] = {
                     "id": rid,
                     "prompt_tokens": prompt_tokens,

@@ -16,7 +16,7 @@ from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
 from rollart.engines.segments import Call
-from rollart.errors import EngineError, RequestError, WeightError
+from rollart.errors import AnswerError, EngineError, RequestError, WeightError
 from rollart.types import Completion, Finish
 from tests.engines.fake_sglang import KEY, FakeSglang
 from tests.engines.reference import request
@@ -280,6 +280,32 @@ def test_a_server_that_holds_less_than_a_trajectory_may_have_is_refused(versions
         asked = replace(settings(versions, server.url), context_tokens=CONTEXT_TOKENS + 1)
         with pytest.raises(EngineError, match=f"holds {CONTEXT_TOKENS} tokens, less than model.context_tokens"):
             await launch(asked, fetch=versions.store.fetch, folder=versions.store.folder)
+
+    play(versions, work)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda logprob, token: (None, token), "a log-probability of None"),
+        (lambda logprob, token: (0.5, token), "a log-probability of 0.5"),
+        (lambda logprob, token: ("high", token), "a log-probability of 'high'"),
+        (lambda logprob, token: (logprob, 10**6), "token 1000000, where the model knows 0 to"),
+        (lambda logprob, token: (logprob, -1), "token -1"),
+    ],
+)
+def test_an_answer_that_cannot_be_ends_its_request_and_the_engine_goes_on(
+    versions: Versions, spoil: Callable[[Any, int], tuple[Any, Any]], said: str
+) -> None:
+    """JSON has no NaN: a server that computed one sends null."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        server.spoil = spoil
+        with pytest.raises(AnswerError, match=said):
+            await engine.generate(request([5, 6, 7], "a/0", max_tokens=20))
+        server.spoil = None
+        asked = request([5, 6, 7], "b/0", max_tokens=20)
+        versions.check(asked, await engine.generate(asked))
 
     play(versions, work)
 

@@ -13,6 +13,7 @@ from rollart.hardware import HARDWARE, MODELS, Pair
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld, SimEngine
+from rollart.sim.faults import Faults
 from rollart.sim.links import Link, SimStore, digest_of
 from rollart.sim.pair import SimPair
 from rollart.types import Bucket, EngineSpec, GenerateRequest, Sampling, WeightManifest
@@ -58,6 +59,7 @@ class Bench:
             store=self.store,
             pull=Link(10e9),
             log=self.log,
+            faults=Faults((), self.log),
         )
         self.died: list[str] = []
         self.engine = (SimEngine if pair is None else SimPair)(SPEC, world, self.died.append)
