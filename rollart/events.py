@@ -45,7 +45,8 @@ class EventLog:
     ) -> None:
         """`after`: the last event of the log that a resumed run goes on with."""
         self._clock = clock
-        self._zero_s = clock() - (after["t"] if after else 0.0)
+        self.zero_s = clock() - (after["t"] if after else 0.0)
+        """When the run began, on the log's clock."""
         self._path = path
         self._part_bytes = part_bytes
         self._file: IO[bytes] | None = open(path, "ab") if path else None  # noqa: SIM115 - closed in close()
@@ -53,7 +54,7 @@ class EventLog:
         self._pending_bytes = 0
         self._readers: list[Reader] = []
         self._next = after["n"] + 1 if after else 0
-        self.last_s = self._zero_s
+        self.last_s = self.zero_s
         """When the last event was written, on the log's clock."""
 
     def read_by(self, reader: Reader) -> None:
@@ -65,7 +66,7 @@ class EventLog:
         self._next = number + 1
         now_s = self._clock()
         self.last_s = now_s
-        event: Event = {"n": number, "t": round(now_s - self._zero_s, 6), "e": kind, **fields}
+        event: Event = {"n": number, "t": round(now_s - self.zero_s, 6), "e": kind, **fields}
         if self._file is not None:
             line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
             self._pending.append(line)

@@ -16,6 +16,7 @@ from rollart.types import (
     GenerateRequest,
     Message,
     Observation,
+    Played,
     Score,
     StepResult,
     SwapReport,
@@ -123,6 +124,20 @@ class Journal(Protocol):
         """Replace the last checkpoint atomically, and forget the batches it covers."""
 
     def latest(self) -> Checkpoint | None: ...
+
+
+class Recorder(Protocol):
+    """Keeps finished trajectories for people to read. It takes what it is given and returns at once: it never waits,
+    never raises, and drops what it cannot keep."""
+
+    def played(self, played: Played) -> None:
+        """An attempt is over, good or bad."""
+
+    def ended(self, group: str, how: str) -> None:
+        """A group ended untrained."""
+
+    def trained(self, batch: Batch) -> None:
+        """A step was made with these groups; said again where it is made again."""
 
 
 class TaskSet(Protocol):

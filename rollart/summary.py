@@ -12,6 +12,8 @@ FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "
 MOST_REASONS = 5
 """Different reasons kept for each kind of failure: the first ones say more than the last ones."""
 REASON_CHARACTERS = 400
+MOST_PARTS = 32
+"""Named parts of one reward that become metrics: names are the user's, and a tracker keeps each for ever."""
 
 
 @dataclass(slots=True)
@@ -23,6 +25,8 @@ class _Work:
     tokens: int = 0
     cost: float = 0.0
     prefill: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of its reward."""
 
 
 @dataclass(slots=True)
@@ -190,6 +194,8 @@ class Summary:
                 self._metrics.add(f"{prefix}reward/mean", Mean(event["reward"]))
                 self._metrics.add(f"{prefix}response_length/mean", Mean(work.tokens))
                 self._metrics.add(f"{prefix}num_turns/mean", Mean(event["turns"]))
+            for part in list(work.parts)[:MOST_PARTS]:
+                self._metrics.add(f"{work.task}/reward/{part}/mean", Mean(work.parts[part]))
         else:
             self._metrics.add(f"stop/{status}", Sum(1))
         group = self._groups.get(event["id"].rsplit(".", 2)[0])
@@ -259,6 +265,9 @@ class Summary:
         self._reward["seconds"] += event["busy_s"] or event["s"] - event["cold_s"]
         self._reward["cold_starts"] += event["cold_s"] > 0
         self._reward["cold_start_s"] += event["cold_s"]
+        work = self._live.get(event["id"])
+        if work is not None and "parts" in event:
+            work.parts = event["parts"]
 
     def _on_reward_failed(self, event: Event) -> None:
         self._reward["failed"] += 1

@@ -10,6 +10,7 @@ import fcntl
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rollart.control.waits import Waits
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.real import check_real, real_world
+from rollart.records.format import FOLDER
+from rollart.records.recorder import FileRecorder
 from rollart.resources import refuse_unplaceable
 from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
 from rollart.summary import Summary
@@ -96,7 +99,8 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
             coordinator.lost(worker, reason)
 
         real = real_world(job, out, journal, lost)
-        coordinator = Coordinator(job, real.world, LogHandle(log))
+        recorder = _recorder(job, out, log, loop)
+        coordinator = Coordinator(job, replace(real.world, recorder=recorder), LogHandle(log))
         _stop_on_signals(loop, coordinator)
         writing = asyncio.create_task(_write_out(log))
         try:
@@ -106,9 +110,30 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         finally:
             writing.cancel()
             await real.close()
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
             tracking.close()
             log.close()
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
+
+
+def _recorder(job: Job, out: Path, log: EventLog, loop: asyncio.AbstractEventLoop) -> FileRecorder | None:
+    """Keeps the trajectories, where the job wants any."""
+    settings = job.trajectories
+    if not settings.keep:
+        return None
+
+    def warn(text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            loop.call_soon_threadsafe(log.emit, "warning", {"text": text})
+
+    return FileRecorder(
+        out / FOLDER,
+        share=settings.keep,
+        total_bytes=None if settings.total_mb is None else settings.total_mb << 20,
+        zero_s=log.zero_s,
+        warn=warn,
+    )
 
 
 async def _write_out(log: EventLog) -> None:

@@ -204,6 +204,38 @@ class Trajectory:
         return sum(len(turn.completion.tokens) for turn in self.turns)
 
 
+class TurnNote(NamedTuple):
+    """What people want to know of a turn beside the turn itself; nobody is trained on it."""
+
+    pool: str
+    """Of the engine that answered."""
+    waited_s: float
+    """Until the call that was answered was sent to its engine; a part of the turn's `generate_s`."""
+    shown: tuple[Message, ...]
+    """What the environment said since the answer before."""
+    text: str
+    """The answer as the environment was given it; empty where it was given none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """One finished attempt as it is kept for people to read."""
+
+    trajectory: Trajectory
+    notes: tuple[TurnNote, ...]
+    """One per turn."""
+    left: tuple[Message, ...] = ()
+    """What the environment said after the last answer."""
+    evaluation: bool = False
+    open_s: float = 0.0
+    """Waiting for an environment, and its start."""
+    reset_s: float = 0.0
+    queue_s: float = 0.0
+    """Waiting for a reward slot, and for another try."""
+    reward_s: float = 0.0
+    """In reward calls."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What a reward function gave one trajectory."""

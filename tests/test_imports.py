@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = frozenset({"types", "ports", "errors", "events", "config", "hardware"})
-ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim"})
+ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim", "records"})
 FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 """Modules that may import only these at module level, and the rest of their row inside functions: start-up time."""
 
-LIGHT = VALUES | {"", "policy", "control", "cli", "summary", "audit", "explain", "show", "run", "chaos"}
+LIGHT = VALUES | {"", "records", "policy", "control", "cli", "summary", "audit", "explain", "show", "run", "chaos"}
 HEAVY = frozenset({"torch", "transformers", "ray", "vllm"})
 """No LIGHT module imports these, not even inside a function."""
 

@@ -24,6 +24,7 @@ from rollart.config.settings import (
     TaskSettings,
     TrackSettings,
     TrainSettings,
+    TrajectorySettings,
     WeightSettings,
 )
 from rollart.config.sim import SimSettings
@@ -48,6 +49,7 @@ class Job(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     track: TrackSettings = TrackSettings()
+    trajectories: TrajectorySettings = TrajectorySettings()
     limits: LimitSettings = LimitSettings()
     sim: SimSettings = SimSettings()
 

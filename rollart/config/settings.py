@@ -396,6 +396,15 @@ class TrackSettings(Settings):
     """W&B's project."""
 
 
+class TrajectorySettings(Settings):
+    """Finished trajectories, kept in the run directory for `rollart show`; read by `rollart train` and `eval` only."""
+
+    keep: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the groups (and of the held-out episodes) that is kept, drawn by their ids; 0 means none."""
+    total_mb: Count | None = 4096
+    """Most that they take on disk: then the oldest files go. `null` keeps all."""
+
+
 class LimitSettings(Settings):
     """How long to wait for others, and how often to try again."""
 

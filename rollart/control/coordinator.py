@@ -25,7 +25,18 @@ from rollart.errors import ClusterError, Interrupted, boundary
 from rollart.events import Event, LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
-from rollart.ports import Cluster, Engine, EnvHost, Journal, RewardBackend, TaskSet, Tokenizer, Trainer, WeightStore
+from rollart.ports import (
+    Cluster,
+    Engine,
+    EnvHost,
+    Journal,
+    Recorder,
+    RewardBackend,
+    TaskSet,
+    Tokenizer,
+    Trainer,
+    WeightStore,
+)
 from rollart.types import Batch, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
 
 
@@ -45,6 +56,8 @@ class World:
     agent: Agent | None = None
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
+    recorder: Recorder | None = None
+    """Keeps finished trajectories, where somebody wants to read them."""
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> Event:
@@ -109,6 +122,8 @@ class Coordinator:
                 },
             )
             self.rollout.end_superseded()
+            for batch in batches:
+                self._record(batch)
         if self.trainer.version:
             self.weights.publish(self.trainer.version)
             await self.weights.to(self.trainer.version)
@@ -177,6 +192,7 @@ class Coordinator:
         began = self._log.emit("step.start", {"step": batch.step, "serving": self.fleet.serving})
         began_s = self._loop.time()
         result = await self.trainer.train(batch)
+        self._record(batch)
         self._log.emit(
             "step.end",
             {
@@ -188,6 +204,10 @@ class Coordinator:
             },
         )
         return result
+
+    def _record(self, batch: Batch) -> None:
+        if self._world.recorder is not None:
+            self._world.recorder.trained(batch)
 
     async def _checkpoint(self) -> None:
         """Trainer, task cursor, buffer and open groups, together. Called between two batches."""
@@ -237,7 +257,9 @@ class Coordinator:
         )
         proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
         placing = Placing(world.affinity, self.fleet, self._log)
-        self.rollout = Rollout(job, world.task_sets, placing, self.fleet, self.crew, self.waits, self._log)
+        self.rollout = Rollout(
+            job, world.task_sets, placing, self.fleet, self.crew, self.waits, self._log, world.recorder
+        )
         manager = EnvManager(
             job,
             world.host,
@@ -249,6 +271,7 @@ class Coordinator:
             self.waits,
             self._log,
             world.agent,
+            world.recorder,
         )
         self.rollout.manager = manager
         for spec in world.further_engines:

@@ -13,13 +13,14 @@ from typing import Protocol
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.crew import Crew
+from rollart.control.notes import Notes
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
-from rollart.ports import Env, EnvHost, RewardBackend, Tokenizer
+from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
 from rollart.types import (
     SCORED,
     Completion,
@@ -55,6 +56,7 @@ class Run:
         "key",
         "last_engine",
         "min_version",
+        "notes",
         "order",
         "prefix",
         "said",
@@ -91,6 +93,8 @@ class Run:
         self.turns: list[Turn] = []
         self.said: tuple[Tokens, bool, Completion, float] | None = None
         """An answer the environment has not replied to yet."""
+        self.notes: Notes | None = None
+        """Where attempts are kept for people to read."""
         self.started_s = 0.0
         self.stopped: tuple[Status, str] | None = None
         self._task: asyncio.Task[object] | None = None
@@ -111,6 +115,8 @@ class Run:
                     env_s=env_s,
                 )
             )
+            if self.notes is not None:
+                self.notes.settle()
 
     def stop(self, status: Status, reason: str) -> None:
         """End it now: its request is aborted, its environment closed, its reward dropped."""
@@ -210,8 +216,10 @@ class EnvManager:
         waits: Waits,
         log: LogHandle,
         agent: Agent | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._recorder = recorder
         self._agent: Agent = agent or TurnAgent()
         self._context_tokens = job.model.context_tokens
         self._seed = job.seed
@@ -241,6 +249,8 @@ class EnvManager:
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
         run.started_s = self._loop.time()
+        if self._recorder is not None:
+            run.notes = Notes()
         run.cause = self._log.emit(
             "start",
             {"id": run.key, "task": run.task.id, "pool": run.order[0], "eval": run.evaluation, "cause": run.cause},
@@ -265,6 +275,8 @@ class EnvManager:
     async def _play(self, run: Run) -> Status:
         with boundary(EnvError, "env.open"):
             env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
+        if run.notes is not None:
+            run.notes.open_s = self._loop.time() - run.started_s
         try:
             with _AGENT:
                 status = await self._agent.play(Session(self, run, env))
@@ -275,14 +287,23 @@ class EnvManager:
         return status
 
     async def reset(self, run: Run, env: Env) -> Observation:
+        began_s = self._loop.time()
         with boundary(EnvError, "env.reset"):
-            return _checked(await self._resetting.guard(run.key, env.reset()))
+            observation = _checked(await self._resetting.guard(run.key, env.reset()))
+        if run.notes is not None:
+            run.notes.reset_s = self._loop.time() - began_s
+            run.notes.shown = observation.messages
+        return observation
 
     async def step(self, run: Run, env: Env, action: str) -> Observation:
         began_s = self._loop.time()
+        if run.notes is not None:
+            run.notes.text = action
         with _STEP:
             observation = _checked(await self._stepping.guard(run.key, env.step(action)))
         run.settle(observation.reward, self._loop.time() - began_s)
+        if run.notes is not None:
+            run.notes.shown = observation.messages
         return observation
 
     async def generate(self, run: Run, context: Tokens, *, fresh: bool) -> Completion | None:
@@ -310,7 +331,7 @@ class EnvManager:
         if run.born is None:
             run.born = self._staleness.serving()
         began_s = self._loop.time()
-        completion, run.last_engine, run.cause = await self._proxy.generate(
+        completion, run.last_engine, run.cause, sent_s = await self._proxy.generate(
             request, run.order, run.last_engine, run.cause
         )
         if turn == 0:
@@ -318,6 +339,8 @@ class EnvManager:
         run.min_version = completion.spans[-1].version
         run.prefix = prefix.answered(completion)
         run.said = (context, fresh, completion, self._loop.time() - began_s)
+        if run.notes is not None:
+            run.notes.said(run.last_engine.pool, sent_s - began_s)
         return completion
 
     def _sampling(self, settings: TaskSettings, room: int) -> Sampling:
@@ -342,6 +365,7 @@ class EnvManager:
         """The reward, asked for the moment the trajectory ends; again after a back-off where that may help."""
         trajectory = self._trajectory(run, status, "", None)
         tries = 1
+        asked_s = self._loop.time()
         while True:
             await self._queueing.guard(run.key, self._scorers.acquire())
             began_s = self._loop.time()
@@ -355,6 +379,8 @@ class EnvManager:
                     raise
             finally:
                 self._scorers.release()
+                if run.notes is not None:
+                    run.notes.scoring(asked_s, began_s, self._loop.time())
             await asyncio.sleep(backoff_s(self._backoff_s, tries))
             tries += 1
         run.cause = self._log.emit(
@@ -366,6 +392,7 @@ class EnvManager:
                 "busy_s": round(score.busy_s, 6),
                 "cold_s": round(score.cold_start_s, 6),
                 "tries": tries,
+                **({"parts": dict(score.parts)} if score.parts else {}),
                 "cause": run.cause,
             },
         )
@@ -396,6 +423,8 @@ class EnvManager:
                 "cause": run.cause,
             },
         )
+        if self._recorder is not None and run.notes is not None:
+            self._recorder.played(run.notes.played(trajectory, evaluation=run.evaluation))
         return trajectory
 
     def _trajectory(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:

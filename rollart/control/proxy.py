@@ -22,6 +22,7 @@ MOST_SENDS = 6
 
 class Proxy:
     def __init__(self, fleet: Fleet, crew: Crew, waits: Waits, log: LogHandle, *, generate_limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
         self._fleet = fleet
         self._crew = crew
         self._log = log
@@ -31,14 +32,15 @@ class Proxy:
 
     async def generate(
         self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
-    ) -> tuple[Completion, EngineView, int]:
-        """One completion, the engine it came from, and the event it is recorded in.
+    ) -> tuple[Completion, EngineView, int, float]:
+        """One completion, the engine it came from, the event it is recorded in, and when it was sent there.
 
         `order`: the wanted pool, then those that may stand in. `last`: the engine that has the session's cache.
         """
         reason = ""
         for _ in range(MOST_SENDS):
             seat = await self._place(request, order, last, cause)
+            sent_s = self._loop.time()
             try:
                 completion, reason = await self._send(seat, request)
                 if completion is not None and (wrong := wrong_with(request, completion)):
@@ -48,7 +50,7 @@ class Proxy:
                 raise
             if completion is not None:
                 seat.restarts = seat.refused = 0
-                return completion, seat.view, self._log_said(request, seat, completion, cause)
+                return completion, seat.view, self._log_said(request, seat, completion, cause), sent_s
             last = None
             cause = self._log.emit("lost", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
         raise EngineError(f"{MOST_SENDS} engines in a row were lost with this request; the last: {reason}")

@@ -19,7 +19,7 @@ from rollart.events import LogHandle
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
-from rollart.ports import TaskSet
+from rollart.ports import Recorder, TaskSet
 from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
@@ -40,8 +40,10 @@ class Rollout:
         crew: Crew,
         waits: Waits,
         log: LogHandle,
+        recorder: Recorder | None = None,
     ) -> None:
         rollout = job.rollout
+        self._recorder = recorder
         self._job = job
         self._settings = {task.name: task for task in job.tasks}
         self._task_sets = task_sets
@@ -197,6 +199,8 @@ class Rollout:
         self.slots.died(group_id)
         self.mix.died(task.domain, task.index, again=how in ("stale", "surplus"), stale=how == "stale")
         self._log.emit("group", {"group": group_id, "task": task.id, "how": how, "cause": cause})
+        if self._recorder is not None:
+            self._recorder.ended(group_id, how)
         if how in ("filtered", "failed"):
             self._refills += 1
             if self._refills == self._refill_limit:
@@ -369,6 +373,8 @@ class Rollout:
         """End the groups that went stale after the checkpoint and whose task was then trained on in another group."""
         for group_id, task in self._superseded:
             self._log.emit("group", {"group": group_id, "task": task.id, "how": "surplus"})
+            if self._recorder is not None:
+                self._recorder.ended(group_id, "surplus")
 
     def go_on(self) -> None:
         """Begin: first with the open groups of the checkpoint, then with new ones."""

@@ -21,7 +21,7 @@ from rollart.errors import Deadlock, EngineError, RollartError, TrainerError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import MODELS
 from rollart.policy.placement import engine_specs, further_specs
-from rollart.ports import Engine, Env, Trainer
+from rollart.ports import Engine, Env, Recorder, Trainer
 from rollart.run import facts
 from rollart.samples import filled
 from rollart.sim.clock import VirtualLoop
@@ -330,6 +330,7 @@ class Scene:
     reward_s: float = 0.5
     turns: int = 2
     agent: Agent | None = None
+    recorder: Recorder | None = None
 
     on_generate: EngineHook | None = None
     on_stage: Callable[[ScriptedEngine, WeightVersion], Awaitable[None]] | None = None
@@ -443,6 +444,7 @@ class Scene:
             affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
             agent=self.agent,
             further_engines=tuple(further_specs(offers(self.job))),
+            recorder=self.recorder,
         )
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 

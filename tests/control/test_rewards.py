@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 
 from rollart.errors import RewardError
+from rollart.run import metric_rows
+from rollart.summary import Summary
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job
 
@@ -155,3 +158,29 @@ def test_a_reward_given_up_frees_its_worker() -> None:
 
     scene.on_score = score
     check_only_it_failed(scene, scene.play(), "no answer in 6 s")
+
+
+def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
+    scene = Scene(scene_job(train__steps=1), reward_s=0.0)
+    usual = scene.score
+
+    async def score(trajectory: Trajectory) -> Score:
+        whole = await usual(trajectory)
+        return Score(value=whole.value, parts={"won": whole.value, "brief": 0.25})
+
+    scene.score = score  # type: ignore[method-assign]
+    played = scene.play()
+    assert {event["parts"]["brief"] for event in played.of("reward")} == {0.25}
+    summary = Summary()
+    rows: list[Mapping[str, float]] = []
+    keep = metric_rows(summary, rows.append)
+    for event in played.events:
+        summary.read(event)
+        keep(event)
+    [row] = rows
+    assert row["a/reward/brief/mean"] == 0.25
+    assert row["a/reward/won/mean"] == row["a/reward/mean"] > 0.0
+
+
+def test_rewards_without_parts_say_nothing_of_them() -> None:
+    assert all("parts" not in event for event in Scene().play().of("reward"))

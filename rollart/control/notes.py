@@ -1,0 +1,52 @@
+"""What is noted of one attempt under way for those who read it later. Nothing here decides anything.
+
+A turn's note is made where the turn is: `said` when the answer is there, `settle` when the turn is booked.
+"""
+
+from rollart.types import Message, Played, Trajectory, TurnNote
+
+
+class Notes:
+    __slots__ = ("_answer", "_turns", "open_s", "queue_s", "reset_s", "reward_s", "shown", "text")
+
+    def __init__(self) -> None:
+        self.open_s = 0.0
+        self.reset_s = 0.0
+        self.queue_s = 0.0
+        self.reward_s = 0.0
+        self.shown: tuple[Message, ...] = ()
+        """What the environment said since the last answer."""
+        self.text = ""
+        """The last answer, as the environment was given it."""
+        self._answer: tuple[str, float, tuple[Message, ...]] | None = None
+        self._turns: list[TurnNote] = []
+
+    def said(self, pool: str, waited_s: float) -> None:
+        """An answer from an engine of this pool, to what was shown."""
+        self._answer = (pool, waited_s, self.shown)
+        self.shown = ()
+        self.text = ""
+
+    def settle(self) -> None:
+        """The answer is booked as a turn."""
+        if self._answer is not None:
+            pool, waited_s, shown = self._answer
+            self._answer = None
+            self._turns.append(TurnNote(pool, waited_s, shown, self.text))
+
+    def scoring(self, asked_s: float, began_s: float, ended_s: float) -> None:
+        """One reward call is over, good or bad; the trajectory waited for it since `asked_s`."""
+        self.reward_s += ended_s - began_s
+        self.queue_s = ended_s - asked_s - self.reward_s
+
+    def played(self, trajectory: Trajectory, *, evaluation: bool) -> Played:
+        return Played(
+            trajectory=trajectory,
+            notes=tuple(self._turns),
+            left=self.shown,
+            evaluation=evaluation,
+            open_s=self.open_s,
+            reset_s=self.reset_s,
+            queue_s=self.queue_s,
+            reward_s=self.reward_s,
+        )

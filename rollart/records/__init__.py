@@ -1,0 +1,1 @@
+"""Finished trajectories in the run directory: written while a job runs, read by people afterwards."""

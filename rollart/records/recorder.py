@@ -1,0 +1,258 @@
+"""The Recorder port over files of the run directory.
+
+What control hands over goes into a queue and nothing else; a thread of its own encodes and writes it, once in a while.
+Invariant: nothing here ever holds up or ends a job. What does not fit into the queue, or cannot be written, is dropped
+and counted, and warned about once; what is written later says how many are missing.
+"""
+
+import contextlib
+import os
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from rollart.records.format import (
+    SUFFIX,
+    Row,
+    ended_row,
+    files_of,
+    life_row,
+    member_of,
+    pack_row,
+    played_row,
+    rows_of,
+    trained_row,
+)
+from rollart.types import Batch, Played
+
+WRITE_S = 1.0
+"""Between two writes: what a kill of the whole process can lose."""
+QUEUE_BYTES = 128 << 20
+"""Of token arrays and texts waiting to be written; more is dropped."""
+MEMBER_BYTES = 1 << 20
+"""Encoded rows that are compressed and written together, about."""
+FILE_BYTES = 64 << 20
+"""A file of this size is closed and the next one begun."""
+FEWEST_FILES = 8
+"""Where the total is bounded it is so many files at least: the oldest one that goes is then a small part of it."""
+CLOSE_S = 30.0
+"""Most that the end of a run waits for the last write."""
+ROW_BYTES = 512
+"""Of a row beside its arrays, about."""
+
+Warn = Callable[[str], None]
+"""May be called from any thread."""
+
+
+class FileRecorder:
+    """Keeps `share` of the groups, `total_bytes` of them at most. Its folder is made with the first write."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        share: float = 1.0,
+        total_bytes: int | None = None,
+        zero_s: float = 0.0,
+        warn: Warn = lambda text: None,
+        write_s: float = WRITE_S,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        self._share = share
+        self._zero_s = zero_s
+        self._warn = warn
+        self._write_s = write_s
+        self._queue: deque[tuple[int, Played | Row]] = deque()
+        self._queue_bytes = queue_bytes
+        self._given_bytes = 0
+        """Ever put into the queue. Changed by the giving thread only, as `_left_out` is."""
+        self._left_out = 0
+        """Attempts that found the queue full."""
+        self._taken_bytes = 0
+        """Ever taken out again. Changed by the writing thread only, as all below are."""
+        self._lost = 0
+        """Attempts that could not be written."""
+        self._noted = 0
+        """Of both, what the files say."""
+        self._told = False
+        self._files = _Files(folder, total_bytes)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="rollart-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Attempts that were to be kept and are not."""
+        return self._left_out + self._lost
+
+    def played(self, played: Played) -> None:
+        name = played.trajectory.id
+        if not self._is_kept(str(name) if played.evaluation else name.group):
+            return
+        try:
+            size = _bytes_of(played)
+        except TypeError:  # a message that is no text; what becomes of it is the writing thread's
+            size = ROW_BYTES
+        if not self._put(size, played):
+            self._left_out += 1
+
+    def ended(self, group: str, how: str) -> None:
+        if self._is_kept(group):
+            self._put(ROW_BYTES, ended_row(group, how))
+
+    def trained(self, batch: Batch) -> None:
+        self._put(ROW_BYTES, trained_row(batch))
+
+    def close(self) -> None:
+        """Write what is left; waits for that, a bounded time."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+        if self.dropped:
+            self._warn(f"trajectories: {self.dropped} finished attempts were not kept")
+
+    def _is_kept(self, key: str) -> bool:
+        """Drawn by name: members of a group are kept together, and a resumed run keeps the same ones."""
+        return self._share >= 1.0 or zlib.crc32(key.encode()) < self._share * 2**32
+
+    def _put(self, size: int, item: Played | Row) -> bool:
+        if self._given_bytes - self._taken_bytes + size > self._queue_bytes:
+            return False
+        self._given_bytes += size
+        self._queue.append((size, item))
+        return True
+
+    # --- in the writing thread --------------------------------------------------------------------------------
+
+    def _write_on(self) -> None:
+        last = False
+        while not last:
+            last = self._closing.wait(self._write_s)
+            if self._left_out:
+                self._tell("they come faster than they are written")
+            while self._queue:
+                self._write_some()
+        if self.dropped > self._noted:
+            self._write_some()
+        self._files.close()
+
+    def _write_some(self) -> None:
+        """One member's worth of what waits."""
+        rows: list[bytes] = []
+        size = attempts = taken_bytes = 0
+        dropped = self.dropped
+        if dropped > self._noted:
+            rows.append(pack_row({"k": "dropped", "count": dropped - self._noted}))
+        while self._queue and size < MEMBER_BYTES:
+            given_bytes, item = self._queue.popleft()
+            taken_bytes += given_bytes
+            attempts += isinstance(item, Played)
+            try:
+                row = pack_row(played_row(item, self._zero_s) if isinstance(item, Played) else item)
+            except Exception as error:  # whatever users put into a message, it costs this attempt only
+                attempts -= isinstance(item, Played)
+                self._lose(isinstance(item, Played), f"one cannot be encoded ({type(error).__name__}: {error})")
+                continue
+            rows.append(row)
+            size += len(row)
+        try:
+            self._files.write(member_of(rows))
+            self._noted = dropped
+        except Exception as error:  # a disk that is full or gone is never worth a job
+            self._lose(attempts, f"{type(error).__name__}: {error}")
+        self._taken_bytes += taken_bytes
+
+    def _lose(self, attempts: int, why: str) -> None:
+        self._lost += attempts
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        """Once: the first reason says most."""
+        if not self._told:
+            self._told = True
+            self._warn(f"trajectories: not all are kept, the job goes on: {why}")
+
+
+class _Files:
+    """The files of one run, the newest of them open. Each life of the run begins a new one."""
+
+    def __init__(self, folder: Path, total_bytes: int | None) -> None:
+        self._folder = folder
+        self._total_bytes = total_bytes
+        self._file_bytes = min(FILE_BYTES, (total_bytes or FILE_BYTES * FEWEST_FILES) // FEWEST_FILES)
+        self._file: IO[bytes] | None = None
+        self._bytes = 0
+        """Of the open file, whole members only."""
+        self._life = -1
+
+    def write(self, member: bytes) -> None:
+        """Raises OSError; then the file ends where it ended before, or a new one is begun by the next write."""
+        if self._file is None or self._bytes >= self._file_bytes:
+            self._begin()
+        assert self._file is not None
+        self._append(member)
+        self._trim()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _append(self, member: bytes) -> None:
+        assert self._file is not None
+        left = memoryview(member)
+        try:
+            while left:  # a disk that gets full takes a part first
+                left = left[self._file.write(left) :]
+        except OSError:
+            try:
+                os.ftruncate(self._file.fileno(), self._bytes)
+            except OSError:
+                self.close()
+            raise
+        self._bytes += len(member)
+
+    def _begin(self) -> None:
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        before = files_of(self._folder)
+        if self._life < 0:
+            self._life = 1 + max((_life_of(path) for path in before), default=-1)
+        number = int(before[-1].stem) + 1 if before else 0
+        self._file = open(self._folder / f"{number:06d}{SUFFIX}", "ab", buffering=0)  # noqa: SIM115 - close() closes it
+        self._bytes = 0
+        self._append(member_of([pack_row(life_row(self._life))]))
+
+    def _trim(self) -> None:
+        """Make room for the next file: the oldest ones go."""
+        if self._total_bytes is None or self._bytes < self._file_bytes:
+            return
+        with contextlib.suppress(OSError):
+            files = files_of(self._folder)
+            sizes = [path.stat().st_size for path in files]
+            total = sum(sizes)
+            for path, size in zip(files[:-1], sizes[:-1], strict=True):
+                if total <= self._total_bytes - self._file_bytes:
+                    return
+                path.unlink()
+                total -= size
+
+
+def _bytes_of(played: Played) -> int:
+    """What it takes in memory, about."""
+    size = ROW_BYTES
+    for turn in played.trajectory.turns:
+        size += turn.context.nbytes + 2 * turn.completion.tokens.nbytes
+    for note in played.notes:
+        size += len(note.text)
+        for message in note.shown:
+            size += len(message.content)
+    return size
+
+
+def _life_of(path: Path) -> int:
+    row = next(rows_of(path), {})
+    return int(row.get("life", -1))
