@@ -85,6 +85,25 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("answer fills context", ["tasks.0.max_tokens=32768"], "tasks.0.max_tokens:", "lower max_tokens or raise context"),
     ("no learning rate", ["train.lr=.nan"], "train.lr:", "should be a finite number"),
     ("negative learning rate", ["train.lr=-1"], "train.lr:", "should be greater than 0"),
+    (
+        "a clip range that never acts",
+        ["train.eps_high=0.28", "train.correction=decoupled"],
+        "train.eps_high: has no effect with train.correction decoupled and one update a step",
+        "set train.correction to bypass, or train.updates_per_step to 2 or more",
+    ),
+    (
+        "an algorithm that never clips",
+        ["train.algorithm=cispo", "train.correction=none"],
+        "train.algorithm: cispo: has no effect with train.correction none",
+        "set train.correction to bypass",
+    ),
+    ("a cap without weights", ["train.weight_cap=3", "train.correction=none"], "train.weight_cap:", "remove it"),
+    (
+        "a cap below the clip range",
+        ["train.weight_cap=2", "train.algorithm=cispo"],
+        "train.weight_cap: 2 cuts ratios before the clip range of cispo does",
+        "give 5 or more",
+    ),
     ("clip without a clip", ["train.algorithm=rloo", "train.eps_high=0.2"], "train.eps_high:", "remove it"),
     ("length of another loss", ["train.length_constant=64"], "train.length_constant:", "dr_grpo only; remove it"),
     ("reference without a KL", ["train.reference=models/a"], "train.reference:", "set train.kl_coef, or remove it"),
@@ -367,9 +386,6 @@ def test_an_ordinary_job_gives_no_warning(tmp_path: Path) -> None:
         (["tasks.0.top_p=0.9"], "tasks.0.top_p: answers are sampled from a part of the distribution"),
         (["tasks.1.top_k=8"], "training learns from log-probabilities of the full one"),
         (["sim.tasks.maths.turns=2"], "sim.tasks: 'lake' is not described"),
-        (["train.eps_high=0.28"], "nothing is ever clipped, so the clip range of grpo does nothing"),
-        (["train.algorithm=dapo"], "set train.correction=bypass, or train.updates_per_step=2"),
-        (["train.algorithm=cispo", "train.correction=none"], "train.correction: with 'none' and one update"),
         (["train.steps=5"], "checkpoint.every: 10 is more than train.steps 5"),
     ],
 )
@@ -389,9 +405,11 @@ def test_vllm_takes_stop_strings_and_a_top_p_that_greedy_play_does_not_read(tmp_
     assert job.tasks[0].stop == ("</answer>",)
 
 
-@pytest.mark.parametrize("acts", ["train.correction=bypass", "train.updates_per_step=2"])
-def test_a_clip_that_acts_is_quiet(acts: str, tmp_path: Path) -> None:
-    assert warnings(load(tmp_path, "train.algorithm=dapo", "train.eps_low=0.1", acts)) == []
+@pytest.mark.parametrize(
+    "acts", [(), ("train.correction=bypass",), ("train.correction=decoupled", "train.updates_per_step=2")]
+)
+def test_a_clip_that_acts_is_taken(acts: tuple[str, ...], tmp_path: Path) -> None:
+    assert load(tmp_path, "train.algorithm=dapo", "train.eps_low=0.1", *acts).train.eps_low == 0.1
 
 
 def test_the_edge_of_enough_slots_is_quiet(tmp_path: Path) -> None:

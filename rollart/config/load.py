@@ -17,9 +17,6 @@ from rollart.config.paths import located, settings_in
 from rollart.config.settings import MODES
 from rollart.errors import JobError
 
-CLIPPING = ("dapo", "gspo", "cispo")
-"""Algorithms chosen for how they clip."""
-
 ALIASES = {
     "lr": ("learning_rate", "step_size"),
     "steps": ("max_steps", "num_steps", "total_steps", "train_steps", "iterations"),
@@ -125,13 +122,6 @@ def warnings(job: Job) -> list[str]:
             )
         if task.name not in job.sim.tasks and job.sim.tasks:
             found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
-    train = job.train
-    clips = train.eps_low is not None or train.eps_high is not None or train.algorithm in CLIPPING
-    if clips and train.correction != "bypass" and train.updates_per_step == 1:
-        found.append(
-            f"train.correction: with {train.correction!r} and one update a step nothing is ever clipped, so the clip "
-            f"range of {train.algorithm} does nothing; set train.correction=bypass, or train.updates_per_step=2 or more"
-        )
     if job.checkpoint.every > job.train.steps:
         found.append(
             f"checkpoint.every: {job.checkpoint.every} is more than train.steps {job.train.steps}; "

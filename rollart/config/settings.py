@@ -266,6 +266,19 @@ class RewardSettings(Settings):
         return self
 
 
+CLIP_RANGES: dict[str, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "dr_grpo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "reinforce++": (0.2, 0.2),
+}
+"""(eps_low, eps_high) of each algorithm's authors; the ratio is kept within [1 - eps_low, 1 + eps_high]."""
+CLIPPING = ("dapo", "gspo", "cispo")
+"""Algorithms chosen for how they clip."""
+
+
 class TrainSettings(Settings):
     """The trainer."""
 
@@ -294,10 +307,13 @@ class TrainSettings(Settings):
     updates_per_step: Count = 1
     """Optimizer updates in a step, each on its share of the batch. With more than one the clip range acts under
     `decoupled`, against the weights at the step's beginning, for one more forward pass."""
-    correction: Literal["decoupled", "bypass", "none"] = "decoupled"
-    """How samples of older weights are corrected: proximal log-probabilities recomputed, or the engine's own taken."""
-    weight_cap: Annotated[float, Field(ge=1)] = 2.0
-    """Largest importance weight: truncated importance sampling."""
+    correction: Literal["bypass", "decoupled", "none"] = "bypass"
+    """How samples of older weights are corrected. `bypass`: the ratio is taken to the engine's own log-probabilities,
+    and the clip range acts on it. `decoupled`: the ratio is taken to the weights at the step's beginning, and each
+    token is weighed by truncated importance sampling; nothing is clipped where a step is one update."""
+    weight_cap: Annotated[float, Field(ge=1)] | None = None
+    """Largest importance weight (`decoupled`) or ratio (`bypass`): truncated importance sampling. Default: 2, or
+    twice the top of the clip range where that is higher than 2."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the `reference`."""
     reference: Place | None = None
@@ -320,9 +336,30 @@ class TrainSettings(Settings):
                 raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
         if self.length_constant is not None and self.algorithm != "dr_grpo":
             raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
+        self._clip_acts()
         if self.reference is not None and not self.kl_coef:
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
+
+    def _clip_acts(self) -> None:
+        """Refuses what was asked for and would do nothing."""
+        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
+        if (given or self.algorithm in CLIPPING) and self.correction != "bypass" and self.updates_per_step == 1:
+            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
+            raise ValueError(
+                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
+                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
+            )
+        if self.weight_cap is None:
+            return
+        if self.correction == "none":
+            raise ValueError("train.weight_cap: has no effect with train.correction none; remove it")
+        top = 1 + (self.eps_high or CLIP_RANGES.get(self.algorithm, (0.0, 0.0))[1])
+        if self.correction == "bypass" and self.weight_cap < top:
+            raise ValueError(
+                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
+                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
+            )
 
 
 class WeightSettings(Settings):

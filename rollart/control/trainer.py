@@ -61,8 +61,8 @@ class TrainerDriver:
             text = (
                 f"steps {batch.step - IDLE_STEPS + 1} to {batch.step} trained on nothing: in every group all members "
                 "earned the same. If that is the best reward, the job is done. If not, the policy may have lost the "
-                "form of its answers: go back to an earlier checkpoint with train.correction bypass, a lower train.lr "
-                "or rollout.staleness, or a train.kl_coef"
+                "form of its answers: go back to an earlier checkpoint with a lower train.lr or rollout.staleness, "
+                "or with a train.kl_coef"
             )
             self._log.emit("warning", {"text": text})
         return result

@@ -27,6 +27,7 @@ behaviour, truncated or masked at `weight_cap`) or `none`; it is current / behav
 is `bypass`. Group baselines (GRPO's, RLOO's) are in the advantages already. KL and entropy are token means always.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -34,21 +35,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rollart.config.settings import CLIP_RANGES
+
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"]
 Correction = Literal["decoupled", "bypass", "none"]
 Level = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
 
-CLIP_RANGES: dict[str, tuple[float, float]] = {
-    "grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "dr_grpo": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-    "reinforce++": (0.2, 0.2),
-}
-"""(eps_low, eps_high) of each algorithm's authors; the ratio is kept within [1 - eps_low, 1 + eps_high]."""
 DEFAULT_LENGTH_CONSTANT = 1024
+DEFAULT_WEIGHT_CAP = 2.0
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp, so that a token the engine found impossible cannot make an infinity."""
 ADVANTAGE_EPS = 1e-6
@@ -64,9 +59,10 @@ class LossSettings:
     eps_high: float | None = None
     length_constant: int | None = None
     """`dr_grpo` only: what a sequence's sum is divided by instead of its length. None means 1024."""
-    correction: Correction = "decoupled"
-    weight_cap: float = 2.0
-    """Largest importance weight (decoupled) or ratio (bypass)."""
+    correction: Correction = "bypass"
+    weight_cap: float | None = None
+    """Largest importance weight (decoupled) or ratio (bypass). None means 2, or twice the top of the clip range where
+    that is higher than 2: a cap below it would keep the clip from acting."""
     weight_level: Level = "token"
     """`decoupled` only: one weight per token, or the product over a sequence for all its tokens."""
     over_cap: OverCap = "truncate"
@@ -97,7 +93,7 @@ class LossSettings:
             raise ValueError(
                 f"length_constant: {self.length_constant} is not a length; give the longest answer, such as 1024"
             )
-        if self.weight_cap < 1:
+        if self.weight_cap is not None and self.weight_cap < 1:
             raise ValueError(
                 f"weight_cap: {self.weight_cap} would shrink on-policy tokens too; give 1 or more, such as 2.0"
             )
@@ -114,6 +110,15 @@ class LossSettings:
         for key, number in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if number < 0:
                 raise ValueError(f"{key}: {number} is negative; give 0 or more")
+
+    @property
+    def cap(self) -> float:
+        """The cap in force."""
+        if self.weight_cap is not None:
+            return self.weight_cap
+        top = 1 + self.clip_range[1]
+        beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
+        return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -271,12 +276,12 @@ def _correct(settings: LossSettings, inputs: LossInputs, ratio_N: Tensor) -> tup
             if settings.weight_level == "sequence":
                 difference_N = _sequence_sum(difference_N, inputs)[inputs.sequence_N]
             measured_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    over_N = (measured_N > settings.weight_cap) | (measured_N < settings.weight_floor)
-    weight_N = measured_N.clamp(max=settings.weight_cap) if settings.correction == "decoupled" else one_N
+    over_N = (measured_N > settings.cap) | (measured_N < settings.weight_floor)
+    weight_N = measured_N.clamp(max=settings.cap) if settings.correction == "decoupled" else one_N
     if settings.over_cap == "mask":
         weight_N = weight_N.masked_fill(over_N, 0.0)
     if settings.correction == "bypass":
-        ratio_N = ratio_N.clamp(max=settings.weight_cap)
+        ratio_N = ratio_N.clamp(max=settings.cap)
     return ratio_N, weight_N, over_N
 
 

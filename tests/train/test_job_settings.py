@@ -94,7 +94,7 @@ def test_the_job_refuses_what_the_loss_refuses_in_the_same_words() -> None:
         expected = refusal(values)
         refused += bool(expected)
         try:
-            build_job({**JOB, "train": values})
+            build_job({**JOB, "train": values | {"updates_per_step": 2}})
             said = ""
         except JobError as error:
             said = str(error)

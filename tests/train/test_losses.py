@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollart.config.settings import CLIP_RANGES
 from rollart.train.losses import (
-    CLIP_RANGES,
     LossInputs,
     LossSettings,
     Totals,
@@ -161,10 +161,30 @@ def test_clip_higher_keeps_gradient_where_grpo_stops() -> None:
     assert grads["dapo"] < -1
 
 
+def test_by_default_each_algorithm_clips_in_its_own_way() -> None:
+    """Tokens of older weights in a step of one update, where current and proximal weights are the same."""
+    current = torch.tensor(-1.0, dtype=torch.float64)
+    tokens = [Token(current, -1, behaviour, -1, 0, advantage) for behaviour in (-1.24, -3.0) for advantage in (1, -1)]
+    grads = {}
+    for algorithm in ("grpo", "dapo", "cispo", "rloo"):
+        _, grad_N, metrics = packed(LossSettings(algorithm=algorithm), [[token] for token in tokens])
+        grads[algorithm] = tuple(round(float(grad), 6) for grad in grad_N)
+        assert (metrics["actor/clipfrac"] > 0) == (algorithm != "rloo")
+    assert len({*grads.values()}) == len(grads)
+
+
+def test_the_default_cap_leaves_the_clip_range_whole() -> None:
+    assert LossSettings(algorithm="cispo").cap == 10
+    assert LossSettings(algorithm="cispo", correction="decoupled").cap == 2
+    assert LossSettings(algorithm="rloo").cap == 2
+    assert LossSettings(algorithm="grpo", eps_high=3.0).cap == 8
+    assert LossSettings(algorithm="grpo", weight_cap=1.5).cap == 1.5
+
+
 def test_cap_bounds_the_weight() -> None:
     """The engine found a token e^5 times less likely than the trainer does: its weight is the cap, and counted."""
     token = Token(torch.tensor(-1.0, dtype=torch.float64), -1, -6, -1, 0, 1)
-    _, grad_N, metrics = packed(LossSettings(weight_cap=3), [[token]])
+    _, grad_N, metrics = packed(LossSettings(correction="decoupled", weight_cap=3), [[token]])
     assert float(grad_N[0]) == pytest.approx(-3)
     assert metrics["actor/truncated_share"] == 1
     assert metrics["actor/ratio_max"] == pytest.approx(148.4, abs=0.1)
