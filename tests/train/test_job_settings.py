@@ -35,12 +35,18 @@ def trainer(model: Path, out: Path, *, keep: int = 2, **train: Any) -> SingleTra
     return SingleTrainer(_trainer_settings(trainer_setup(job, out, {})))
 
 
-@pytest.mark.parametrize(("updates", "clips"), [(1, False), (3, True)])
-def test_with_several_updates_a_step_the_clip_acts_under_decoupled(
-    updates: int, clips: bool, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("train", "clips"),
+    [
+        ({}, True),
+        ({"correction": "decoupled"}, False),
+        ({"correction": "decoupled", "updates_per_step": 3, "eps_low": 1e-3, "eps_high": 1e-3}, True),
+    ],
+)
+def test_the_clip_acts_by_default_and_under_decoupled_with_several_updates(
+    train: dict[str, Any], clips: bool, model: Path, tmp_path: Path
 ) -> None:
-    one = trainer(model, tmp_path, updates_per_step=updates, correction="decoupled", eps_low=1e-3, eps_high=1e-3)
-    metrics = one.train_step(make_batch(0, random_samples(2, 24))).metrics
+    metrics = trainer(model, tmp_path, **train).train_step(make_batch(0, random_samples(2, 24))).metrics
     assert (metrics["actor/clipfrac"] > 0) == clips
 
 
