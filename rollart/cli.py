@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rollart.errors import JobError, install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rollart.config.job import Job
+    from rollart.records.reader import ReadTrajectory
 
 EXTRAS = {
     "train": ("msgpack", "safetensors", "torch", "transformers"),
@@ -212,6 +213,33 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
+    show = commands.add_parser(
+        "show",
+        help="read what the model said, and a run's table again",
+        description="Without TRAJECTORY or options: the table of a run, as at its end. With TRAJECTORY: that one, "
+        "turn by turn. With --list or a filter: those that match, the newest first.",
+        epilog="Examples: rollart show RUN worst --task maths; rollart show RUN --list --order longest; "
+        "rollart show RUN g7.3.0 --json; rollart show RUN --reward 0.5:1 --export good.jsonl",
+    )
+    show.add_argument("run_dir", type=Path, metavar="RUN")
+    show.add_argument(
+        "trajectory",
+        nargs="?",
+        metavar="TRAJECTORY",
+        help="an id such as g7.3.0, a group such as g7, or worst, best, longest, failed, newest: the first so",
+    )
+    show.add_argument("--list", action="store_true", help="list trajectories")
+    show.add_argument("--task", help="of this task set (maths), or of this task (maths/17)")
+    show.add_argument("--status", choices=["done", "truncated", "aborted", "stale", "failed"])
+    show.add_argument("--reward", type=_reward_range, metavar="FROM:TO", help="either may be left out")
+    show.add_argument("--version", type=int, metavar="N", help="some tokens of which were sampled under version N")
+    show.add_argument("--order", choices=["newest", "worst", "best", "longest", "failed"], help="of the list")
+    show.add_argument("--limit", type=_count, metavar="N", help="most in the list (20) or the export (all)")
+    show.add_argument("--full", action="store_true", help="long messages whole")
+    show.add_argument("--export", metavar="FILE", help="write them as JSON lines, tokens and all; - is standard output")
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(run=_show)
+
     explain = commands.add_parser(
         "explain",
         help="say why each task ran where it did",
@@ -267,6 +295,17 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return number
+
+
+def _reward_range(text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        bounds = float(low or "-inf"), float(high or "inf") if colon else float(low)
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if not bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError("must be two numbers with a colon between, such as 0.5:1 or :0")
+    return bounds
 
 
 def _sim(arguments: argparse.Namespace) -> int:
@@ -518,6 +557,70 @@ def _audit(arguments: argparse.Namespace) -> int:
         if not audit.over:
             print("the run has not said how it ended: it is still going on, or was killed (rollart train --resume)")
     return 1 if violations else 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from rollart.records.reader import Archive, Wanted, pick
+
+    asked = (arguments.task, arguments.status, arguments.reward, arguments.version, arguments.order, arguments.limit)
+    listing = arguments.list or arguments.export is not None or any(value is not None for value in asked)
+    if arguments.trajectory is None and not listing:
+        return _show_again(arguments)
+    _events_of(arguments.run_dir)
+    archive = Archive(arguments.run_dir)
+    wanted = Wanted(task=arguments.task, status=arguments.status, reward=arguments.reward, version=arguments.version)
+    heads = pick(archive, wanted, arguments.trajectory, arguments.order)
+    if arguments.export is not None:
+        return _export(arguments.export, archive.whole(heads[: arguments.limit]))
+    if arguments.trajectory is not None and len(heads) == 1:
+        [head] = heads
+        if arguments.json:
+            _print_json(archive.one(head).to_json())
+        else:
+            from rollart.reading import show_trajectory
+
+            show_trajectory(archive.one(head), full=arguments.full)
+        return 0
+    listed = heads[: arguments.limit or 20]
+    if arguments.json:
+        _print_json([head.to_json() for head in listed])
+    else:
+        from rollart.reading import show_listing
+
+        show_listing(listed, len(heads), dropped=archive.dropped, first_is_gone=archive.first_is_gone)
+    return 0
+
+
+def _show_again(arguments: argparse.Namespace) -> int:
+    """A run's table as at its end; of one that goes on, or was killed, as far as it went."""
+    from rollart.show import show_summary
+    from rollart.training import summary_again
+
+    summary = summary_again(_events_of(arguments.run_dir).parent)
+    if arguments.json:
+        _print_json(summary)
+        return 0
+    show_summary(summary, arguments.run_dir)
+    if summary["state"] != "finished":
+        print(f"{summary['state']}: {summary['reason'] or 'it has not said how it ended'}")
+    return 0
+
+
+def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
+    from contextlib import nullcontext
+
+    import orjson
+
+    if name != "-" and Path(name).exists():
+        raise JobError(f"--export: {name} exists; give a file that does not, or remove it")
+    count = 0
+    with nullcontext(sys.stdout.buffer) if name == "-" else open(name, "wb") as file:
+        for trajectory in trajectories:
+            file.write(orjson.dumps(trajectory.to_json(), option=orjson.OPT_APPEND_NEWLINE))
+            count += 1
+        file.flush()
+    print(f"{count} trajectories written", file=sys.stderr)
+    return 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -261,6 +261,17 @@ def resumed_job(out: Path) -> dict[str, Any]:
     return loaded
 
 
+def summary_again(out: Path) -> dict[str, Any]:
+    """What a run came to, or has come to so far: as it was written at the end, or from its events."""
+    events, written = out / "events.jsonl", out / "summary.json"
+    if written.exists() and written.stat().st_mtime >= events.stat().st_mtime:
+        return _summary_of(out)
+    summary = Summary()
+    for event in read_events(events):
+        summary.read(event)
+    return summary.result()
+
+
 def trained_s(out: Path) -> float:
     """How long a run trained, start-up and evaluations included."""
     seconds = _summary_of(out)["time_s"]

@@ -49,9 +49,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "audit": FOLDS,
     "explain": FOLDS,
     "show": FOLDS | {"summary"},
+    "reading": FOLDS | {"records"},
     "trackers": FOLDS | {"config"},
     **dict.fromkeys(ROOTS, PARTS | ROOTS),
-    "cli": PARTS | ROOTS | {"show"},
+    "cli": PARTS | ROOTS | {"show", "reading"},
     "__main__": frozenset({"cli"}),
 }
 """By first name below `rollart` ("" is rollart/__init__.py): what it may import. A package may import itself."""
@@ -59,7 +60,20 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 """Modules that may import only these at module level, and the rest of their row inside functions: start-up time."""
 
-LIGHT = VALUES | {"", "records", "policy", "control", "cli", "summary", "audit", "explain", "show", "run", "chaos"}
+LIGHT = VALUES | {
+    "",
+    "records",
+    "policy",
+    "control",
+    "cli",
+    "summary",
+    "audit",
+    "explain",
+    "show",
+    "reading",
+    "run",
+    "chaos",
+}
 HEAVY = frozenset({"torch", "transformers", "ray", "vllm"})
 """No LIGHT module imports these, not even inside a function."""
 

@@ -5,7 +5,7 @@ and once more for the bodies of what was chosen.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,23 @@ class Archive:
             else:
                 fate = "open" if life == newest_life else "restart"
             self._heads.append(_head(row, life, fate, step, advantage))
+
+
+def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) -> list[Head]:
+    """Those that were asked for: all of `wanted`, or of these the first in an order, or one by its name, or a group."""
+    if name is None or name in ORDERS:
+        found = archive.find(wanted, name or order or "newest", 1 if name else None)
+        if not found and name is not None:
+            raise JobError(f"{name}: no trajectory matches; rollart show RUN --list shows those that are there")
+        return found
+    found = archive.find(replace(wanted, name=name), order or "newest")
+    exact = [head for head in found if head.id == name]
+    if not found:
+        raise JobError(
+            f"{name}: no such trajectory or group is kept, or it does not match; rollart show RUN --list shows "
+            "those that are"
+        )
+    return exact[:1] or found  # of the lives of a run, the last
 
 
 def _with_life(path: Path) -> Iterator[tuple[int, Row]]:
