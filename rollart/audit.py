@@ -35,7 +35,8 @@ class Audit:
         self._scored: dict[str, tuple[str, int]] = {}
         self._calls: dict[str, tuple[str, str]] = {}
         """Attempt -> (call, engine) under way."""
-        self._hit: dict[str, None] = {}
+        self._hit: dict[str, int] = {}
+        """Attempt or engine -> the last fault that happened to it; an engine's is forgotten as it goes down."""
         self._spoilt: dict[str, None] = {}
         """Calls whose answer a fault made one that nobody may believe."""
         self._buckets: dict[int, dict[int, None]] = {}
@@ -104,10 +105,10 @@ class Audit:
         count = self.faults.setdefault(event["fault"], [0, 0])
         count[0] += 1
         count[1] += self._swapping
-        if event["fault"].startswith(("env", "reward")):
-            self._hit[event["target"]] = None
+        if event["fault"].startswith(("env", "reward", "engine", "slow_answer")):
+            self._hit[event["target"]] = event["n"]
         elif event["fault"] == "answer_bad":
-            self._hit[event["target"].rpartition("/")[0]] = None
+            self._hit[event["target"].rpartition("/")[0]] = event["n"]
             self._spoilt[event["target"]] = None
 
     # --- trajectories ---------------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ class Audit:
             "pool": event["pool"],
             "lost": 0,
             "refused": False,
+            "sent": 0,
         }
 
     def _on_send(self, event: Event) -> None:
@@ -146,6 +148,7 @@ class Audit:
             self._broken(6, f"call {call} was sent while {self._calls[attempt][0]} was under way")
         self._calls[attempt] = (call, engine)
         self._spoilt.pop(call, None)
+        run["sent"] = event["n"]
         if event["pool"] != run["pool"] and not event.get("fallback"):
             self._broken(
                 4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
@@ -224,14 +227,20 @@ class Audit:
         if event["status"] in ("done", "truncated"):
             self._scored[event["id"]] = (event["status"], run["born"] if run["born"] is not None else -1)
         if event["status"] == "failed":
-            self._must_have_cause(event["id"], event["reason"], run)
+            self._must_have_cause(event["id"], event["reason"], run, call[1] if call else "")
 
-    def _must_have_cause(self, attempt: str, reason: str, run: dict[str, Any]) -> None:
-        """An attempt fails by what happened to itself, and not with an engine."""
+    @property
+    def _simulated(self) -> bool:
+        """Nothing breaks that no `fault` event has announced."""
+        return bool(self._job["clock"] == "virtual" and not self._job["breaks"])
+
+    def _must_have_cause(self, attempt: str, reason: str, run: dict[str, Any], engine: str) -> None:
+        """An attempt fails by what happened to itself, and not with an engine. One whose call was in an engine when
+        that began to hang may be over its own limit before the engine is given up; no later call may."""
         if reason.startswith("EngineError") and run["lost"] < SENDS:
             self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
-        simulated = self._job["clock"] == "virtual" and not self._job["breaks"]
-        if simulated and attempt not in self._hit and not reason.startswith("EngineError"):
+        hung = self._hit.get(engine, -1) > run["sent"]
+        if self._simulated and not hung and attempt not in self._hit and not reason.startswith("EngineError"):
             self._broken(3, f"attempt {attempt} failed ({reason}) though nothing happened to it")
 
     # --- groups and batches -----------------------------------------------------------------------------------
@@ -329,6 +338,10 @@ class Audit:
             self._suspended.pop(engine, None)
 
     def _on_engine_down(self, event: Event) -> None:
+        """An engine that computes is never given up for what one request takes."""
+        other = event["reason"].startswith("swap to") or "could not be believed" in event["reason"]
+        if self._hit.pop(event["engine"], None) is None and self._simulated and not other:
+            self._broken(3, f"{event['engine']} was given up ({event['reason']}) though nothing happened to it")
         self._versions.pop(event["engine"], None)
         self._suspended.pop(event["engine"], None)
 

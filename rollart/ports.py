@@ -39,8 +39,10 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises EngineError when the engine cannot go on."""
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a request and free its slot within one engine step. Unknown ids are ignored."""
+    async def abort(self, request_id: str) -> int:
+        """Stop a request and free its slot within one engine step; an unknown id stops nothing.
+
+        Returns how far the engine has come: a count that grows while it computes, and stands still when it does."""
 
     async def stage(self, version: WeightVersion) -> None:
         """Begin to fetch buckets of a coming version as they appear. Returns at once."""

@@ -47,6 +47,12 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("another name, a list", ["tasks.0.num_generations=8"], "tasks.0.num_generations:", "did you mean 'group_size'?"),
     ("another name, elsewhere", ["learning_rate=1"], "learning_rate:", "did you mean 'train.lr'?"),
     ("our name, elsewhere", ["groups_per_step=4"], "groups_per_step:", "did you mean 'rollout.groups_per_step'?"),
+    (
+        "engine judged after its requests",
+        ["limits.generate_s=60"],
+        "limits.progress_s:",
+        "set limits.progress_s to 30 or less",
+    ),
     ("unknown key of a sim task", ["sim.tasks.maths.turn=3"], "sim.tasks.maths.turn:", "did you mean 'turns'?"),
     ("text for a number", ["rollout.staleness=two"], "rollout.staleness:", "should be a valid integer"),
     ("fraction for a count", ["train.steps=1.5"], "train.steps:", "should be a valid integer"),

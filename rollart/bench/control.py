@@ -215,8 +215,8 @@ class _Engine:
             busy_s=0.01,
         )
 
-    async def abort(self, request_id: str) -> None:
-        pass
+    async def abort(self, request_id: str) -> int:
+        return self._count
 
     async def stage(self, version: WeightVersion) -> None:
         pass

@@ -20,8 +20,8 @@ class StubEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         return self._answer
 
-    async def abort(self, request_id: str) -> None:
-        return None
+    async def abort(self, request_id: str) -> int:
+        return 0
 
     async def stage(self, version: WeightVersion) -> None:
         return None

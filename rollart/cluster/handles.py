@@ -43,8 +43,9 @@ class WorkerEngine:
         completion: Completion = await self._worker.call(EngineError, "generate", whole)
         return completion
 
-    async def abort(self, request_id: str) -> None:
-        await self._worker.call(EngineError, "abort", request_id)
+    async def abort(self, request_id: str) -> int:
+        progress: int = await self._worker.call(EngineError, "abort", request_id)
+        return progress
 
     async def stage(self, version: WeightVersion) -> None:
         await self._worker.call(EngineError, "stage", version)

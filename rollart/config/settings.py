@@ -446,7 +446,10 @@ class LimitSettings(Settings):
     """How long to wait for others, and how often to try again."""
 
     generate_s: Positive = 1800.0
-    """An engine that holds one request longer is taken for hung."""
+    """A request that takes longer, from its sending to its answer, is aborted, and its attempt fails."""
+    progress_s: Positive = 600.0
+    """An engine that has requests and computes nothing for this long is taken for hung: it is started again, and its
+    requests are sent again. Longer than the longest prefill, which servers say nothing during."""
     open_s: Positive = 3600.0
     """Waiting for an environment slot and its start."""
     reset_s: Positive = 600.0
@@ -467,3 +470,13 @@ class LimitSettings(Settings):
     """Restarts in a row before the job stops; a finished step resets the count."""
     stall_s: Positive = 900.0
     """Nothing has moved for this long: the watchdog names who waits on whom."""
+
+    @model_validator(mode="after")
+    def _engine_before_request(self) -> Self:
+        if self.progress_s > self.generate_s / 2:
+            raise ValueError(
+                f"limits.progress_s: {self.progress_s:g} is more than half of limits.generate_s {self.generate_s:g}, "
+                f"so requests of a hung engine would fail before it is found; set limits.progress_s to "
+                f"{self.generate_s / 2:g} or less, or raise limits.generate_s"
+            )
+        return self

@@ -146,6 +146,7 @@ FaultKind = Literal[
     "link_slow",
     "link_cut",
     "coordinator_restart",
+    "slow_answer",
 ]
 
 
@@ -166,7 +167,7 @@ class FaultSettings(Settings):
     count: Count = 1
     """How many answers, environment steps or reward calls it hits."""
     duration_s: Positive = 30.0
-    """How long a slow or cut link, or a slow environment step, lasts."""
+    """How long a slow or cut link, or a slow environment step or answer, lasts."""
 
     @model_validator(mode="after")
     def _when(self) -> Self:

@@ -253,8 +253,10 @@ class Coordinator:
             backoff_s=limits.backoff_s,
             swap_limit_s=limits.swap_s,
             start_limit_s=limits.start_s,
+            progress_limit_s=limits.progress_s,
             repair=self._repair,
         )
+        self.crew.spawn(self.fleet.watch(), background=True)
         proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
         placing = Placing(world.affinity, self.fleet, self._log)
         self.rollout = Rollout(

@@ -3,6 +3,9 @@
 Invariant: an engine takes requests only when it is up and serves the current version or, while a swap rolls through
 the fleet, the one before. `serving` is the oldest version in rotation: that of the last completed swap.
 The proxy sends requests to the seats; the weight driver swaps them.
+
+An engine is judged by its progress, never by how long one request takes: one that has requests and computes nothing for
+`progress_limit_s` is taken for hung.
 """
 
 import asyncio
@@ -30,6 +33,11 @@ from rollart.types import EngineSpec, EngineView, SwapReport, WeightManifest, We
 REPAIRS = 3
 """How often the trainer is asked to push a version again before an engine that cannot load it is given up."""
 
+LOOKS = 4
+"""How often an engine's progress is looked at within the limit."""
+NOBODY = ""
+"""The id of no request: aborting it stops nothing, and tells how far the engine has come."""
+
 Repair = Callable[[WeightVersion], Awaitable[WeightManifest]]
 
 
@@ -46,7 +54,22 @@ class Call:
 class Seat:
     """One engine's place in the fleet; the engine in it may change. A `further` one is filled when there is room."""
 
-    __slots__ = ("boundary", "calls", "engine", "further", "gone", "refused", "restarts", "spec", "view")
+    __slots__ = (
+        "boundary",
+        "calls",
+        "engine",
+        "further",
+        "gone",
+        "looking",
+        "moved",
+        "moved_s",
+        "refused",
+        "restarts",
+        "served",
+        "spec",
+        "still",
+        "view",
+    )
 
     def __init__(self, spec: EngineSpec, engine: Engine | None) -> None:
         self.spec = spec
@@ -60,6 +83,15 @@ class Seat:
         self.refused = 0
         """Answers in a row that could not be believed."""
         self.gone = False
+        self.served = 0
+        """Requests answered, by whichever engine sat here."""
+        self.moved: tuple[int, int] = (0, 0)
+        """How far it had come when it was looked at last: answers, and the engine's own count."""
+        self.moved_s = 0.0
+        """When it was last seen to have moved, or to have nothing to do."""
+        self.still = 0
+        """Looks in a row that found it where it was."""
+        self.looking = False
 
 
 class Fleet:
@@ -75,8 +107,10 @@ class Fleet:
         backoff_s: float,
         swap_limit_s: float,
         start_limit_s: float,
+        progress_limit_s: float,
         repair: Repair,
     ) -> None:
+        self.progress_limit_s = progress_limit_s
         self.seats = {spec.id: Seat(spec, engine) for spec, engine in engines.items()}
         self.pools: dict[str, list[EngineView]] = {}
         for seat in self.seats.values():
@@ -91,6 +125,8 @@ class Fleet:
         self._backoff_s = backoff_s
         self._swaps = waits.on("engine.swap", swap_limit_s)
         self._starts = waits.on("engine.start", start_limit_s)
+        self._looks = waits.on("engine.progress", progress_limit_s)
+        self._loop = asyncio.get_running_loop()
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
@@ -131,6 +167,43 @@ class Fleet:
         self.on_change(cause)
         self._crew.spawn(self._revive(seat, cause))
 
+    async def watch(self) -> None:
+        """Look at the engines for ever; a background task."""
+        while True:
+            await asyncio.sleep(self.progress_limit_s / LOOKS)
+            for seat in self.seats.values():
+                if not (seat.view.serving and seat.calls):
+                    seat.still, seat.moved_s = 0, self._loop.time()
+                elif not seat.looking:
+                    seat.looking = True
+                    self._crew.spawn(self._look(seat), background=True)
+
+    async def _look(self, seat: Seat) -> None:
+        """Ask an engine that has requests how far it has come; take it for hung where that does not change."""
+        engine = seat.engine
+        try:
+            with seat.boundary:
+                came = await self._looks.guard(seat.spec.id, engine.abort(NOBODY))
+        except BoundaryError as error:
+            if seat.engine is engine:
+                self.down(seat, f"asked for its progress: {error}")
+            return
+        finally:
+            seat.looking = False
+        if seat.engine is not engine or not seat.view.serving:
+            return
+        moved = (seat.served, came)
+        if moved != seat.moved:
+            seat.still, seat.moved, seat.moved_s = 0, moved, self._loop.time()
+            return
+        seat.still += 1
+        if seat.still > LOOKS:
+            self.down(
+                seat,
+                f"{seat.spec.id}: computed nothing for {self.progress_limit_s:g} s with {len(seat.calls)} requests "
+                "under way (limits.progress_s)",
+            )
+
     async def _revive(self, seat: Seat, cause: int) -> None:
         """Start the engine again, give it the current weights, and put it back; or give it up."""
         while seat.restarts < self._restarts:
@@ -154,6 +227,7 @@ class Fleet:
                     seat.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
                 continue
             seat.view.up = seat.view.serving = True
+            seat.still = 0
             self.on_change(
                 self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
             )

@@ -1,7 +1,8 @@
 """The one door to all engines: routes every generate call, counts it, and sends it again when its engine is lost.
 
 A request is whole, so nothing is lost with an engine but time. Cancelling the caller aborts the request explicitly:
-to cancel an awaiting task does not stop remote work.
+to cancel an awaiting task does not stop remote work. A request that takes longer than its own limit is aborted too, and
+its attempt ends; its engine, which the fleet judges by its progress, goes on.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from rollart.control.crew import Crew
 from rollart.control.fleet import Call, Fleet, Seat
-from rollart.control.waits import Waits
+from rollart.control.waits import Expired, Waits
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import LogHandle
 from rollart.policy.answers import engine_is_broken, wrong_with
@@ -28,7 +29,7 @@ class Proxy:
         self._log = log
         self._generating = waits.on("generate", generate_limit_s)
         self._queueing = waits.on("an engine", None)
-        self._aborting = waits.on("abort", generate_limit_s)
+        self._aborting = waits.on("abort", fleet.progress_limit_s)
 
     async def generate(
         self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
@@ -50,6 +51,7 @@ class Proxy:
                 raise
             if completion is not None:
                 seat.restarts = seat.refused = 0
+                seat.served += 1
                 return completion, seat.view, self._log_said(request, seat, completion, cause), sent_s
             last = None
             cause = self._log.emit("lost", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
@@ -94,6 +96,9 @@ class Proxy:
         except (RequestError, AnswerError):
             raise
         except BoundaryError as error:
+            if isinstance(error.__cause__, Expired):
+                self._crew.spawn(self._abort(seat, request.id))
+                raise RequestError(f"{error}; it was aborted (limits.generate_s)") from error
             reason = str(error)
         except asyncio.CancelledError:
             if not call.lost or task.uncancel() > 0:

@@ -11,6 +11,10 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 
+class Expired(TimeoutError):
+    """A wait of ours was over its limit: what was awaited was given up, and may be well."""
+
+
 class Waiting(NamedTuple):
     """One wait, for a report."""
 
@@ -57,7 +61,7 @@ class WaitList:
         return len(self._waits)
 
     async def guard(self, who: str, awaitable: Awaitable[T]) -> T:
-        """Await it under this list's name; TimeoutError when the limit passes first."""
+        """Await it under this list's name; Expired when the limit passes first."""
         task = asyncio.current_task()
         assert task is not None
         now_s = self._loop.time()
@@ -70,7 +74,7 @@ class WaitList:
             result = await awaitable
         except asyncio.CancelledError:
             if wait.expired and task.uncancel() == 0:
-                raise TimeoutError(f"no answer in {self.limit_s:g} s") from None
+                raise Expired(f"no answer in {self.limit_s:g} s") from None
             raise
         except BaseException:
             wait.forgive()

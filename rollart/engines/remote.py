@@ -107,6 +107,8 @@ class RemoteEngine:
         self._open.set()
         self._swapping = asyncio.Lock()
         self._share = Share()
+        self._pieces = 0
+        """Received from the server since the start: a server that computes sends some."""
         self._failure: EngineError | None = None
 
     # --- the port
@@ -126,14 +128,16 @@ class RemoteEngine:
         finally:
             del self._calls[request.id]
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
         call = self._calls.get(request_id)
-        if call is None:
-            return
-        call.aborted = True
-        if call.task is not None:
-            call.task.cancel()
-            await self._server.abort(call.segment_id)
+        if call is not None:
+            call.aborted = True
+            if call.task is not None:
+                call.task.cancel()
+                await self._server.abort(call.segment_id)
+        if self._failure is not None:
+            raise self._failure
+        return self._pieces
 
     async def stage(self, version: WeightVersion) -> None:
         """The server reads the files itself when it swaps; there is nothing to fetch ahead."""
@@ -239,6 +243,7 @@ class RemoteEngine:
         try:
             async with contextlib.aclosing(self._server.stream(segment)) as pieces:
                 async for piece in pieces:
+                    self._pieces += 1
                     cached = cached if piece.cached_tokens is None else piece.cached_tokens
                     if wrong := wrong_in(piece, self._settings.vocab_size):
                         raise AnswerError(f"{self._id}: the server sent {wrong} in request {call.request.id}")

@@ -75,8 +75,11 @@ class ThreadedEngine:
         finally:
             self._requests.pop(request.id, None)
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
+        if self._failure is not None:
+            raise self._failure
         self._calls.put(lambda: self._core.abort(request_id))
+        return self._core.stats.steps
 
     async def stage(self, version: WeightVersion) -> None:
         if self._stage is not None:

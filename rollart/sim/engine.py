@@ -75,6 +75,7 @@ class Sequence:
         "prefilled",
         "request",
         "shift",
+        "slow_s",
         "spans",
         "target",
     )
@@ -94,6 +95,8 @@ class Sequence:
         self.shift = 0.0
         """Its context length minus the step count."""
         self.began_share = 0.0
+        self.slow_s = 0.0
+        """A fault: its last token takes so much longer, while all others go on."""
         self.spans: list[Span] = []
 
     @property
@@ -123,6 +126,8 @@ class SimEngine:
         self.version: WeightVersion = 0
         self.dead = ""
         self.hung = False
+        self.fronted = False
+        """Of a hung one: what answers calls is well, what computes is not."""
         self.answered = 0
         """Calls, since it was started."""
         self._paused = False
@@ -146,6 +151,9 @@ class SimEngine:
         self._prefill_rate = 0.0
         self._decode_part = 0.0
         self._numbers = 0
+        self._computed = 0.0
+        """Tokens, since it was started."""
+        self._slow: dict[str, Sequence] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
 
@@ -172,17 +180,23 @@ class SimEngine:
         fault = world.faults.take("answer_bad", request.id)
         return completion if fault is None else _spoilt(completion, fault.target)
 
-    async def abort(self, request_id: str) -> None:
-        await self._alive()
+    async def abort(self, request_id: str) -> int:
+        if not (self.hung and self.fronted):
+            await self._alive()
+            self._advance()
+            self._stop(request_id)
+        return int(self._computed)
+
+    def _stop(self, request_id: str) -> None:
         sequence = self._active.pop(request_id, None)
         if sequence is None:
             return
-        self._advance()
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
             self._active_kv -= sequence.kv
-            self._drop(sequence)
+            if not self._slow.pop(request_id, None):
+                self._drop(sequence)
         self._plan()
 
     async def stage(self, version: WeightVersion) -> None:
@@ -231,10 +245,21 @@ class SimEngine:
         self._active.clear()
         self._died(self.spec.id)
 
-    def hang(self) -> None:
-        """It stops answering, for ever; nobody is told."""
-        self.hung = True
+    def hang(self, *, fronted: bool = False) -> None:
+        """It stops computing, for ever; nobody is told. `fronted`: it still answers, but to requests."""
+        self._advance()
+        self.hung, self.fronted = True, fronted
         self._cancel_timer()
+
+    def calls(self) -> list[str]:
+        """The requests in it, oldest first."""
+        return list(self._active)
+
+    def slow(self, request_id: str, seconds: float) -> str:
+        """One answer takes so much longer. Returns whose it is."""
+        sequence = self._active[request_id]
+        sequence.slow_s += seconds
+        return sequence.request.session
 
     async def _alive(self) -> None:
         if self.dead:
@@ -251,6 +276,7 @@ class SimEngine:
         self._at_s = now_s
         if passed_s <= 0:
             return
+        self._computed += (self._step_rate + self._prefill_rate + len(self._slow)) * passed_s
         if self._step_rate:
             self._steps += self._step_rate * passed_s
             self._share_s += passed_s * self._decode_part / self._num_decoding
@@ -406,6 +432,19 @@ class SimEngine:
         rest = sequence.need - sequence.said
         if rest:
             sequence.spans.append(Span(self.version, rest))
+        if sequence.slow_s:
+            self._slow[sequence.request.id] = sequence
+            self._loop.call_later(sequence.slow_s, self._at_last, sequence)
+        else:
+            self._answer(sequence)
+
+    def _at_last(self, sequence: Sequence) -> None:
+        if not (self.hung or self.dead) and self._slow.pop(sequence.request.id, None) is sequence:
+            self._advance()
+            self._answer(sequence)
+            self._plan()
+
+    def _answer(self, sequence: Sequence) -> None:
         request = sequence.request
         self._active.pop(request.id, None)
         self._active_kv -= sequence.kv

@@ -15,6 +15,10 @@ AT_A_SWAP = 0.6
 """Share of drawn faults that are placed in the middle of a swap."""
 
 
+LASTING = {"slow_answer": 10.0}
+"""Drawn faults of these kinds last so many times longer than others, or no limit would ever be passed."""
+
+
 class Work:
     """Work under way in a simulated environment or function, that a fault can hit in the middle."""
 
@@ -132,5 +136,5 @@ def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
         delay_s=uniform("delay") * 2.0 if at_swap and uniform("late") < 0.5 else 0.0,
         target=dice.number(f"{number}/target", 1024),
         count=1 + dice.number(f"{number}/times", 4) if kind.startswith(("answer", "env", "reward")) else 1,
-        duration_s=5.0 + 55.0 * uniform("duration"),
+        duration_s=(5.0 + 55.0 * uniform("duration")) * LASTING.get(kind, 1.0),
     )

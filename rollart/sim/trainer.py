@@ -161,6 +161,7 @@ class SimCluster:
         self.current: SimTrainer | None = None
         for kind in ("engine_death", "engine_hang", "engine_restart"):
             faults.on(kind, self._hit_engine)
+        faults.on("slow_answer", self._slow_down)
         faults.on("trainer_before", self._kill_idle)
         faults.on("trainer_during", self._kill_busy)
         for kind in ("bucket_lost", "bucket_corrupt"):
@@ -204,9 +205,17 @@ class SimCluster:
         name = well[fault.target % len(well)]
         self._faults.fired(fault, name)
         if fault.kind == "engine_hang":
-            self.engines[name].hang()
+            self.engines[name].hang(fronted=fault.target % 2 == 1)
         else:
             self.engines[name].die("killed" if fault.kind == "engine_death" else "restarted by its machine")
+        return True
+
+    def _slow_down(self, fault: FaultSettings) -> bool:
+        busy = [(name, call) for name in sorted(self.engines) for call in self.engines[name].calls()]
+        if not busy:
+            return True
+        name, call = busy[fault.target % len(busy)]
+        self._faults.fired(fault, self.engines[name].slow(call, fault.duration_s))
         return True
 
     def _kill_idle(self, fault: FaultSettings) -> bool:

@@ -135,6 +135,17 @@ class EngineContract(ABC):
 
         self.play(work)
 
+    def test_an_abort_says_how_far_the_engine_has_come(self) -> None:
+        async def work(bench: EngineBench) -> None:
+            came = [await bench.engine.abort("")]
+            for number in range(2):
+                await bench.engine.generate(bench.ask(f"x{number}"))
+                came.append(await bench.engine.abort(""))
+            assert came[0] < came[1] < came[2], "it grows while the engine computes"
+            assert await bench.engine.abort("") == came[2], "and stands still with it"
+
+        self.play(work)
+
     def test_a_prompt_that_cannot_be_served_is_refused_and_the_engine_goes_on(self) -> None:
         async def work(bench: EngineBench) -> None:
             with pytest.raises(RequestError):

@@ -124,6 +124,8 @@ class ScriptedEngine:
         self.dead = ""
         self.hung = False
         self.paused = False
+        self.computed = 0
+        """Tokens."""
         self.asked: list[tuple[GenerateRequest, WeightVersion]] = []
         self.aborted: list[str] = []
         self.staged: list[WeightVersion] = []
@@ -139,6 +141,7 @@ class ScriptedEngine:
         versions: list[int] = []
         for _ in range(min(request.sampling.max_tokens, scene.answer_tokens(request))):
             await self.works(TOKEN_S)
+            self.computed += 1
             tokens.append(scene.new_token())
             versions.append(self.version)
         logprobs = [-token / 1e4 for token in tokens]
@@ -159,9 +162,11 @@ class ScriptedEngine:
             prefill_tokens=len(prompt),
         )
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
         await self.well()
-        self.aborted.append(request_id)
+        if request_id:
+            self.aborted.append(request_id)
+        return self.computed
 
     async def stage(self, version: WeightVersion) -> None:
         await self.well()

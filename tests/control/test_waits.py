@@ -366,7 +366,7 @@ def test_a_store_that_cannot_forget_is_a_warning_and_no_more(hangs: bool, monkey
 
 
 def test_a_stalled_job_is_reported_with_who_waits_on_what_again_and_again() -> None:
-    scene = Scene(scene_job(limits__stall_s=90.0, limits__generate_s=500.0))
+    scene = Scene(scene_job(limits__stall_s=90.0, limits__progress_s=400.0))
 
     async def hang(engine: ScriptedEngine, request: GenerateRequest) -> None:
         if len(scene.engines[engine.spec.id]) == 1:

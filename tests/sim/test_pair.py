@@ -160,7 +160,7 @@ def test_a_job_on_pairs_books_each_pool_its_own_work() -> None:
 @pytest.mark.parametrize("kind", ["engine_death", "engine_hang", "engine_restart", "bucket_corrupt"])
 def test_faults_on_pairs_break_no_promise(kind: str) -> None:
     faults = [{"kind": kind, "at_s": 40}, {"kind": kind, "swap": 2}]
-    result = simulate(job(sim={"faults": faults}, limits={"generate_s": 120, "swap_s": 60}))
+    result = simulate(job(sim={"faults": faults}, limits={"progress_s": 60, "swap_s": 60}))
     assert result.summary["state"] == "finished", result.summary["reason"]
     assert result.violations == []
 
