@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     task = commands.add_parser(
         "task",
         help="check a task file",
-        description="Play a task with a random and a scripted agent, and say what is wrong with it.",
+        description="Play a task with a random and a scripted agent, show one episode, and say what is wrong with it.",
         epilog="Example: rollart task check my_task.py",
     )
     task.add_argument("what", choices=["check"])
@@ -408,7 +408,24 @@ def _eval(arguments: argparse.Namespace) -> int:
         show_eval(beside)
     else:
         show_plays(plays, job.model.path)
+    if not arguments.json and job.trajectories.keep:
+        _show_worst(out)
     return 0
+
+
+def _show_worst(out: Path) -> None:
+    """One of the episodes just played, the worst: there is most to learn from it."""
+    from rollart.reading import show_trajectory
+    from rollart.records.reader import Archive, Wanted
+
+    try:
+        archive = Archive(out)
+    except JobError as error:  # a full disk, which was warned about
+        print(f"rollart: {error}", file=sys.stderr)
+        return
+    for head in archive.find(Wanted(), "worst", 1):
+        show_trajectory(archive.one(head))
+    print(f"all of them: rollart show {out} --list")
 
 
 def _model(arguments: argparse.Namespace) -> int:
@@ -458,10 +475,18 @@ def _model(arguments: argparse.Namespace) -> int:
 def _task(arguments: argparse.Namespace) -> int:
     from rollart.tasks.check import check_task
 
-    findings = check_task(arguments.use)
+    checked = check_task(arguments.use)
+    findings, play = checked.findings, checked.example
     if arguments.json:
         _print_json([{"level": finding.level, "text": finding.text} for finding in findings])
     else:
+        if play is not None:
+            from rollart.reading import episode, show_trajectory
+
+            show_trajectory(
+                episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
+            )
+            print()
         print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
     return 1 if any(finding.level == "error" for finding in findings) else 0
 

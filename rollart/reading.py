@@ -4,7 +4,7 @@ wherever they come from: a run directory, `rollart eval`, or `rollart task check
 What models and environments said is shown as it is, except control characters: a terminal would obey them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -73,14 +73,21 @@ def show_trajectory(trajectory: ReadTrajectory, *, full: bool = False) -> None:
 
 
 def episode(
-    task: Task, observations: Sequence[Observation], actions: Sequence[str], reward: float | None, who: str
+    task: Task,
+    observations: Sequence[Observation],
+    actions: Sequence[str],
+    *,
+    who: str,
+    reward: float | None,
+    parts: Mapping[str, float],
 ) -> ReadTrajectory:
-    """One that was played without a model, `who` played it: as if it had been kept."""
+    """One that was played without a model, by `who`: to be read as if it had been kept. It may have broken off."""
+    after = [*observations[1:], *[Observation()] * (len(actions) + 1 - len(observations))]
     turns = [
-        ReadTurn(shown=before.messages, text=action, reward=after.reward)
-        for before, action, after in zip(observations, actions, observations[1:], strict=False)
+        ReadTurn(shown=before.messages, text=action, reward=then.reward)
+        for before, action, then in zip(observations, actions, after, strict=False)
     ]
-    last = observations[-1] if observations else Observation()
+    last = observations[-1] if len(observations) > len(actions) else Observation()
     return ReadTrajectory(
         head=Head(
             id=who,
@@ -89,10 +96,10 @@ def episode(
             task=task.id,
             domain=task.domain,
             evaluation=False,
-            status="done" if last.done else "truncated",
+            status="done" if last.done else "truncated" if last.truncated else "broken off",
             reason="",
             reward=reward,
-            parts={},
+            parts=parts,
             born=None,
             newest=None,
             turns=len(turns),

@@ -1,7 +1,7 @@
 """The logic of `rollart task check FILE`: plays a task set with a random and a scripted agent, says what is wrong.
 
 Nothing is assumed of the code under test: calls run in a thread with a time limit, and what it raises is a finding.
-The result is a list of plain sentences; an empty one means that nothing was found.
+The result is a list of plain sentences; an empty one means that nothing was found. One episode comes with it.
 """
 
 import asyncio
@@ -49,12 +49,22 @@ class Play:
     task: Task
     observations: list[Observation] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
+    who: str = ""
+    """Played it."""
     slowest_s: float = 0.0
     ended: bool = False
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the reward function gave, where it came to that."""
 
-    @property
-    def reward(self) -> float:
-        return sum(observation.reward for observation in self.observations[1:])
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check found, and one episode to look at."""
+
+    findings: list[Finding]
+    example: Play | None
+    """Of the scripted player, else of the random agent; where the check broke off, the one it broke off in."""
 
 
 Player = Callable[[Task, Sequence[str], random.Random], str]
@@ -64,7 +74,7 @@ class Broken(Exception):
     """The code under test failed so that this part of the check cannot go on."""
 
 
-def check_task(use: str, *, seed: int = 0, call_limit_s: float = CALL_LIMIT_S) -> list[Finding]:
+def check_task(use: str, *, seed: int = 0, call_limit_s: float = CALL_LIMIT_S) -> Checked:
     """What is wrong with the task set `module`, `module:name` or `file.py`."""
     return _Check(use, seed, call_limit_s).run()
 
@@ -76,9 +86,10 @@ class _Check:
         self._call_limit_s = call_limit_s
         self._findings: dict[str, Finding] = {}
         """By text: the same fault in every episode is said once."""
+        self._example: Play | None = None
         self._start_thread()
 
-    def run(self) -> list[Finding]:
+    def run(self) -> Checked:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             try:
@@ -87,6 +98,7 @@ class _Check:
                 random_plays = self._play_all(task_set, _random_player, "the random agent")
                 scripted_plays = self._scripted(task_set)
                 self._determinism(task_set, random_plays + scripted_plays)
+                self._example = (scripted_plays or random_plays)[0]
                 self._rewards(random_plays, scripted_plays)
             except Broken as broken:
                 self._error(str(broken))
@@ -95,7 +107,7 @@ class _Check:
         if printed.getvalue():
             first = printed.getvalue().strip().splitlines()[0][:60] if printed.getvalue().strip() else ""
             self._warn(f"It prints to stdout ({first!r} ...). Use logging, or stderr: thousands of episodes will run.")
-        return list(self._findings.values())
+        return Checked(findings=list(self._findings.values()), example=self._example)
 
     def _data(self, task_set: TaskSet) -> None:
         """Tasks: the same for the same seed, JSON, different from each other, held out properly."""
@@ -147,7 +159,7 @@ class _Check:
 
     def _play(self, task_set: TaskSet, task: Task, player: Player, who: str) -> Play:
         """One episode. Breaks the whole check where going on makes no sense."""
-        play = Play(task=task)
+        play = self._example = Play(task=task, who=who)
         rng = random.Random(f"{self._seed}/{task.id}/{who}")
         env = self._call("environment(task)", task_set.environment, task)
         texts: list[str] = []
@@ -247,11 +259,12 @@ class _Check:
         )
         scores = [self._call("score(episode)", function, Episode.from_json(episode.to_json())) for _ in range(2)]
         try:
-            first, second = (as_reward(score)[0] for score in scores)
+            (first, parts), (second, _) = (as_reward(score) for score in scores)
         except ValueError as error:
             raise Broken(f"score(episode): {error}.") from error
         if first != second:
             self._error("score(episode) gives another reward when it is asked again. A retried call must not matter.")
+        play.reward, play.parts = first, parts
         return first
 
     def _call(self, where: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

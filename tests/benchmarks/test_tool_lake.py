@@ -121,7 +121,7 @@ def test_calls_are_bounded() -> None:
 
 
 def test_the_task_checks_out_and_its_script_wins() -> None:
-    assert not [each for each in check_task("benchmarks.tool_lake:ToolLakeTasks") if each.level == "error"]
+    assert not [each for each in check_task("benchmarks.tool_lake:ToolLakeTasks").findings if each.level == "error"]
     tasks, rng = ToolLakeTasks(seed=1), random.Random(0)
     env, task = tasks.environment(tasks.task(3)), tasks.task(3)
     seen, texts, reward = env.reset(), [], 0.0

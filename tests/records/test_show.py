@@ -7,15 +7,17 @@ import orjson
 import pytest
 
 from rollart.cli import main
+from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.reading import episode, show_trajectory, visible
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
-from rollart.run import simulate
+from rollart.run import RunResult, simulate
 from rollart.show import show_summary
 from rollart.types import Message, Observation, Task, TurnNote
 from tests.contracts.recorder import batch, played, trajectory
 from tests.test_docs_pages import tiny_job
+from tests.test_training import JOB
 
 
 @pytest.fixture
@@ -169,8 +171,9 @@ def test_a_terminal_never_obeys_what_a_model_says(capsys: pytest.CaptureFixture[
         Task(id="t/0", domain="t", index=0),
         [Observation(messages=(Message(role="user", content="\x1b[2J[bold]a\tb"),)), Observation(done=True)],
         ["\x07" + "x" * 3000],
-        1.0,
-        "the scripted player",
+        who="the scripted player",
+        reward=1.0,
+        parts={},
     )
     show_trajectory(whole)
     text = capsys.readouterr().out
@@ -214,3 +217,28 @@ def test_an_answer_nobody_was_given_is_shown_by_its_prompt(
     recorder.close()
     (tmp_path / "b" / "events.jsonl").write_bytes(b"")
     assert "(3 tokens of prompt)" in said(capsys, tmp_path / "b", "own")
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+def test_an_evaluation_shows_its_worst_episode(
+    keep: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(job: Job, out: Path, **_: object) -> RunResult:
+        if job.trajectories.keep:
+            recorder = FileRecorder(out / FOLDER)
+            for member, reward in enumerate((0.5, -1.0, None)):
+                recorder.played(played("eval0-sampled-maths", member, reward=reward))
+            recorder.close()
+        plays = {"maths": {"sampled": {"episodes": 3, "scored": 2, "reward": -0.25, "versions": [0, 0]}}}
+        summary = {"state": "finished", "evaluations": {"eval0": plays}}
+        return RunResult(summary=summary, violations=[], deadlock=False, faults={})
+
+    monkeypatch.setattr("rollart.training.evaluate", evaluate)
+    job = tmp_path / "job.yaml"
+    job.write_bytes(orjson.dumps({**JOB, "trajectories": {"keep": keep}}))  # JSON is YAML
+    assert main(["eval", str(job), "--out", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert ("eval0-sampled-maths.1.0  maths/7" in text) == (keep > 0)
+    assert ("[assistant] calc" in text) == (keep > 0)
+    assert main(["eval", str(job), "--out", str(tmp_path / "again"), "--json"]) == 0
+    assert list(orjson.loads(capsys.readouterr().out)) == ["model", "tasks"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.cli import main
 from rollart.tasks.check import check_task
 from tests.tasks.test_load import ECHO
 
@@ -46,7 +47,7 @@ def test_a_fault_is_found(tmp_path: Path, fault: str, monkeypatch: pytest.Monkey
     assert good in ECHO
     path = tmp_path / "broken.py"
     path.write_text(ECHO.replace(good, bad))
-    findings = check_task(str(path), call_limit_s=1.0)
+    findings = check_task(str(path), call_limit_s=1.0).findings
     assert any(fault in finding.text for finding in findings), findings
     assert len(findings) <= 2
 
@@ -54,10 +55,10 @@ def test_a_fault_is_found(tmp_path: Path, fault: str, monkeypatch: pytest.Monkey
 def test_a_sound_file_has_no_findings(tmp_path: Path) -> None:
     path = tmp_path / "sound.py"
     path.write_text(ECHO)
-    assert check_task(str(path)) == []
+    assert check_task(str(path)).findings == []
     path = tmp_path / "sound_async.py"
     path.write_text(ECHO.replace("def reset", "async def reset").replace("def step", "async def step"))
-    assert check_task(str(path)) == []
+    assert check_task(str(path)).findings == []
 
 
 def test_steps_after_done(tmp_path: Path) -> None:
@@ -65,8 +66,44 @@ def test_steps_after_done(tmp_path: Path) -> None:
     path.write_text(
         ECHO.replace(STEP, f"self.n = getattr(self, 'n', 0) + 1\n        if self.n > 1: return 'more'\n        {STEP}")
     )
-    assert ["after done goes on" in finding.text for finding in check_task(str(path))] == [True]
+    assert ["after done goes on" in finding.text for finding in check_task(str(path)).findings] == [True]
 
 
 def test_a_missing_file_is_one_finding() -> None:
-    assert [finding.level for finding in check_task("no_such_file.py")] == ["error"]
+    assert [finding.level for finding in check_task("no_such_file.py").findings] == ["error"]
+
+
+def test_one_episode_comes_with_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "sound.py"
+    path.write_text(ECHO + "\n\ndef score(episode): return {'said': episode.reward, 'more': 0.5}\n")
+    play = check_task(str(path)).example
+    assert play is not None
+    assert play.who == "the scripted player"
+    assert play.actions == [play.task.payload["word"]]
+    assert (play.reward, play.parts) == (1.5, {"said": 1.0, "more": 0.5})
+
+
+def test_the_episode_that_broke_is_the_one_to_look_at(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(ECHO.replace(STEP, "raise KeyError('x')"))
+    play = check_task(str(path)).example
+    assert play is not None
+    assert (len(play.observations), len(play.actions), play.ended, play.reward) == (1, 1, False, None)
+
+
+def test_the_command_shows_the_episode_and_then_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "sound.py"
+    path.write_text(ECHO)
+    assert main(["task", "check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "the scripted player  sound/0  done  reward 1\n--- turn 0\n[user] Say " in said
+    assert said.endswith("nothing is wrong with it\n")
+    path = tmp_path / "broken.py"
+    path.write_text(ECHO.replace(STEP, "raise KeyError('x')"))
+    assert main(["task", "check", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "broken off  no reward\n--- turn 0\n[user] Say " in said
+    assert said.splitlines()[-1].startswith("error: step(action) raised KeyError")

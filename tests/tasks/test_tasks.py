@@ -43,7 +43,7 @@ def test_the_script_wins_and_the_check_is_silent(name: str) -> None:
     task_set = load_task_set(use, seed=3)
     assert task_set.domain == name
     assert success(task_set, use, task_set.scripted, 40) == 1.0
-    assert check_task(use) == []
+    assert check_task(use).findings == []
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("frozen_lake", 0.01, 0.3), ("calculator_math", 0.15, 0.4)])
