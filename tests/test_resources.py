@@ -13,6 +13,7 @@ from rollart.cluster import machine
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
+from rollart.hardware import HARDWARE
 from rollart.policy.placement import fit
 from rollart.resources import demands
 from rollart.types import Needs, Node
@@ -157,6 +158,16 @@ def test_the_kuberay_manifest_has_room_for_the_job_it_carries() -> None:
     assert [found.missing for found in fit(demands(job), nodes)] == [""] * 4
     without = [node for node in nodes if node.name != "bandwidth"]
     assert "no machine has the resource 'h20'" in [found.missing for found in fit(demands(job), without)]
+
+
+def test_the_kuberay_job_sends_prompts_to_compute_and_long_answers_to_bandwidth() -> None:
+    """As the paper maps them: many turns of short answers prefill more, few turns of long answers decode more."""
+    job = carried_job()
+    pools = {pool.name: HARDWARE[pool.hardware] for pool in job.engine_pools}
+    decoding = sorted(job.tasks, key=lambda task: task.max_tokens / task.max_turns)
+    bandwidth = [pools[task.affinity].bandwidth_gb_s / pools[task.affinity].tflops for task in decoding]
+    assert len(set(bandwidth)) == len(job.tasks) == 2
+    assert bandwidth == sorted(bandwidth)
 
 
 @pytest.mark.slow
