@@ -4,6 +4,7 @@ Exit codes: 0 well, 1 the run stopped or a check failed, 2 the job or the comman
 """
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -59,7 +60,8 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except JobError as error:
-        print(f"rollart: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"rollart: {line}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -75,6 +77,11 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(f"rollart: stopped: {error.filename or 'the disk'}: {error.strerror}; make room", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -186,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check",
         help="validate a job and print it resolved",
-        description="Validate a job, print it with all defaults and its roles placed, and warn of what can't work.",
+        description="Validate a job, look at its model, tasks, rewards, devices and disks (unless it is for the "
+        "simulator alone), print it with all defaults and its roles placed, and warn of what can't work.",
         epilog="Example: rollart check jobs/rollart.yaml train.steps=5",
     )
     _job_arguments(check)
@@ -523,25 +531,39 @@ def _chaos(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     import yaml
 
+    from rollart.checks import for_the_simulator, problems
     from rollart.config.load import load_job, warnings
     from rollart.policy.placement import bindings
     from rollart.worlds import offers
 
     job = load_job(arguments.job, arguments.overrides)
     bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
-    found = warnings(job)
+    simulated = for_the_simulator(job)
+    wrong = [] if simulated else problems(job, _run_dir(None, job))
     if arguments.json:
         rows = [
             {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}
             for b in bound
         ]
-        _print_json({"job": job.model_dump(mode="json"), "bindings": rows, "warnings": found})
-        return 0
+        _print_json(
+            {
+                "job": job.model_dump(mode="json"),
+                "bindings": rows,
+                "simulator_only": simulated,
+                "problems": wrong,
+                "warnings": warnings(job),
+            }
+        )
+        return 2 if wrong else 0
+    if wrong:
+        raise JobError("\n".join(wrong))
     print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="")
     print("# roles")
     for b in bound:
         devices = f", {b.devices} devices" if b.devices else ""
         print(f"#   {b.role} on {b.pool} ({b.hardware}): {b.workers} workers{devices}")
+    if simulated:
+        print("# for the simulator alone: it names no model.path and no tasks.use, which `rollart train` needs")
     _warn(job)
     return 0
 
@@ -696,8 +718,6 @@ def _run_dir(wanted: Path | None, job: "Job", what: str = "") -> Path:
         while out.exists():
             number += 1
             out = out.with_name(f"{out.name.split('~')[0]}~{number}")
-    if out.exists():
-        raise JobError(f"--out: {out} exists; give a directory that does not, or remove it")
     return out
 
 

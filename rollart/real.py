@@ -1,6 +1,6 @@
 """From a job to everything outside the control plane, for real: workers, a Hugging Face model, environments, rewards.
 
-`check_real` refuses before anything is written or started; `real_world` builds. `rollart.worlds` is the other world.
+`real_world` builds; `rollart.checks` refuses before that. `rollart.worlds` is the other world.
 """
 
 import json
@@ -97,31 +97,6 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
         further_engines=tuple(further_specs(offers(job))),
     )
     return RealWorld(world=world, close=close)
-
-
-def check_real(job: Job) -> None:
-    """Raises JobError for what a real run of this job would lack, before anything is written or started."""
-    from rollart.models.tokenizer import ChatTokenizer
-    from rollart.tasks.load import load_task_set
-
-    refuse_what_is_not_there(job)
-    for position, task in enumerate(job.tasks):
-        if not task.use:
-            raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
-        load_task_set(task.use, seed=job.seed, domain=task.name)
-    if not (Path(job.model.path) / "config.json").exists():
-        raise JobError(
-            f"model.path: {job.model.path} is not a Hugging Face directory (it has no config.json); "
-            f"make one with: rollart model tiny {job.model.path}"
-        )
-    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
-        raise JobError(
-            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
-            "name another, or remove it to take the KL to model.path"
-        )
-    refuse_long_contexts(job)
-    refuse_mixtures_on_servers(job)
-    ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
 
 
 def refuse_what_is_not_there(job: Job) -> None:

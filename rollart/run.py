@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from rollart.audit import Audit
 from rollart.config.job import Job, min_group_size
 from rollart.config.sim import FaultSettings
 from rollart.control.coordinator import Coordinator
-from rollart.errors import Deadlock, RollartError
+from rollart.errors import Deadlock, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import HARDWARE
 from rollart.sim.clock import VirtualLoop
@@ -48,13 +49,27 @@ def simulate(
 ) -> RunResult:
     """Run a job on the virtual clock; write its run directory where `out` is given."""
     if out is not None:
-        out.mkdir(parents=True, exist_ok=False)
-        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         result = runner.run(_Simulation(job, out, audit=audit, progress=progress).run())
     if out is not None:
         (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
     return result
+
+
+def make_run_dir(job: Job, out: Path) -> None:
+    """A new run directory with its job. Raises JobError where it cannot be made."""
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise JobError(f"--out: {out} exists; give a directory that does not, or remove it") from None
+    except OSError as error:
+        raise JobError(f"--out: {out} cannot be made ({error.strerror}); give a directory you can write to") from None
+    try:
+        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        shutil.rmtree(out, ignore_errors=True)
+        raise JobError(f"--out: {out} cannot be written to ({error.strerror}); give another directory") from None
 
 
 @contextmanager

@@ -18,18 +18,18 @@ import orjson
 import yaml
 
 from rollart.audit import Audit
+from rollart.checks import refuse_start
 from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.control.waits import Waits
 from rollart.errors import Interrupted, JobError, RollartError
 from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
-from rollart.real import check_real, real_world
+from rollart.real import real_world
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
-from rollart.resources import refuse_unplaceable
-from rollart.run import RunResult, as_lines, facts, metric_rows, rare_collections, say
+from rollart.run import RunResult, as_lines, facts, make_run_dir, metric_rows, rare_collections, say
 from rollart.summary import Summary
-from rollart.trackers import Tracking, check_trackers, trackers
+from rollart.trackers import Tracking, trackers
 from rollart.train.journal import FileJournal
 
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
@@ -46,21 +46,18 @@ WAITS_SHOWN = 3
 
 def train(job: Job, out: Path, *, resume: bool = False, watch: Watch | None = None) -> RunResult:
     """Run a job to its end, or until the user stops it."""
-    return _run(job, out, Coordinator.run, resume=resume, watch=watch)
+    return _run(job, out, Coordinator.run, trains=True, resume=resume, watch=watch)
 
 
 def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
     """Play the held-out tasks of a job with its model as it is."""
-    return _run(job, out, Coordinator.evaluate, resume=False, watch=watch)
+    return _run(job, out, Coordinator.evaluate, trains=False, resume=False, watch=watch)
 
 
-def _run(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
-    check_trackers(job)
-    check_real(job)
-    refuse_unplaceable(job)
+def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: bool, watch: Watch | None) -> RunResult:
+    refuse_start(job, out, trains=trains, resume=resume)
     if not resume:
-        out.mkdir(parents=True, exist_ok=False)
-        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        make_run_dir(job, out)
     with _alone(out), rare_collections():
         result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
     (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))

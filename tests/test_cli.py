@@ -54,6 +54,19 @@ def test_a_wrong_job_exits_with_2_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
 
 
+def test_check_says_that_a_job_is_for_the_simulator_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0
+    assert "\n# for the simulator alone: " in capsys.readouterr().out
+    assert main(["check", str(tmp_path / "job.yaml"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["simulator_only"], said["problems"]) == (True, [])
+    assert main(["check", str(tmp_path / "job.yaml"), "--json", "tasks.0.use=no_such_module"]) == 2
+    said = json.loads(capsys.readouterr().out)
+    assert said["simulator_only"] is False
+    assert [problem.split(":")[0] for problem in said["problems"]] == ["tasks.0.use", "model.path"]
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -21,7 +21,7 @@ FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed"} | READERS
-ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups"})
+ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups", "checks"})
 """Composition: the few modules that know everything."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {

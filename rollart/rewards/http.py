@@ -17,6 +17,8 @@ from rollart.types import Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
+LOOK_S = 5.0
+"""For a connection, when we only look whether someone is there."""
 _WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -72,6 +74,19 @@ class HttpRewards:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def unreachable(url: str) -> str | None:
+    """Why nobody can be asked at this address, or None. Any answer will do, and a late one too."""
+    trust_env = not is_loopback(urlsplit(url).hostname or "")
+    try:
+        with httpx.Client(timeout=LOOK_S, trust_env=trust_env) as client:
+            client.head(url)
+    except (httpx.ReadTimeout, httpx.RemoteProtocolError):
+        return None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 def is_loopback(host: str) -> bool:

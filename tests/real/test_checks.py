@@ -1,21 +1,32 @@
-"""What is looked up in the model directory before a run: exit code 2 means that nothing was written."""
+"""What is looked at before a run: exit code 2, one line for each thing that is wrong, and nothing was written."""
 
+import errno
 import json
+import math
 import shutil
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.numpy
 import yaml
 
+from rollart.checks import RUN_BYTES, problems, refuse_start
 from rollart.cli import main
+from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.real import check_real
 from tests.real.harness import job
 
 POSITIONS = 1024
 """Of the tiny model."""
+
+
+def check_real(checked: Job) -> None:
+    refuse_start(checked, Path("runs") / checked.name)
 
 
 def long(model: Path, context_tokens: int, **engines: Any) -> dict[str, Any]:
@@ -38,7 +49,11 @@ def test_a_context_longer_than_the_model_is_refused(engines: dict[str, Any], mod
 
 def test_the_positions_of_a_text_model_inside_another_are_found(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "nested")
-    (tmp_path / "nested" / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+    config = json.loads((model / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "nested" / "config.json").write_text(
+        json.dumps(config | {"text_config": {"max_position_embeddings": 64}})
+    )
     with pytest.raises(JobError, match="128 is more than the 64 positions"):
         check_real(build_job(long(tmp_path / "nested", 128)))
 
@@ -67,3 +82,228 @@ def test_a_reference_that_is_no_model_is_refused(model: Path, tmp_path: Path) ->
     with pytest.raises(JobError, match=r"^train\.reference: .* has no config\.json"):
         check_real(build_job(job(model, train=train)))
     check_real(build_job(job(model, train={**train, "reference": str(model)})))
+
+
+# --- all of it, as a user sees it ---------------------------------------------------------------------------------
+
+BAD_TASK = """
+import os
+from rollart.tasks.api import Environment, TaskSet, observe
+
+class Room(Environment):
+    def reset(self):
+        WHAT
+    def step(self, action):
+        return observe(reward=1.0, done=True)
+
+class Rooms(TaskSet):
+    def draw(self, rng):
+        return {"number": rng.randrange(10**9)}
+    def environment(self, task):
+        return Room()
+"""
+
+
+def lines_of(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str = "check", *options: str
+) -> list[str]:
+    """What a command says of a job that it refuses; nothing is left behind."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "job.yaml").write_text(yaml.safe_dump(raw))
+    capsys.readouterr()
+    assert main([command, str(folder / "job.yaml"), *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [path.name for path in folder.iterdir()] == ["job.yaml"]
+    return [line for line in shown.err.splitlines() if ": warning: " not in line]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def task_of(tmp_path: Path, what: str) -> list[dict[str, Any]]:
+    (tmp_path / "room.py").write_text(BAD_TASK.replace("WHAT", what))
+    return [{"name": "room", "use": str(tmp_path / "room.py"), "max_tokens": 4}]
+
+
+def test_a_job_that_can_be_started_is_said_to_be_fine(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "job.yaml").write_text(yaml.safe_dump(job(model)))
+    assert main(["check", str(here / "job.yaml")]) == 0
+    assert "simulator alone" not in capsys.readouterr().out
+    assert list((here / "here").iterdir()) == []
+
+
+def test_every_problem_has_a_line_of_its_own(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = job(
+        here / "no-model",
+        tasks=[
+            {"name": name, "use": use, "max_tokens": 4}
+            for name, use in (("a", "no_such_module"), ("b", ""), ("c", "none.py"))
+        ],
+        train={"cores": [4096]},
+    )
+    said = lines_of(raw, here, capsys)
+    keys = ["train.cores", "tasks.0.use", "tasks.1.use", "tasks.2.use", "model.path"]
+    assert [line.split(": ")[1] for line in said] == keys
+    assert "there is no module no_such_module" in said[1]
+
+
+def other_model(model: Path, to: Path, **config: Any) -> Path:
+    shutil.copytree(model, to)
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_a_model_that_is_no_causal_one_is_refused(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = lines_of(job(other_model(model, here / "t5", model_type="t5")), here, capsys, "train")
+    assert any(
+        line.startswith("rollart: model.path: ") and "is a t5, no causal language model" in line for line in said
+    )
+
+
+def test_a_config_that_cannot_be_read_is_one_line(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = other_model(model, here / "odd", model_type="gpt2", n_embd="many")
+    (said,) = lines_of(job(odd), here, capsys, "train")
+    assert said.startswith(f"rollart: model.path: {odd}/config.json: ")
+
+
+def test_gpt2_is_taken_or_refused_by_its_name(model: Path, here: Path) -> None:
+    """Its config has other names for all sizes; they ended in a KeyError."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_ctx": 256, "vocab_size": 512}
+    raw = job(other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **sizes))
+    assert all(line.startswith("model.path: ") for line in problems(build_job(raw), here / "run"))
+
+
+def test_a_model_without_weights_is_refused(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, here / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    (said,) = lines_of(job(here / "bare"), here, capsys)
+    assert "holds no weights" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("return 'word ' * 2000", "tasks.0: the first prompt of 'room' has"),
+        ("os._exit(3)", "tasks.0: 'room' cannot begin an episode (reset: "),
+        ("raise KeyError('map')", "tasks.0: 'room' cannot begin an episode (reset: KeyError: 'map'"),
+    ],
+    ids=["too long", "dies", "raises"],
+)
+def test_a_task_whose_episodes_cannot_begin_is_refused(
+    what: str, says: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (said,) = lines_of(job(model, tasks=task_of(here, what)), here, capsys, "train")
+    assert said.startswith(f"rollart: {says}")
+
+
+def test_a_role_that_the_template_refuses_is_told(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strict = here / "strict"
+    shutil.copytree(model, strict)
+    template = strict / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
+        + template.read_text()
+    )
+    tasks = task_of(here, "return observe('x', role='tool')")
+    (said,) = lines_of(job(strict, tasks=tasks), here, capsys)
+    assert "the chat template refuses messages in the roles tool" in said
+
+
+def test_an_environment_that_fails_now_and_then_is_let_through(model: Path, here: Path) -> None:
+    """What one environment does is its own affair; and one that takes its time is not waited for."""
+    flag = here / "tried"
+    once = (
+        f"flag = {str(flag)!r}\n        if not os.path.exists(flag): open(flag, 'w'); os._exit(1)\n        return 'go'"
+    )
+    check_real(build_job(job(model, tasks=task_of(here, once))))
+
+
+def test_a_slow_environment_is_not_waited_for(model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.checks.RESET_S", 0.01)
+    check_real(build_job(job(model, tasks=task_of(here, "import time; time.sleep(3600)"))))
+
+
+def test_an_address_where_nobody_answers_is_refused(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        (said,) = lines_of(job(model, rewards={"type": "http", "url": url}), here, capsys, "train")
+    assert said.startswith(f"rollart: rewards.url: {url} cannot be reached (")
+
+
+def test_an_address_where_somebody_answers_will_do(model: Path, here: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # answers 501 to everything
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        check_real(build_job(job(model, rewards={"type": "http", "url": f"http://127.0.0.1:{server.server_port}"})))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:2"])
+def test_a_device_that_is_not_there_is_refused(
+    device: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollart.cluster.machine.gpus", lambda: ["H200", "H200"])
+    (said,) = lines_of(job(model, train={"device": device}), here, capsys)
+    assert said.startswith(
+        f"rollart: train.device: {device!r} is no device" if device != "cuda:2" else "rollart: train."
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sim"])
+@pytest.mark.parametrize(
+    ("out", "says"), [("taken", "exists"), ("file/run", "Not a directory"), ("/proc/run", "cannot be made")]
+)
+def test_a_place_that_cannot_be_written_to_is_one_line(
+    command: str, out: str, says: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "taken").mkdir()
+    (here / "file").touch()
+    (said,) = lines_of(job(model), here, capsys, command, "--out", str(here / out))
+    assert said.startswith(f"rollart: --out: {here / out} ")
+    assert says in said
+
+
+def test_a_disk_without_room_is_refused(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage
+    monkeypatch.setattr("shutil.disk_usage", lambda path: real(path)._replace(free=60_000_000))
+    (said,) = lines_of(job(model), here, capsys, "train", "--out", str(here / "run"))
+    assert said.startswith(f"rollart: --out: {here} has 0.06 GB free, and this job writes at least 0.")
+    assert not (here / "run").exists()
+
+
+def test_room_for_checkpoints_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = 16 + sum(
+        math.prod(tensor.shape) for tensor in safetensors.numpy.load_file(model / "model.safetensors").values()
+    )
+    free = RUN_BYTES + 12 * 3 * params
+    real = shutil.disk_usage
+    monkeypatch.setattr("shutil.disk_usage", lambda path: real(path)._replace(free=free))
+    check_real(build_job(job(model)))
+    with pytest.raises(JobError, match=r"^--out: .* or lower checkpoint\.keep$"):
+        check_real(build_job(job(model, checkpoint={"keep": 3})))
+
+
+def test_a_disk_that_fills_up_later_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
+
+    monkeypatch.setattr("rollart.run.EventLog", full)
+    (here / "job.yaml").write_text(yaml.safe_dump(job(here)))
+    assert main(["sim", str(here / "job.yaml")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("rollart: stopped: events.jsonl: No space left")
