@@ -28,8 +28,9 @@ ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
 LOGITS_PER_CHUNK = 1 << 22
 """Elements of one (rows, V) block of logits: bounds what scoring a packed batch holds in memory at once."""
-PROBE_TOKENS = 48
-"""Length of the sequence by which two processes compare their weights."""
+PROBE_SEQUENCES, PROBE_LENGTH = 32, 64
+"""Of the sequences by which two processes compare their weights: many tokens, as each has an error of its own; short
+ones, since a server holds the logits of a whole prompt at once."""
 
 
 class AttentionPlan(Protocol):
@@ -130,15 +131,26 @@ def packed_logprobs(
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Probe:
-    """What these weights say of a fixed sequence: an engine that loads them by other means must say the same."""
+    """What these weights say of fixed sequences: an engine that loads them by other means must say the same."""
     tokens_T = probe_tokens(model)
-    logprobs_T = packed_logprobs(model, tokens_T.to(model.device), [PROBE_TOKENS])
-    return Probe(tokens=tuple(tokens_T.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
+    logprobs_T = packed_logprobs(model, tokens_T.to(model.device), [PROBE_LENGTH] * PROBE_SEQUENCES)
+    return as_probe(tokens_T, logprobs_T, exact=model.dtype == torch.float32)
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """Of all sequences, end to end."""
     vocab_size = model.config.get_text_config().vocab_size
-    return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, PROBE_TOKENS))
+    return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, PROBE_SEQUENCES * PROBE_LENGTH))
+
+
+def as_probe(tokens_T: Tensor, logprobs_T: Tensor, *, exact: bool) -> Probe:
+    given = logprobs_T.view(PROBE_SEQUENCES, PROBE_LENGTH)[:, 1:].reshape(-1)
+    return Probe(
+        tokens=tuple(tokens_T.tolist()),
+        logprobs=tuple(given.tolist()),
+        num_sequences=PROBE_SEQUENCES,
+        exact=exact,
+    )
 
 
 class Scores(NamedTuple):

@@ -107,6 +107,7 @@ def trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, An
             "temperatures": {task.name: task.temperature for task in job.tasks},
             "reference_path": train.reference,
             "keep_checkpoints": job.checkpoint.keep,
+            "probe": any(pool.engines.type != "embedded" for pool in job.pools if pool.engines),
         },
         "loss": {
             "algorithm": train.algorithm,

@@ -323,11 +323,19 @@ class TensorPlace(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a version's weights say of one fixed sequence: proof, for an engine that loads them by other means."""
+    """What a version's weights say of fixed sequences: proof, for an engine that loads them by other means."""
 
     tokens: tuple[int, ...]
+    """Of all sequences, which are equally long."""
     logprobs: tuple[float, ...]
-    """Of each token but the first, given those before it; temperature 1."""
+    """Of each token but each sequence's first, given those before it; temperature 1."""
+    num_sequences: int = 1
+    exact: bool = True
+    """Computed in float32: its changes are those of the weights, without rounding."""
+
+    def sequences(self) -> list[list[int]]:
+        length = len(self.tokens) // self.num_sequences
+        return [list(self.tokens[at : at + length]) for at in range(0, len(self.tokens), length)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,13 @@ manifest's probe are the trainer's; a swap that fails leaves the version before 
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
+from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.engines.segments import Call, Piece, Segment, Share, segment_seed, wrong_in
 from rollart.engines.stops import StopFinder
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
@@ -36,11 +34,6 @@ QUIET_S = 0.1
 """What a halted server has not ended by then, and has sent no token of, it does not know yet."""
 GRACE_S = 2.0
 """A segment that a halted server has not ended by then is cut off from here; what it has stays."""
-TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
-"""Largest difference of a probe's log-probabilities. bfloat16 keeps 8 bits: logits of 16 to 64 are off by up to a
-quarter, and a difference of two of them by twice that. Weights that were loaded wrongly are further off."""
-NOISE = {"float32": 1e-4, "bfloat16": 0.5}
-"""Below this two probes cannot be told apart."""
 
 
 class Server(Protocol):
@@ -101,6 +94,8 @@ class RemoteEngine:
         self._loaded = settings.model
         self._probe: Probe | None = None
         """Of the version served; None while that is the initial one."""
+        self._proven: list[Proven | None] = []
+        """What is known of each process behind the server since the last swap."""
         self._calls: dict[str, Call] = {}
         self._open = asyncio.Event()
         """Closed while weights change: no segment starts."""
@@ -261,7 +256,7 @@ class RemoteEngine:
     def _stopped(self, call: Call) -> bool:
         """Found here and not by the server: a stop string may begin in one segment and end in the next."""
         stop = call.request.sampling.stop
-        return bool(stop) and self._stops is not None and self._stops.ends(np.array(call.tokens), stop)
+        return bool(stop) and self._stops is not None and self._stops.ends(call.tokens, stop)
 
     # --- weights
 
@@ -289,7 +284,7 @@ class RemoteEngine:
         try:
             await self._server.load(folder, manifest.version)
             await self._server.resume()
-            await self._prove(manifest.version, probe)
+            self._proven = await self._prove(manifest.version, probe)
         except (WeightError, RequestError) as error:
             await self._go_back(str(error))
             raise WeightError(str(error)) from error
@@ -308,35 +303,27 @@ class RemoteEngine:
                 f"{error}"
             ) from error
 
-    async def _prove(self, version: WeightVersion, probe: Probe) -> None:
-        """The server's log-probabilities of the probe must be those that the trainer computed."""
-        for answer in await self._server.score(list(probe.tokens)):
-            self._compare(version, probe, answer)
+    async def _prove(self, version: WeightVersion, probe: Probe) -> "list[Proven | None]":
+        """The server's log-probabilities of the probe must be those that the trainer computed, and move as they do."""
+        parts = await asyncio.gather(*(self._server.score(tokens) for tokens in probe.sequences()))
+        answers = [[value for part in parts for value in part[process]] for process in range(len(parts[0]))]
+        before = self._proven or [None] * len(answers)
+        return [self._judged(version, probe, *pair) for pair in zip(answers, before, strict=True)]
 
-    def _compare(self, version: WeightVersion, probe: Probe, answer: list[float]) -> None:
-        allowed = TOLERANCES[self._settings.dtype]
-        off = _difference(answer, probe.logprobs)
-        if not off <= allowed:
+    def _judged(self, version: WeightVersion, probe: Probe, answer: list[float], before: Proven | None) -> Proven:
+        precision = PRECISIONS[self._settings.dtype]
+        verdict = judge(version, answer, probe.logprobs, before, precision, exact=probe.exact)
+        if verdict.wrong:
             raise WeightError(
-                f"{self._id}: loaded version {version}, but its log-probabilities are up to {off:.3g} from the "
-                f"trainer's (allowed: {allowed:g}), so it does not serve these weights. Servers are known to reload "
-                "some kinds of model wrongly, such as tied embeddings and mixtures of experts: use another kind, "
-                "or embedded engines"
+                f"{self._id}: loaded version {version}, but its log-probabilities are {verdict.off:.3g} from the "
+                f"trainer's (root mean square; allowed: {precision.limit:g}), so it does not serve these weights. "
+                "Servers are known to reload some kinds of model wrongly, such as tied embeddings and mixtures of "
+                "experts: use another kind, or embedded engines"
             )
-        before = self._probe
-        if before is None or before.tokens != probe.tokens or version == self.version:
-            return
-        if _difference(before.logprobs, probe.logprobs) > NOISE[self._settings.dtype]:
-            off_before = _difference(answer, before.logprobs)
-            if off_before < off:
-                raise WeightError(
-                    f"{self._id}: asked to load version {version}, it still serves {self.version}: its "
-                    f"log-probabilities are {off_before:.3g} from that version's and {off:.3g} from the new one's"
-                )
-
-
-def _difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Largest absolute difference; infinite where they cannot be compared."""
-    if len(one) != len(other) or not all(math.isfinite(value) for value in one):
-        return math.inf
-    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)
+        if verdict.stuck:
+            raise EngineError(
+                f"{self._id}: asked to load version {version}, it does not follow: since version "
+                f"{verdict.state.sure} its log-probabilities have not moved as the trainer's did, so what it samples "
+                "is of older weights than it says"
+            )
+        return verdict.state

@@ -27,7 +27,16 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import TrainerError
-from rollart.model import Scores, load_model, named_weights, packed_scores, probe_tokens
+from rollart.model import (
+    PROBE_LENGTH,
+    PROBE_SEQUENCES,
+    Scores,
+    as_probe,
+    load_model,
+    named_weights,
+    packed_scores,
+    probe_tokens,
+)
 from rollart.train.checkpoints import (
     MODEL_DIR,
     OPTIMIZER,
@@ -71,6 +80,7 @@ class ShardedNetwork(nn.Module):
     def __init__(self, network: PreTrainedModel, mesh: DeviceMesh, *, bf16: bool) -> None:
         super().__init__()
         self.network = network
+        self.bf16 = bf16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else torch.float32, reduce_dtype=torch.float32)
         layers = cast(nn.ModuleList, network.base_model.layers)
         for layer in layers:
@@ -88,8 +98,9 @@ class ShardedNetwork(nn.Module):
         """As `rollart.model.probe`; all ranks call it together."""
         tokens_T = probe_tokens(self.network)
         all_T = torch.ones_like(tokens_T, dtype=torch.bool, device=device)
-        logprobs_T = self(tokens_T.to(device), [len(tokens_T)], 1.0, all_T).logprobs_T
-        return Probe(tokens=tuple(tokens_T.tolist()), logprobs=tuple(logprobs_T[1:].tolist()))
+        lengths = [PROBE_LENGTH] * PROBE_SEQUENCES
+        logprobs_T = self(tokens_T.to(device), lengths, 1.0, all_T).logprobs_T
+        return as_probe(tokens_T, logprobs_T, exact=not self.bf16)
 
     def forward(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores:
         return packed_scores(self.network, tokens_T, lengths, temperature, wanted_T)
@@ -126,7 +137,7 @@ class ShardedTrainer:
         self._versions.of(step)
         reports = list(self._learner.updates(shares, lr))
         # Here, since it needs all ranks; nobody copies between the last update and `advance`.
-        self._probe = self._sharded.probe(self._device)
+        self._probe = self._probe_of(self._sharded)
         self._versions.advance()
         return reports
 
@@ -166,7 +177,7 @@ class ShardedTrainer:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
             self._checkpoints.use(path)
 
-        probe = sharded.probe(self._device)
+        probe = self._probe_of(sharded)
 
         def put_in_place() -> None:
             self._sharded, self._optimizer, self._probe = sharded, optimizer, probe
@@ -203,7 +214,10 @@ class ShardedTrainer:
         assert sharded is not None
         return sharded
 
-    def _copy(self) -> tuple[dict[str, Shard], Probe]:
+    def _probe_of(self, sharded: ShardedNetwork) -> Probe | None:
+        return sharded.probe(self._device) if self._settings.probe else None
+
+    def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
         dtype = torch.bfloat16 if self._settings.bf16 else None
         return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._probe
 

@@ -43,6 +43,8 @@ class TrainerSettings:
     reference_path: str | None = None
     """The model the KL is taken to; None means the initial weights. Loaded only where `loss.kl_coef` is set."""
     keep_checkpoints: int = 2
+    probe: bool = True
+    """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
 
     def __post_init__(self) -> None:
         least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2, "steps": 1}

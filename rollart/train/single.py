@@ -136,9 +136,10 @@ class SingleTrainer:
         at = self._settings
         return MasterAdamW(network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
 
-    def _copy(self) -> tuple[dict[str, Tensor], Probe]:
+    def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
-        return {name: tensor.clone() for name, tensor in self.named_tensors().items()}, probe(self._network)
+        weights = {name: tensor.clone() for name, tensor in self.named_tensors().items()}
+        return weights, probe(self._network) if self._settings.probe else None
 
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""

@@ -270,5 +270,9 @@ def _from_json(text: str) -> WeightManifest:
             name: TensorPlace(bucket=bucket, offset=offset, num_bytes=num_bytes, dtype=dtype, shape=tuple(shape))
             for name, (bucket, offset, num_bytes, dtype, shape) in raw["tensors"].items()
         },
-        probe=None if raw["probe"] is None else Probe(*map(tuple, raw["probe"])),
+        probe=None if raw["probe"] is None else _probe(*raw["probe"]),
     )
+
+
+def _probe(tokens: list[int], logprobs: list[float], num_sequences: int, exact: bool) -> Probe:
+    return Probe(tokens=tuple(tokens), logprobs=tuple(logprobs), num_sequences=num_sequences, exact=exact)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollart.engines.embedded import EmbeddedEngine, EngineSettings
@@ -41,14 +42,20 @@ def settings(versions: Versions, url: str, **more: Any) -> ServerSettings:
     )
 
 
-def play(versions: Versions, work: Callable[[RemoteEngine, FakeSglang], Awaitable[None]], **fake: Any) -> None:
+def play(
+    versions: Versions,
+    work: Callable[[RemoteEngine, FakeSglang], Awaitable[None]],
+    *,
+    dtype: str = "float32",
+    **fake: Any,
+) -> None:
     async def awaited() -> None:
         core = EmbeddedEngine.from_directory(
             str(versions.path), settings=EngineSettings(max_batch=8, max_context=CONTEXT_TOKENS)
         )
         async with FakeSglang(core, **fake).serving() as server:
             store = versions.store
-            engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            engine = await launch(settings(versions, server.url, dtype=dtype), fetch=store.fetch, folder=store.folder)
             try:
                 await work(engine, server)
             finally:
@@ -143,6 +150,27 @@ def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versio
     play(versions, work)
 
 
+def test_looking_for_a_stop_string_copies_nothing(versions: Versions) -> None:
+    """An answer of 16,000 tokens would be copied 16,000 times, on the event loop."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        seen: list[object] = []
+
+        class Finder:
+            def ends(self, sampled: object, stops: tuple[str, ...]) -> bool:
+                seen.append(sampled)
+                return False
+
+        engine._stops = Finder()  # type: ignore[assignment]
+        asked = request([5, 6, 7], max_tokens=8, seed=3)
+        await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=("x",))))
+        assert len(seen) > 1
+        assert len({id(one) for one in seen}) == 1
+        assert isinstance(seen[0], list)
+
+    play(versions, work)
+
+
 def test_an_aborted_request_gives_what_it_has(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         asked = request([5, 6, 7], "a/0", max_tokens=200, seed=1)
@@ -175,9 +203,7 @@ def test_who_stops_waiting_stops_the_server_too(versions: Versions) -> None:
 def test_a_server_that_does_not_load_what_it_says_is_found_out(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         server.lose_updates = True
-        with pytest.raises(
-            WeightError, match=r"loaded version 1, but its log-probabilities are up to .* from the trainer"
-        ):
+        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are .* from the trainer"):
             await engine.swap(versions.put(1))
         assert engine.version == 0
         assert server.loads[-1] == str(versions.path), "it went back to what it served"
@@ -189,22 +215,42 @@ def test_a_server_that_does_not_load_what_it_says_is_found_out(versions: Version
     play(versions, work)
 
 
-def test_small_steps_are_told_apart(versions: Versions) -> None:
-    """Two versions closer to each other than the tolerance: still, the old one is not taken for the new."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(versions: Versions, dtype: str) -> None:
+    """Each version moves log-probabilities by 0.005, far less than bfloat16 rounds; the server keeps what it has."""
 
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
-        manifest = versions.put(1)
-        await engine.swap(manifest)
-        assert manifest.probe is not None
-        near = replace(
-            manifest,
-            version=2,
-            probe=manifest.probe._replace(logprobs=tuple(x - 0.002 for x in manifest.probe.logprobs)),
-        )
-        versions.store.push(2, versions.store.fetch(manifest))
-        with pytest.raises(WeightError, match=r"asked to load version 2, it still serves 1"):
-            await engine.swap(replace(near, buckets=versions.store.manifest(2).buckets))  # type: ignore[union-attr]
-        assert engine.version == 1
+        rng = np.random.default_rng(0)
+        first = versions.put(1)
+        probe = first.probe
+        assert probe is not None
+        await engine.swap(first)
+        server.lose_updates = True
+        waiting = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
+        await started(engine, "a/0", tokens=4)
+
+        async def swaps() -> None:
+            said = probe
+            for version in (2, 3, 4):
+                moved = np.array(said.logprobs) + 0.005 * rng.normal(size=len(said.logprobs))
+                said = said._replace(logprobs=tuple(moved.tolist()))
+                await engine.swap(versions.store.push(version, versions.store.fetch(first), said))
+
+        with pytest.raises(EngineError, match=r"it does not follow: since version 1 its log-probabilities have not"):
+            await swaps()
+        with pytest.raises(EngineError, match="it does not follow"):
+            await waiting
+
+    play(versions, work, dtype=dtype)
+
+
+def test_a_step_that_changes_nothing_is_no_reason_for_doubt(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        first = versions.put(1)
+        await engine.swap(first)
+        for version in range(2, 6):
+            await engine.swap(versions.store.push(version, versions.store.fetch(first), first.probe))
+        assert engine.version == 5
 
     play(versions, work)
 

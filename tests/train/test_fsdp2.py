@@ -188,7 +188,7 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
     assert found.metrics["actor/grad_norm"] > settings.grad_clip
     assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
     probe, expected_probe = (await bench.trainer.publish(3)).probe, single._versions.of(3)[1]
-    assert probe is not None
+    assert probe is not None and expected_probe is not None  # noqa: PT018
     assert probe.tokens == expected_probe.tokens
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 

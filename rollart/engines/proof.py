@@ -1,0 +1,117 @@
+"""Whether a server serves the weights it was told to load, judged by its log-probabilities of the manifest's probe.
+
+Pure: numbers in, a verdict out. Two questions, since each alone misses something:
+- Are they the trainer's? Other weights are far off: the mean square of the differences says so at once. But a server
+  in bfloat16 is off by its own rounding, by more than one step of training moves anything.
+- Did they move as the trainer's did? Rounding hides a step in one token, not in two thousand. So the change of the
+  server's answer since its last swap is held against the change of the trainer's. A server that loaded nothing, or half
+  of it, has moved by less than half. What speaks for that is added up over swaps, as in a sequential test (CUSUM): it
+  falls to 0 with each swap that clearly took place. A trainer that computes in bfloat16 has rounding of its own, which
+  drowns the direction of a step; there the sizes of both changes are compared: the same weights round both anew.
+
+A step that moves nothing says nothing, and raises no doubt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rollart.types import WeightVersion
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How far a server of one number format may be from the trainer. Root mean squares over the probe's tokens."""
+
+    noise: float
+    """What its rounding does. A smaller one is not believed: changes below it may not show in the server at all."""
+    limit: float
+    """Beyond this it serves other weights."""
+
+
+PRECISIONS = {
+    "float32": Precision(noise=1e-4, limit=1e-2),
+    "bfloat16": Precision(noise=0.025, limit=0.25),
+}
+"""`benchmarks/probe_noise.py` measures the noise; docs/vllm.md has the figures."""
+EFFECTIVE_SHARE = 0.5
+"""Errors of neighbouring tokens are alike: so many of them count as independent."""
+STILL = 0.25
+"""Of a trainer's change: a server whose own is smaller than this has not moved. For trainers that round."""
+ALARM = 14.0
+"""Doubt at which a server is said not to have loaded. With an honest one it gets there once in e^14 swaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """What is known of a server since its last swap."""
+
+    answer: Values
+    """Its own log-probabilities."""
+    expected: Values
+    """The trainer's."""
+    sure: WeightVersion
+    """The newest version that it surely served."""
+    doubt: float = 0.0
+    """Log-likelihood ratio of "it moves by half of what it should" against "it moves as it should", never below 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    off: float
+    """Root mean square of its differences from the trainer; infinite where they cannot be compared."""
+    wrong: bool
+    """It serves other weights."""
+    stuck: bool
+    """It does not follow the weights it is told to load; it may still serve those of `state.sure`."""
+    state: Proven
+
+
+def judge(
+    version: WeightVersion,
+    answer: Sequence[float],
+    expected: Sequence[float],
+    before: Proven | None,
+    precision: Precision,
+    *,
+    exact: bool = True,
+) -> Verdict:
+    """`answer` is the server's, `expected` the trainer's for `version`; `before` is the state after its last swap.
+
+    `exact`: the trainer computed in float32.
+    """
+    ours, theirs = np.asarray(expected, dtype=np.float64), np.asarray(answer, dtype=np.float64)
+    comparable = ours.shape == theirs.shape and len(ours) > 0 and bool(np.isfinite(theirs).all())
+    off = _rms(theirs - ours) if comparable else float("inf")
+    doubt = 0.0
+    if comparable and before is not None and before.expected.shape == ours.shape:
+        found = (_evidence if exact else _stillness)(theirs - before.answer, ours - before.expected, precision.noise)
+        doubt = max(0.0, before.doubt + found)
+    sure = version if before is None or not doubt else before.sure
+    return Verdict(
+        off=off,
+        wrong=not off <= precision.limit,
+        stuck=doubt > ALARM,
+        state=Proven(answer=theirs, expected=ours, sure=sure, doubt=doubt),
+    )
+
+
+def _evidence(moved: Values, should: Values, noise: float) -> float:
+    """That it moved by half of what it should, or less: positive for, negative against."""
+    variance = max(_rms(moved - should), noise) ** 2
+    return float(EFFECTIVE_SHARE * (0.375 * (should @ should) - 0.5 * (moved @ should)) / variance)
+
+
+def _stillness(moved: Values, should: Values, noise: float) -> float:
+    """The same, where the trainer's change is mostly rounding. A change that is small beside that says nothing."""
+    if _rms(should) < STILL * noise:
+        return 0.0
+    return ALARM + 1.0 if _rms(moved) < STILL * _rms(should) else -ALARM
+
+
+def _rms(values: Values) -> float:
+    return float(np.sqrt(np.mean(values * values)))
