@@ -1,6 +1,7 @@
 """HTTP to one inference server: JSON calls and streams of JSON events, with our errors.
 
-A connection that breaks is an EngineError: the server is lost. An answer that refuses one request is a RequestError.
+A connection that breaks is an EngineError: the server is lost. An answer that refuses one request is a RequestError,
+and a stream with an event that cannot be read an AnswerError: its tokens would be missing without a word.
 """
 
 import contextlib
@@ -12,14 +13,17 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
-from rollart.errors import EngineError, RequestError
+from rollart.errors import AnswerError, EngineError, RequestError
 
-EVENT = "data: "
-END = "[DONE]"
+EVENT = b"data: "
+END = b"[DONE]"
 REFUSALS = frozenset({400, 404, 413, 422})
 """Answers that speak of the request, not of the server."""
 CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 """How a connection ends that the server closed while it was idle."""
+JSON = "application/json"
+SAID_CHARS = 500
+"""How much of an answer goes into an error."""
 CONNECT_S = 60.0
 KEEP_S = 2.0
 """An idle connection is not used again after this: servers close theirs after 5 s, perhaps just as we write to it."""
@@ -49,22 +53,36 @@ class Http:
         async with self._answer(method, path, body) as response:
             content = await response.aread()
         self._check(path, response.status_code, content)
-        return _json(content)
+        if not response.headers.get("content-type", "").startswith(JSON):
+            return {}  # some control calls answer in words, or not at all
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"{self.url}{path}: answered no JSON ({error}): {_start(content)}") from None
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event of a stream, decoded. Ends with the stream; closing this closes the connection."""
         async with self._answer("POST", path, body) as response:
             if response.status_code != 200:
                 self._check(path, response.status_code, await response.aread())
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if not line.startswith(EVENT) or line == EVENT + END:
                     continue
-                event = _json(line[len(EVENT) :].encode())
+                event = self._event(path, line[len(EVENT) :])
                 if "error" in event:
                     error = event["error"]
                     code = error.get("code") if isinstance(error, dict) else None
                     raise (RequestError if code in REFUSALS else EngineError)(f"{self.url}{path}: {error}")
                 yield event
+
+    def _event(self, path: str, text: bytes) -> dict[str, Any]:
+        try:
+            event = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise AnswerError(f"{self.url}{path}: an event is no JSON ({error}): {_start(text)}") from None
+        if not isinstance(event, dict):
+            raise AnswerError(f"{self.url}{path}: an event is no JSON object: {_start(text)}")
+        return event
 
     @contextlib.asynccontextmanager
     async def _answer(
@@ -92,18 +110,27 @@ class Http:
 
     def _check(self, path: str, status: int, content: bytes) -> None:
         if status != 200:
-            said = content.decode(errors="replace").strip()[:500]
-            raise (RequestError if status in REFUSALS else EngineError)(f"{self.url}{path}: answered {status}: {said}")
+            raise (RequestError if status in REFUSALS else EngineError)(
+                f"{self.url}{path}: answered {status}: {_start(content)}"
+            )
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
-def _json(content: bytes) -> Any:
-    try:
-        return orjson.loads(content) if content.strip() else {}
-    except orjson.JSONDecodeError:
-        return {}  # some control calls answer in words
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Ended by a newline and by nothing else: httpx's own also ends one at characters that a model may have said."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    if rest:
+        yield rest
+
+
+def _start(content: bytes) -> str:
+    return content.decode(errors="replace").strip()[:SAID_CHARS]
 
 
 def _is_loopback(host: str) -> bool:

@@ -24,20 +24,24 @@ STREAM_INTERVAL = 8
 """Tokens in one event of a stream: fewer events cost the server less."""
 
 
+START = Path(__file__).parent / "in_server" / "rollart_sglang.py"
+"""Gives the server its key, which is not on the command line: others could read that."""
+
+
 def command(
-    python: str, model: str, *, port: int, key: str, dtype: str, max_batch: int, max_context: int, gpus: int
+    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int
 ) -> list[str]:
-    """The server's command line. SGLang takes its key nowhere else."""
+    """The server's command line."""
     return [
-        *(python, "-P", "-m", "sglang.launch_server"),
-        *("--model-path", model, "--host", "127.0.0.1", "--port", str(port), "--api-key", key),
+        *(python, "-P", str(START)),
+        *("--model-path", model, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", dtype, "--context-length", str(max_context), "--max-running-requests", str(max_batch)),
         *("--tp-size", str(gpus), "--stream-interval", str(STREAM_INTERVAL)),
     ]
 
 
-def environment() -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1"}
+def environment(token: str) -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "ROLLART_SERVER_TOKEN": token}
 
 
 class SglangServer:

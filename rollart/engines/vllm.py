@@ -1,7 +1,8 @@
 """vLLM's own server: how it is started, and its HTTP interface as a `Server`.
 
 Tokens go in and out of `/v1/completions`; the rest are the control calls of its development mode. Log-probabilities
-are asked for as processed, so that the temperature is in them. Each request's cache is salted with the version, so
+are asked for as processed, so that the temperature is in them. vLLM's own key guards `/v1` only; ours guards every path
+(`in_server/rollart_access.py`, which runs in the server). Each request's cache is salted with the version, so
 that no prefix of older weights is ever found, whatever the reset of the cache did.
 
 Nothing here imports vLLM: it has an interpreter of its own.
@@ -15,9 +16,11 @@ from typing import Any
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
 from rollart.engines.segments import Piece, Segment
-from rollart.errors import EngineError, RequestError, WeightError
+from rollart.errors import AnswerError, EngineError, RequestError, WeightError
 from rollart.types import Finish, WeightVersion
 
+ACCESS = Path(__file__).parent / "in_server" / "rollart_access.py"
+"""The server imports this file, and nothing else of ours."""
 MODEL = "policy"
 """The name the server knows the model by."""
 LOGPROBS = "processed_logprobs"
@@ -37,7 +40,7 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 def command(
     python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, cpu: bool
 ) -> list[str]:
-    """The server's command line. Its key is not on it: others could read that."""
+    """The server's command line. The token is not on it: others could read that."""
     return [
         *(python, "-P", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", MODEL),
@@ -46,6 +49,7 @@ def command(
         *("--tensor-parallel-size", str(gpus)),
         *("--logprobs-mode", LOGPROBS, "--generation-config", "vllm"),
         *("--stream-interval", str(STREAM_INTERVAL), "--enable-prompt-tokens-details"),
+        *("--middleware", f"{ACCESS.stem}.TokenOnly"),
         *(_on_a_cpu(max_context) if cpu else []),
     ]
 
@@ -55,10 +59,11 @@ def _on_a_cpu(max_context: int) -> list[str]:
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context, 2048))]
 
 
-def environment(key: str, threads: int, *, cpu: bool) -> dict[str, str]:
+def environment(token: str, threads: int, *, cpu: bool) -> dict[str, str]:
     """Control calls on, everything that speaks to the outside off; a CPU build takes its threads from here."""
     return {
-        "VLLM_API_KEY": key,
+        "ROLLART_SERVER_TOKEN": token,
+        "PYTHONPATH": str(ACCESS.parent),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -106,11 +111,18 @@ class VllmServer:
     async def stream(self, segment: Segment, transfer: dict[str, Any] | None = None) -> AsyncGenerator[Piece, None]:
         """`transfer`: where the prompt's cache lies, as another server's `prefill` said."""
         body = _body(segment) | ({"kv_transfer_params": transfer} if transfer else {})
+        taken, counted = 0, None
         async with contextlib.aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
+                counted = (event.get("usage") or {}).get("completion_tokens", counted)
                 piece = _piece(event)
                 if piece is not None:
+                    taken += len(piece.tokens)
                     yield piece
+        if counted is not None and counted != taken:
+            raise AnswerError(
+                f"request {segment.id}: vLLM counts {counted} tokens and sent {taken}; tokens were lost on the way"
+            )
 
     async def abort(self, segment_id: str) -> None:
         # The server's name for the only prompt of a completion call.
