@@ -7,20 +7,53 @@ How: the template is asked for `[user, assistant with a mark, new messages]`, an
 It begins with what closes the assistant's turn, of which the model has normally sampled the first token.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from rollart.errors import JobError
 from rollart.types import NO_TOKENS, Message, Tokens
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 MARK = "XROLLARTX"
 """Stands for the model's answer in the probe conversation; plain letters survive any template."""
-CACHED_RENDERINGS = 65_536
-"""Short tasks show the same texts again and again; a cached rendering costs a microsecond instead of 200."""
+CACHE_BYTES = 64_000_000
+"""Of each cache. Short tasks show the same texts again and again; a cached rendering costs a microsecond instead of
+200."""
+ENTRY_BYTES = 500
+"""What an entry takes beside its text and tokens, about."""
+
+
+class TextCache(Generic[K, V]):
+    """What was used last, up to so many bytes: an entry may be a word or a whole book."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        """`num_bytes`: of key and value. One that is larger than the whole cache is not kept."""
+        size = num_bytes + ENTRY_BYTES
+        if size > self._max_bytes or key in self._entries:
+            return
+        self._entries[key] = (value, size)
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self.num_bytes -= freed
 
 
 class ChatTokenizer:
@@ -39,8 +72,8 @@ class ChatTokenizer:
         self._closing = self.encode(closing)
         if not len(self._closing):
             raise JobError(f"model.path: the chat template in {path} does not close the assistant's turn")
-        self._render = lru_cache(maxsize=CACHED_RENDERINGS)(self._render_now)
-        self._decode = lru_cache(maxsize=CACHED_RENDERINGS)(self._decode_now)
+        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool], Tokens] = TextCache(CACHE_BYTES)
+        self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
     @property
     def end_of_turn(self) -> int:
@@ -61,17 +94,25 @@ class ChatTokenizer:
         first close its turn where it did not. The result is shared: do not write to it.
         """
         closed = fresh or after is None or (len(after) > 0 and int(after[-1]) == self.end_of_turn)
-        return self._render(tuple(messages), fresh, closed)
+        key = (tuple(messages), fresh, closed)
+        tokens = self._rendered.get(key)
+        if tokens is None:
+            tokens = self._render(*key)
+            text = sum(len(message.role) + len(message.content) for message in key[0])
+            self._rendered.put(key, tokens, tokens.nbytes + 4 * text)
+        return tokens
 
     def decode(self, tokens: Tokens) -> str:
         """The text without special tokens: what an environment gets to read."""
-        return self._decode(np.asarray(tokens, dtype=np.int32).tobytes())
+        key = np.asarray(tokens, dtype=np.int32).tobytes()
+        text = self._decoded.get(key)
+        if text is None:
+            ids = np.frombuffer(key, dtype=np.int32).tolist()
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            self._decoded.put(key, text, len(key) + 4 * len(text))
+        return text
 
-    def _decode_now(self, tokens: bytes) -> str:
-        ids = np.frombuffer(tokens, dtype=np.int32).tolist()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _render_now(self, messages: tuple[Message, ...], fresh: bool, closed: bool) -> Tokens:
+    def _render(self, messages: tuple[Message, ...], fresh: bool, closed: bool) -> Tokens:
         if fresh and not messages:
             return NO_TOKENS
         said = [{"role": message.role, "content": message.content} for message in messages]

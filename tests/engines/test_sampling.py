@@ -151,3 +151,21 @@ def test_a_stop_inside_a_token_is_found() -> None:
     assert finder.ends(np.array([0, 1]), ("bc",))
     assert finder.ends(np.array([0, 1, 2]), ("d ",))
     assert not finder.ends(np.array([0, 0]), ("bc", ""))
+
+
+@pytest.mark.parametrize("text", [" ", "\ufffd", "", "a"])
+def test_what_a_stop_string_costs_grows_with_the_answer_and_no_faster(text: str) -> None:
+    """Tokens without a visible character too: they made it look back over everything, at each token."""
+    decoded = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return text * len(tokens)
+
+    finder = StopFinder(decode)
+    said: list[int] = []
+    for token in range(4000):
+        said.append(token % 7)
+        assert not finder.ends(said, ("x" + text + "\n", "aab\n", "bcdefg "))
+    assert decoded < 4000 * 60

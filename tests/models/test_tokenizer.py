@@ -118,3 +118,29 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path / "strict")
     with pytest.raises(JobError, match="tool: no tools"):
         ChatTokenizer(tmp_path / "strict").render([Message(role="tool", content="3")], fresh=True)
+
+
+def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long observations fill them with a few entries; nothing of it changes what is rendered."""
+    import rollart.models.tokenizer as module
+
+    monkeypatch.setattr(module, "CACHE_BYTES", 100_000)
+    chatml_tokenizer().save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    fresh = ChatTokenizer(tmp_path)
+    for number in range(60):
+        messages = [Message(role="user", content=f"{number} " + "lake " * 500)]
+        for _ in range(2):
+            tokens = tokenizer.render(messages, fresh=True)
+            assert tokens.tolist() == fresh._render(tuple(messages), True, True).tolist()
+            tokenizer.decode(tokens)
+    texts = [text for text, _ in tokenizer._decoded._entries.values()]
+    rows = [row for row, _ in tokenizer._rendered._entries.values()]
+    assert texts
+    assert rows
+    assert sum(map(len, texts)) <= tokenizer._decoded.num_bytes <= 100_000
+    assert sum(row.nbytes for row in rows) <= tokenizer._rendered.num_bytes <= 100_000
+    assert tokenizer.render(messages, fresh=True) is tokenizer.render(messages, fresh=True), "the last one is kept"
+    long = [Message(role="user", content="lake " * 100_000)]
+    assert tokenizer.render(long, fresh=True) is not tokenizer.render(long, fresh=True), "larger than all: not kept"
+    assert tokenizer._rendered.num_bytes <= 100_000
