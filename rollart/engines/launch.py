@@ -102,18 +102,17 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> An
         http = Http(settings.url, os.environ.get(TOKEN_VARIABLE))
         return vllm.VllmServer(http) if settings.kind == "vllm" else sglang.SglangServer(http)
     if settings.kind == "sglang":
-        port, key = free_port(), secrets.token_urlsafe(24)
+        port, token = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
             _python(settings),
             str(model),
             port=port,
-            key=key,
             dtype=settings.dtype,
             max_batch=settings.max_batch,
             max_context=max_context,
             gpus=settings.gpus,
         )
-        return sglang.SglangServer(*await _start(settings, "sglang", line, sglang.environment(), port, key))
+        return sglang.SglangServer(*await _start(settings, "sglang", line, sglang.environment(token), port, token))
     if settings.connector is None:
         return await _vllm(settings, "vllm", model, max_context, settings.gpus, [], {})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -143,7 +142,7 @@ async def _vllm(
     more: list[str],
     variables: dict[str, str],
 ) -> vllm.VllmServer:
-    port, key = free_port(), secrets.token_urlsafe(24)
+    port, token = free_port(), secrets.token_urlsafe(24)
     line = vllm.command(
         _python(settings),
         str(model),
@@ -154,8 +153,8 @@ async def _vllm(
         gpus=gpus,
         cpu=settings.cpu,
     )
-    environment = vllm.environment(key, settings.threads, cpu=settings.cpu) | variables
-    http, process = await _start(settings, role, [*line, *more], environment, port, key)
+    environment = vllm.environment(token, settings.threads, cpu=settings.cpu) | variables
+    http, process = await _start(settings, role, [*line, *more], environment, port, token)
     return vllm.VllmServer(http, process, gives=role == "prefill")
 
 
@@ -166,17 +165,17 @@ def _python(settings: ServerSettings) -> str:
 
 
 async def _start(
-    settings: ServerSettings, role: str, line: list[str], variables: dict[str, str], port: int, key: str
+    settings: ServerSettings, role: str, line: list[str], variables: dict[str, str], port: int, token: str
 ) -> tuple[Http, ServerProcess]:
     log = Path(settings.log_dir) / f"{settings.engine_id}-{role}.log"
     process = ServerProcess([*line, *settings.args], variables, log)
     url = f"http://127.0.0.1:{port}"
     try:
-        await process.ready(f"{url}/health", settings.start_s)
+        await process.ready(f"{url}/health", settings.start_s, token)
     except BaseException:
         await process.stop()
         raise
-    return Http(url, key), process
+    return Http(url, token), process
 
 
 def _model(path: str) -> tuple[Path, dict[str, Any]]:

@@ -37,7 +37,8 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         life, self._life = os.pipe()
-        with open(log, "ab") as out:
+        # Servers write down how they were started: for nobody else to read.
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, guard.__file__, str(life), *command],
                 stdin=subprocess.DEVNULL,
@@ -51,10 +52,11 @@ class ServerProcess:
             )
         os.close(life)
 
-    async def ready(self, url: str, limit_s: float) -> None:
-        """Wait until `url` answers 200. Raises EngineError with the server's last words."""
+    async def ready(self, url: str, limit_s: float, token: str) -> None:
+        """Wait until `url` answers 200 to who shows `token`. Raises EngineError with the server's last words."""
         until = asyncio.get_running_loop().time() + limit_s
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        shown = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0, headers=shown) as client:
             while True:
                 if self._process.poll() is not None:
                     raise EngineError(f"the server ended before it answered; {self.last_words()}")

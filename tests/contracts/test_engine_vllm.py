@@ -24,6 +24,8 @@ from tests.engines.remote import CONTEXT_TOKENS, Versions
 from tests.vllm_python import PYTHON, needs_vllm
 
 KEY = "the-key"
+SHOWN = {"Authorization": f"Bearer {KEY}"}
+UNLISTED = ("/openapi.json", "/docs", "/metrics", "/nothing/here")
 START_S = 600.0
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -49,7 +51,7 @@ class Running:
         self.process = ServerProcess(
             line, environment(KEY, 1, cpu=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"}, folder / "vllm.log"
         )
-        asyncio.run(self.process.ready(self.url + "/health", START_S))
+        asyncio.run(self.process.ready(self.url + "/health", START_S, KEY))
 
     async def engine(self) -> RemoteEngine:
         """Fresh, with the initial weights."""
@@ -174,7 +176,7 @@ def test_the_cache_of_a_session_is_used_and_never_that_of_older_weights(vllm: Ru
 def test_weights_that_are_not_what_the_trainer_says_are_found_out(vllm: Running) -> None:
     async def work(engine: RemoteEngine) -> None:
         wrong = vllm.versions.put(3).probe
-        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are up to"):
+        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are"):
             await engine.swap(replace(vllm.versions.put(1), probe=wrong))
         assert engine.version == 0
         asked = request([5, 6, 7], max_tokens=10)
@@ -191,7 +193,8 @@ def test_the_probe_agrees_closely(vllm: Running) -> None:
         manifest = vllm.versions.put(1)
         await engine.swap(manifest)
         assert probe is not None
-        [answer] = await engine._server.score(list(probe.tokens))
+        parts = [await engine._server.score(tokens) for tokens in probe.sequences()]
+        answer = [value for [part] in parts for value in part]
         assert max(abs(a - b) for a, b in zip(answer, probe.logprobs, strict=True)) < 1e-4
 
     vllm.play(work)
@@ -214,11 +217,43 @@ def test_an_abort_frees_the_server(vllm: Running) -> None:
         assert len(got.tokens) < max(wholes)
         await asyncio.sleep(0.2)
         async with httpx.AsyncClient(trust_env=False) as client:
-            text = (await client.get(vllm.url + "/metrics")).text
+            text = (await client.get(vllm.url + "/metrics", headers=SHOWN)).text
         running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
         assert [float(line.split()[-1]) for line in running] == [0.0]
 
     vllm.play(work)
+
+
+def test_nobody_is_served_without_the_token(vllm: Running) -> None:
+    """Whatever the path: each that the server lists, and some that it does not."""
+
+    async def work(engine: RemoteEngine) -> None:
+        async with httpx.AsyncClient(trust_env=False, base_url=vllm.url, timeout=60.0) as client:
+            listed = (await client.get("/openapi.json", headers=SHOWN)).json()["paths"]
+            routes = [(method, path) for path, methods in listed.items() for method in methods]
+            assert {("post", "/pause"), ("post", "/collective_rpc"), ("post", "/v1/completions")} <= set(routes)
+            wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer another"}, {"Authorization": KEY}]
+            for method, path in [*routes, *(("get", path) for path in UNLISTED)]:
+                for headers in wrong:
+                    answer = await client.request(method, path, headers=headers)
+                    assert answer.status_code == 401, (method, path)
+            for path in ("/health", "/version", "/metrics", "/v1/models", "/server_info?config_format=json"):
+                assert (await client.get(path, headers=SHOWN)).status_code == 200, path
+            for method, path in routes:  # a body that no call can use: refused for that, and not for the token
+                if method == "post" and "requestBody" in listed[path][method]:
+                    answer = await client.post(path, headers=SHOWN, content=b"{")
+                    assert answer.status_code != 401, path
+        asked = request([5, 6, 7], max_tokens=10)
+        vllm.versions.check(asked, await engine.generate(asked))
+        await engine.swap(vllm.versions.put(1))
+        assert KEY not in (vllm.versions.path.parent / "vllm.log").read_text()
+        assert KEY.encode() not in b"".join(path.read_bytes() for path in command_lines())
+
+    vllm.play(work)
+
+
+def command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
 
 
 def test_a_server_started_otherwise_is_refused(vllm: Running, monkeypatch: pytest.MonkeyPatch) -> None:

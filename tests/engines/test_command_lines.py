@@ -1,6 +1,7 @@
 """How servers are started: loopback only, the key not on vLLM's command line, the job's settings all there."""
 
 from itertools import pairwise
+from pathlib import Path
 
 from rollart.engines import sglang, vllm
 
@@ -23,15 +24,21 @@ def test_vllm() -> None:
     assert int(options(on_a_cpu)["--max-num-batched-tokens"]) >= 9999, "a whole prompt fits in one step"
     variables = vllm.environment("secret", 3, cpu=False)
     assert "secret" not in line
-    assert variables["VLLM_API_KEY"] == "secret"
+    assert variables["ROLLART_SERVER_TOKEN"] == "secret"
+    assert given["--middleware"] == "rollart_access.TokenOnly"
+    assert [path.name for path in Path(variables["PYTHONPATH"]).glob("*.py")] == [
+        "rollart_access.py",
+        "rollart_sglang.py",
+    ], "nothing of ours but what runs in servers"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables["OMP_NUM_THREADS"] == "3"
 
 
 def test_sglang() -> None:
-    line = sglang.command("py", "/m", port=81, key="k", dtype="bfloat16", max_batch=7, max_context=99, gpus=2)
+    line = sglang.command("py", "/m", port=81, dtype="bfloat16", max_batch=7, max_context=99, gpus=2)
     given = options(line)
-    assert line[:4] == ["py", "-P", "-m", "sglang.launch_server"]
+    assert line[:2] == ["py", "-P"]
+    assert Path(line[2]).name == "rollart_sglang.py"
     assert given["--host"] == "127.0.0.1"
     assert (given["--port"], given["--dtype"], given["--tp-size"]) == ("81", "bfloat16", "2")
     assert (given["--max-running-requests"], given["--context-length"]) == ("7", "99")

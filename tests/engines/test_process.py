@@ -34,7 +34,7 @@ from rollart.engines.process import ServerProcess
 port, folder = sys.argv[1], Path(sys.argv[2])
 async def main():
     process = ServerProcess([sys.executable, "-c", sys.argv[3], port, str(folder / "child")], {}, folder / "log")
-    await process.ready(f"http://127.0.0.1:{port}/", 60)
+    await process.ready(f"http://127.0.0.1:{port}/", 60, "token")
     print("up", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -60,7 +60,7 @@ def test_it_is_waited_for_and_ended_with_all_below_it(tmp_path: Path) -> None:
         process = ServerProcess(
             [sys.executable, "-c", SERVER, str(port), str(tmp_path / "child")], {}, tmp_path / "logs" / "server.log"
         )
-        await process.ready(f"http://127.0.0.1:{port}/", 60)
+        await process.ready(f"http://127.0.0.1:{port}/", 60, "token")
         assert not process.ended
         await process.stop()
         assert process.ended
@@ -102,15 +102,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     async def work() -> None:
         process = ServerProcess([sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log")
         with pytest.raises(EngineError, match=r"ended before it answered.*no such model"):
-            await process.ready("http://127.0.0.1:9/", 60)
+            await process.ready("http://127.0.0.1:9/", 60, "token")
         await process.stop()
         absent = ServerProcess(["/no/such/python"], {}, tmp_path / "other")
         with pytest.raises(EngineError, match=r"ended before it answered.*/no/such/python"):
-            await absent.ready("http://127.0.0.1:9/", 60)
+            await absent.ready("http://127.0.0.1:9/", 60, "token")
         await absent.stop()
         silent = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "third")
         with pytest.raises(EngineError, match=r"did not answer within 0.5 s"):
-            await silent.ready("http://127.0.0.1:9/", 0.5)
+            await silent.ready("http://127.0.0.1:9/", 0.5, "token")
         await silent.stop()
 
     asyncio.run(work())
@@ -125,7 +125,7 @@ def test_our_packages_do_not_get_before_those_of_its_interpreter(
     async def work() -> None:
         process = ServerProcess([sys.executable, "-c", code], {"A": "b"}, tmp_path / "log")
         with pytest.raises(EngineError, match="Noneb"):
-            await process.ready("http://127.0.0.1:9/", 60)
+            await process.ready("http://127.0.0.1:9/", 60, "token")
         await process.stop()
 
     asyncio.run(work())
