@@ -74,7 +74,7 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
     look(_refuse_reference, job)
     model = look(_model, job)
     if model is not None:
-        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_shape):
+        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_shape, _refuse_architecture):
             look(check, job)
         tokenizer = look(_tokenizer, job)
         if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
@@ -88,7 +88,7 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
 
 
 def _model(job: Job) -> Path:
-    """A directory with weights and the config of a causal language model. `rollart.model` looks closer at loading."""
+    """A directory with weights and the config of a causal language model. `_refuse_architecture` looks closer."""
     path = Path(job.model.path)
     if not job.model.path:
         raise JobError(
@@ -111,6 +111,22 @@ def _model(job: Job) -> Path:
     if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
         raise JobError(f"model.path: {path} holds no weights (*.safetensors); bring them, or give another model")
     return path
+
+
+def _refuse_architecture(job: Job) -> None:
+    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights."""
+    from transformers import AutoConfig
+
+    from rollart.engines.steps import prove_steps_architecture
+    from rollart.model import prove_packed_architecture
+
+    config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
+    try:
+        prove_packed_architecture(config)
+        if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
+            prove_steps_architecture(config)
+    except JobError as error:
+        raise JobError(f"model.path: {job.model.path}: {error}") from None
 
 
 def _refuse_shape(job: Job) -> None:

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollart.errors import WeightError
-from rollart.packed import PackedPlan, fold
+from rollart.packed import fold
+from rollart.agreement import own_attention, prove, prove_architecture
 from rollart.types import Probe
 
 ATTENTION = "rollart"
@@ -40,6 +41,11 @@ class AttentionPlan(Protocol):
         """The attention output (T, query heads, head size). Keys and values are those of the T new tokens."""
 
 
+HARMLESS = frozenset({"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "dropout"})
+"""What layers hand to attention beside what we use, and which says nothing that a plan does not know."""
+INSTEAD = "choose another model: docs/models.md lists the architectures that are right"
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -47,17 +53,22 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    plan: AttentionPlan,
-    sliding_window: int | None = None,
-    dropout: float = 0.0,
-    **_: Any,
+    scaling: float | None = None,
+    plan: AttentionPlan | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; query, key, value are (1, heads, T, head size)."""
-    assert attention_mask is None
-    assert sliding_window is None
-    assert dropout == 0.0
+    """What transformers calls in every layer; query, key, value are (1, heads, T, head size).
+
+    Whatever else a layer asks of its attention (a window, a bias, a cap, sinks) we would leave out: it is refused.
+    """
+    asked = {name for name, value in others.items() if value is not None and name not in HARMLESS}
+    asked |= {"attention_mask"} if attention_mask is not None else set()
+    if asked:
+        raise ValueError(f"its attention takes {', '.join(sorted(asked))}, which is not supported")
+    if plan is None:
+        raise ValueError("its code does not hand on to its layers what its caller says of attention")
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling)
     return out_THD.unsqueeze(0), None
 
@@ -68,7 +79,8 @@ AttentionInterface.register(ATTENTION, _attention)
 def load_model(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a Hugging Face causal LM directory, in evaluation mode. ValueError for what we would compute wrongly."""
+    """Load a Hugging Face causal LM directory, in evaluation mode. JobError for what we would compute wrongly."""
+    prove_packed_architecture(AutoConfig.from_pretrained(str(path)))
     model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
     return adopt(model)
@@ -76,11 +88,19 @@ def load_model(
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
+    prove_packed_architecture(model.config)
+    _prove_packed(model)
+    return model
+
+
+def prove_packed_architecture(config: PreTrainedConfig) -> None:
+    """JobError where models of this kind come out wrong in a packed batch. Reads no weights, and takes a moment."""
+    prove_architecture(config, "packed", _prove_packed)
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Let a model run our attention, and nothing at random."""
     config: Any = model.config
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    ):
-        raise ValueError(f"{config.model_type}: sliding-window attention is not supported; use a full-attention model")
     if getattr(config, "attention_dropout", 0.0):
         config.attention_dropout = 0.0
         for module in model.modules():
@@ -88,21 +108,40 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
                 module.attention_dropout = 0.0  # type: ignore[assignment]  # nn.Module types its attributes as tensors
     model.set_attn_implementation(ATTENTION)
     model.train(False)
-    _check_projection(model)
-    return model
+
+
+def _prove_packed(model: PreTrainedModel) -> None:
+    """A model's packed log-probabilities are those that transformers gives for each sequence alone, or JobError."""
+    prepare(model)
+
+    @torch.no_grad()
+    def packed(sequences: Sequence[Tensor]) -> list[Tensor]:
+        lengths = [len(sequence) for sequence in sequences]
+        both = packed_logprobs(model, torch.cat(list(sequences)), lengths)
+        return [own[1:] for own in torch.split(both, lengths)]
+
+    prove(model, packed, what="in a packed batch", instead=INSTEAD, cause=_known_cause(model))
 
 
 @torch.no_grad()
-def _check_projection(model: PreTrainedModel) -> None:
-    """Some models scale or cap their logits after the head, which `project` would miss: refuse those."""
-    tokens_T = torch.tensor([1, 2, 3, 1], device=model.device)
-    plan = PackedPlan([4], model.device)
-    theirs = model(input_ids=tokens_T[None], position_ids=plan.positions_T[None], use_cache=False, plan=plan).logits[0]
-    ours = project(model, forward_hidden(model, tokens_T, plan.positions_T, plan))
-    if not torch.allclose(theirs.float(), ours, atol=1e-3, rtol=1e-3, equal_nan=True):
-        raise ValueError(
-            f"{model.config.model_type}: its logits are not hidden state x output embedding; not supported"
-        )
+def _known_cause(model: PreTrainedModel) -> str:
+    """What of this model is known to go wrong, in words; "" where nothing is."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if others := sorted(kinds - {"full_attention"}):
+        return f"it has layers of kind {', '.join(others)}, and only full attention is computed rightly"
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        return "it has no output embedding of its own"
+    network: Any = model
+    tokens = torch.ones((1, 3), dtype=torch.long, device=model.device)
+    with own_attention(model, "eager"):
+        try:
+            hidden_TH = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            theirs = network(input_ids=tokens, use_cache=False).logits[0].float()
+            same = torch.allclose(theirs, project(model, hidden_TH), atol=1e-3, rtol=1e-3, equal_nan=True)
+        except Exception:  # an architecture's own code; the proof says what is wrong
+            return ""
+    return "" if same else "its logits are not hidden state x output embedding: they are scaled, capped or transformed"
 
 
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:

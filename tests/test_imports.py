@@ -20,7 +20,7 @@ ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster
 FOLDS = frozenset({"types", "errors", "events"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
-PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed"} | READERS
+PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
 ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups", "checks"})
 """Composition: the few modules that know everything."""
 
@@ -37,11 +37,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "samples": frozenset({"types"}),
     "wire": frozenset({"types"}),
     "packed": frozenset(),
-    "model": SHARED | {"packed"},
+    "reduced": frozenset(),
+    "agreement": SHARED | {"reduced"},
+    "model": SHARED | {"packed", "agreement"},
     "models": SHARED | {"tasks"},  # the tiny model's words come from its tasks
     "tasks": SHARED,
     **dict.fromkeys(ADAPTERS, VALUES),
-    "engines": VALUES | {"model", "packed"},
+    "engines": VALUES | {"model", "packed", "agreement"},
     "train": VALUES | {"model"},
     "envs": VALUES | {"tasks"},  # user code is found and run through `tasks`
     "rewards": VALUES | {"tasks"},

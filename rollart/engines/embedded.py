@@ -17,18 +17,19 @@ from hashlib import blake2b
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from rollart.engines.attention import StepPlan
 from rollart.engines.dense import dense_forward
 from rollart.engines.drafts import Drafts
-from rollart.engines.kv import KvCache, KvShape
+from rollart.engines.kv import KvCache
+from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.sampler import sample
 from rollart.engines.scheduler import Scheduler
 from rollart.engines.sequence import Sequence
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, RequestError
-from rollart.model import forward_hidden, load_model, load_weights_, project
+from rollart.model import AttentionPlan, forward_hidden, load_model, load_weights_, project
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
 GUESSED_LOGITS = 2**26
@@ -81,23 +82,16 @@ class EmbeddedEngine:
         """`model` comes from `rollart.model`. `decode` (token ids to text) is needed for stop strings only."""
         settings = settings or EngineSettings()
         config = model.config.get_text_config()
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._model = model
-        self._num_query_heads: int = config.num_attention_heads
+        self._shape, self._num_query_heads = kept_by(model)
         self._vocab_size: int = config.vocab_size
         self._id = engine_id
         self._settings = settings
         self.version = version
         self._eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
-        self._max_context = min(settings.kv_tokens, config.max_position_embeddings, settings.max_context or 1 << 62)
-        self._shape = KvShape(
-            layers=config.num_hidden_layers,
-            heads=config.num_key_value_heads,
-            head_size=head_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        positions = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self._max_context = min(settings.kv_tokens, positions, settings.max_context or 1 << 62)
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
         self._dense = dense_forward(model, self._max_context)
         """None where only transformers' own code will do."""
@@ -129,7 +123,11 @@ class EmbeddedEngine:
         version: WeightVersion = 0,
         stop_tokens: Iterable[int] = (),
     ) -> "EmbeddedEngine":
-        """An engine for a Hugging Face directory with its tokenizer. `stop_tokens` end an answer too."""
+        """An engine for a Hugging Face directory with its tokenizer. `stop_tokens` end an answer too.
+
+        JobError for a model that would be computed wrongly: see `rollart.engines.steps`.
+        """
+        prove_steps_architecture(AutoConfig.from_pretrained(path))
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
@@ -138,7 +136,9 @@ class EmbeddedEngine:
         model = load_model(path, dtype, device)
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
-        return cls(model, engine_id=engine_id, settings=settings, version=version, eos=eos, decode=decode)
+        engine = cls(model, engine_id=engine_id, settings=settings, version=version, eos=eos, decode=decode)
+        prove_steps(model, engine._shape, engine._num_query_heads, engine._hidden, engine._project)
+        return engine
 
     @property
     def busy(self) -> bool:
@@ -234,10 +234,7 @@ class EmbeddedEngine:
         if num_tokens == 0:
             return ended
         plan = StepPlan(self.kv.slabs, self._shape, self._num_query_heads)
-        if self._dense is not None:
-            hidden_TH = self._dense(plan.tokens_T, plan.positions_T, plan)
-        else:
-            hidden_TH = forward_hidden(self._model, plan.tokens_T, plan.positions_T, plan)
+        hidden_TH = self._hidden(plan.tokens_T, plan.positions_T, plan)
         asked: list[tuple[Sequence, int]] = []
         rows: list[int] = []
         end = 0
@@ -267,14 +264,21 @@ class EmbeddedEngine:
             self._end(seq, finish, ended)
         return ended
 
+    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        if self._dense is not None:
+            return self._dense(tokens_T, positions_T, plan)
+        return forward_hidden(self._model, tokens_T, positions_T, plan)
+
+    def _project(self, hidden_TH: Tensor) -> Tensor:
+        return project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
+
     def _draw(
         self, hidden_TH: Tensor, asked: list[tuple[Sequence, int]], rows: list[int]
     ) -> list[tuple[Sequence, Finish]]:
         """Sample for these sequences, from these rows; keep guesses as far as they came out. Returns who is done."""
         if len(rows) < len(hidden_TH):
             hidden_TH = hidden_TH.index_select(0, torch.tensor(rows, device=hidden_TH.device))
-        logits_NV = project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
-        tokens, logprobs = sample(logits_NV, asked)
+        tokens, logprobs = sample(self._project(hidden_TH), asked)
         finished: list[tuple[Sequence, Finish]] = []
         first = 0
         while first < len(asked):

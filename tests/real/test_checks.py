@@ -174,6 +174,17 @@ def test_a_config_that_cannot_be_read_is_one_line(model: Path, here: Path, capsy
     assert said.startswith(f"rollart: model.path: {odd}/config.json: ")
 
 
+@pytest.mark.parametrize(("kind", "why"), [("mistral", "sliding_window"), ("bloom", "off by"), ("deepseek_v3", "keys")])
+def test_an_architecture_that_would_be_computed_wrongly_is_refused(
+    kind: str, why: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = here / kind
+    shutil.copytree(model, other)
+    (other / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 512, "num_attention_heads": 8}))
+    said = lines_of(job(other), here, capsys)
+    assert any(line.startswith(f"rollart: model.path: {other}: {kind}: ") and why in line for line in said)
+
+
 def test_gpt2_is_taken_or_refused_by_its_name(model: Path, here: Path) -> None:
     """Its config has other names for all sizes; they ended in a KeyError."""
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_ctx": 256, "vocab_size": 512}

@@ -1,0 +1,199 @@
+"""Every architecture is computed as transformers computes it, or refused with the reason; docs/models.md says which."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from rollart.engines.embedded import EmbeddedEngine
+from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
+from rollart.errors import JobError
+from rollart.model import adopt, load_model, packed_logprobs, prove_packed_architecture
+from rollart.agreement import prove
+from rollart.reduced import VOCAB, WINDOW, reduced
+from scripts.model_table import KINDS, PAGE, Row, default_config, examine, render
+from tests.engines.reference import drain, our_model, plain_model, request
+
+GATE = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gemma", "glm4", "phi3"),  # right
+    *("deepseek_v3", "diffllama"),  # right in the trainer only
+    *(
+        "mistral",
+        "gemma2",
+        "cohere",
+        "gpt_oss",
+        "bloom",
+        "mamba",
+        "lfm2",
+        "llama4_text",
+        "qwen3_next",
+        "bert",
+    ),  # refused
+)
+"""The families that are looked at in every run of the tests; the slow ones look at all."""
+LENGTHS = [45, 9, 70, 30]
+TOLERANCE = 1e-3
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Other weights than those that the proof is made on, as transformers runs them."""
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        model: PreTrainedModel = auto.from_config(reduced(config), dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.train(False)
+    return model
+
+
+def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    torch.nn.Module.to(model, dtype)
+    return model
+
+
+@torch.no_grad()
+def alone(plain: PreTrainedModel, tokens_T: torch.Tensor) -> torch.Tensor:
+    """What transformers says of one sequence."""
+    logits: torch.Tensor = plain(input_ids=tokens_T[None], use_cache=False).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+
+
+def check_row(row: Row) -> None:
+    """What is said to be right is right, by another computation than the proof's own."""
+    if row.trainer is None or row.trainer:
+        return
+    config = default_config(row.kind)
+    assert config is not None
+    plain, ours = random_model(config), adopt(random_model(config))
+    rng = np.random.default_rng(3)
+    sequences = [torch.from_numpy(rng.integers(2, VOCAB, length)) for length in LENGTHS]
+    with torch.no_grad():
+        packed = torch.split(packed_logprobs(ours, torch.cat(sequences), LENGTHS), LENGTHS)
+    for tokens_T, own in zip(sequences, packed, strict=True):
+        torch.testing.assert_close(own[1:], alone(plain, tokens_T), atol=TOLERANCE, rtol=0)
+    if row.engine:
+        return
+    engine = EmbeddedEngine(ours, eos=frozenset())
+    asked = [
+        request(tokens_T.numpy(), f"s{place}/0", max_tokens=12, seed=place) for place, tokens_T in enumerate(sequences)
+    ]
+    for one in asked:
+        engine.add(one)
+    for name, got in drain(engine).items():
+        prompt = sequences[int(name[1])]
+        whole = torch.cat((prompt, torch.from_numpy(got.tokens.astype(np.int64))))
+        expected = alone(plain, whole)[len(prompt) - 1 :]
+        np.testing.assert_allclose(got.logprobs, expected.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", GATE)
+def test_an_architecture_is_right_or_refused_with_the_reason(kind: str) -> None:
+    row = examine(kind)
+    assert f"\n{row.line()}\n" in PAGE.read_text(), "run python -m scripts.model_table"
+    check_row(row)
+
+
+@pytest.mark.slow
+def test_none_of_all_architectures_is_silently_wrong() -> None:
+    rows = []
+    for kind in KINDS:
+        rows.append(examine(kind))
+        check_row(rows[-1])
+    assert sum(row.trainer is not None for row in rows) >= 150
+    assert PAGE.read_text() == render(rows), "run python -m scripts.model_table"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "bloom", "lfm2"])
+def test_a_state_is_found_by_computing_and_the_error_says_how_far_off_it_is(kind: str) -> None:
+    config = default_config(kind)
+    assert config is not None
+    with pytest.raises(
+        JobError, match=rf"^{kind}: run in a packed batch, its log-probabilities are off by \d.*docs/models"
+    ):
+        adopt(random_model(config))
+
+
+@pytest.mark.parametrize("window", [4096, 100_000])
+def test_a_window_is_found_however_far_it_reaches(window: int) -> None:
+    """Of the real sizes no short sequence would show it."""
+    config = Gemma2Config(sliding_window=window, layer_types=["full_attention", "sliding_attention"] * 13)
+    assert reduced(config).sliding_window == WINDOW
+    with pytest.raises(JobError, match=r"gemma2: .*sliding"):
+        prove_packed_architecture(config)
+
+
+def test_positions_that_depend_on_the_longest_sequence_are_refused() -> None:
+    factors = [1.0 + place / 8 for place in range(48)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": factors}
+    config = Phi3Config(rope_parameters=rope, original_max_position_embeddings=4096, max_position_embeddings=131_072)
+    with pytest.raises(JobError, match="phi3: run in a packed batch"):
+        prove_packed_architecture(config)
+
+
+def test_a_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    Qwen3NextConfig().save_pretrained(tmp_path)
+    with pytest.raises(JobError, match=r"qwen3_next: .*linear_attention"):
+        load_model(tmp_path)
+    with pytest.raises(JobError, match="qwen3_next"):
+        EmbeddedEngine.from_directory(str(tmp_path))
+
+
+def test_a_gpt2_directory_is_loaded_and_serves(tmp_path: Path) -> None:
+    random_model(GPT2Config()).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(load_model(tmp_path), eos=frozenset())
+    engine.add(request([5, 6, 7], max_tokens=4))
+    (completion,) = drain(engine).values()
+    assert len(completion.tokens) == 4
+
+
+def test_the_engine_refuses_what_its_cache_cannot_hold() -> None:
+    config = default_config("deepseek_v3")
+    assert config is not None
+    with pytest.raises(JobError, match=r"deepseek_v3: its keys .* one size; serve it with engines.type vllm"):
+        prove_steps_architecture(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
+    for kind in ("qwen3", "qwen3-moe"):
+        model = adopt(cast_to(plain_model(kind, num_hidden_layers=4, initializer_range=0.05), dtype))
+        engine = EmbeddedEngine(model)
+        prove_steps(model, *kept_by(model), engine._hidden, engine._project)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_differs_by_more_than_rounding_is_refused(dtype: torch.dtype) -> None:
+    """Also on the model's own weights, where no reduced model could be made."""
+    model = cast_to(our_model(plain_model("llama", initializer_range=0.1)), dtype)
+
+    @torch.no_grad()
+    def leaking(sequences: Any) -> list[torch.Tensor]:
+        """As if all were one sequence."""
+        lengths = [len(sequence) for sequence in sequences]
+        both = packed_logprobs(model, torch.cat(list(sequences)), [sum(lengths)])
+        return [own[1:] for own in torch.split(both, lengths)]
+
+    with pytest.raises(JobError, match=r"llama: run leaking, .* off by .* see other sequences.*; do this"):
+        prove(model, leaking, what="leaking", instead="do this")
+
+
+def test_grouped_heads_and_tied_weights_survive_the_reduction() -> None:
+    for heads, kv_heads, kept in ((32, 32, 4), (32, 8, 2), (32, 1, 1)):
+        small = reduced(LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads))
+        assert (small.num_attention_heads, small.num_key_value_heads) == (4, kept)
+    small = reduced(Qwen3Config(tie_word_embeddings=True, num_hidden_layers=36, attention_bias=True))
+    assert (small.tie_word_embeddings, small.attention_bias, small.num_hidden_layers) == (True, True, 2)
