@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rollart.agreement import own_attention, prove, prove_architecture
 from rollart.errors import WeightError
 from rollart.packed import fold
-from rollart.agreement import own_attention, prove, prove_architecture
 from rollart.types import Probe
 
 ATTENTION = "rollart"

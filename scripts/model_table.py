@@ -44,9 +44,9 @@ Made by `python -m scripts.model_table` with transformers {transformers.__versio
 
 RollArt runs transformers' own model code with an attention of its own: packed batches in the trainer, steps over a
 cache in the [embedded engine](engine.md). That is right for models whose tokens know of each other through plain causal
-attention alone. Whether it is right for a model is computed whenever one is loaded (`rollart/agreement.py`): packed, and in
-steps, against transformers' own forward pass of each sequence alone. Where log-probabilities differ by more than
-rounding, the model is refused, and the error says by how much.
+attention alone. Whether it is right for a model is computed whenever one is loaded (`rollart/agreement.py`): packed,
+and in steps, against transformers' own forward pass of each sequence alone. Where log-probabilities differ by more
+than rounding, the model is refused, and the error says by how much.
 
 - Before weights are read, on a reduced model of the same config (`rollart/reduced.py`): same structure, random weights,
   tiny sizes, windows of a few tokens, float32 on the CPU. `rollart check` and `rollart train` begin with it.

@@ -23,10 +23,10 @@ from rollart.engines.attention import StepPlan
 from rollart.engines.dense import dense_forward
 from rollart.engines.drafts import Drafts
 from rollart.engines.kv import KvCache
-from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.sampler import sample
 from rollart.engines.scheduler import Scheduler
 from rollart.engines.sequence import Sequence
+from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, RequestError
 from rollart.model import AttentionPlan, forward_hidden, load_model, load_weights_, project

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rollart.agreement import LENGTHS, logprobs, prove, prove_architecture
 from rollart.engines.attention import StepPlan
 from rollart.engines.kv import KvCache, KvShape
 from rollart.engines.sequence import Sequence as Session
 from rollart.errors import JobError
 from rollart.model import AttentionPlan, forward_hidden, prepare, project
 from rollart.packed import PackedPlan
-from rollart.agreement import LENGTHS, logprobs, prove, prove_architecture
 from rollart.types import GenerateRequest, Sampling
 
 TAKES = (5, 1, 1, 18, 1, 2)

@@ -18,11 +18,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from rollart.agreement import prove
 from rollart.engines.embedded import EmbeddedEngine
 from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
 from rollart.model import adopt, load_model, packed_logprobs, prove_packed_architecture
-from rollart.agreement import prove
 from rollart.reduced import VOCAB, WINDOW, reduced
 from scripts.model_table import KINDS, PAGE, Row, default_config, examine, render
 from tests.engines.reference import drain, our_model, plain_model, request
