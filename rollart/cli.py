@@ -176,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
     task.add_argument("--json", action="store_true")
+    task.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # given to the child that plays it
     task.set_defaults(run=_task, extra="tasks")
 
     reward = commands.add_parser(
@@ -483,7 +484,9 @@ def _model(arguments: argparse.Namespace) -> int:
 def _task(arguments: argparse.Namespace) -> int:
     from rollart.tasks.check import check_task
 
-    checked = check_task(arguments.use)
+    if arguments.note is None:
+        return _task_in_a_child(arguments)
+    checked = check_task(arguments.use, note=arguments.note.write_text)
     findings, play = checked.findings, checked.example
     if arguments.json:
         _print_json([{"level": finding.level, "text": finding.text} for finding in findings])
@@ -497,6 +500,39 @@ def _task(arguments: argparse.Namespace) -> int:
             print()
         print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _task_in_a_child(arguments: argparse.Namespace) -> int:
+    """The same command in a process that the task may take with it."""
+    import shutil
+    import subprocess
+    import tempfile
+
+    from rollart.tasks.check import died
+
+    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
+        note = Path(folder) / "note"
+        note.write_text("its start")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "COLUMNS": str(shutil.get_terminal_size().columns),
+            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}),
+        }
+        words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note", str(note)]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "rollart.cli", *words], env=environment, stdout=subprocess.PIPE, check=False
+        )
+        where = note.read_text()
+    if where:
+        finding = died(where, done.returncode)
+        if arguments.json:
+            _print_json([{"level": finding.level, "text": finding.text}])
+        else:
+            print(f"{finding.level}: {finding.text}")
+        return 1
+    sys.stdout.write(done.stdout.decode(errors="replace"))
+    return done.returncode
 
 
 def _reward(arguments: argparse.Namespace) -> int:

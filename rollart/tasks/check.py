@@ -1,6 +1,7 @@
 """The logic of `rollart task check FILE`: plays a task set with a random and a scripted agent, says what is wrong.
 
-Nothing is assumed of the code under test: calls run in a thread with a time limit, and what it raises is a finding.
+Nothing is assumed of the code under test: calls run in a thread with a time limit, and what it raises is a finding. The
+command runs it in a child process, whose death is a finding as well (`died`).
 The result is a list of plain sentences; an empty one means that nothing was found. One episode comes with it.
 """
 
@@ -11,6 +12,7 @@ import io
 import json
 import queue
 import random
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -74,14 +76,32 @@ class Broken(Exception):
     """The code under test failed so that this part of the check cannot go on."""
 
 
-def check_task(use: str, *, seed: int = 0, call_limit_s: float = CALL_LIMIT_S) -> Checked:
+Note = Callable[[str], object]
+"""Is told what is about to be called, and at the end nothing: what it heard last is where a process died."""
+
+
+def check_task(use: str, *, seed: int = 0, call_limit_s: float = CALL_LIMIT_S, note: Note | None = None) -> Checked:
     """What is wrong with the task set `module`, `module:name` or `file.py`."""
-    return _Check(use, seed, call_limit_s).run()
+    note = note or (lambda where: None)
+    checked = _Check(use, seed, call_limit_s, note).run()
+    note("")
+    return checked
+
+
+def died(where: str, code: int) -> Finding:
+    """What is said of a task whose check took its process with it. `code` is negative for a signal, as Popen has it."""
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return Finding(
+        level="error",
+        text=f"{where} ended its process ({how}), not only the episode: os._exit, native code that crashed, or too "
+        "much memory. Raise an error instead; in training every such end costs the attempt and a new process.",
+    )
 
 
 class _Check:
-    def __init__(self, use: str, seed: int, call_limit_s: float) -> None:
+    def __init__(self, use: str, seed: int, call_limit_s: float, note: Note) -> None:
         self._use = use
+        self._note = note
         self._seed = seed
         self._call_limit_s = call_limit_s
         self._findings: dict[str, Finding] = {}
@@ -269,6 +289,7 @@ class _Check:
 
     def _call(self, where: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Its value, within the time limit. Raises Broken with the sentence to show."""
+        self._note(where)
         self._jobs.put(lambda: function(*arguments, **named))
         try:
             value, error = self._answers.get(timeout=self._call_limit_s)

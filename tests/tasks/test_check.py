@@ -1,5 +1,6 @@
 """`rollart task check`: each fault is found and said, and only that one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,27 @@ def test_the_command_shows_the_episode_and_then_what_is_wrong(
     said = capsys.readouterr().out
     assert "broken off  no reward\n--- turn 0\n[user] Say " in said
     assert said.splitlines()[-1].startswith("error: step(action) raised KeyError")
+
+
+@pytest.mark.parametrize(
+    ("bad", "how"),
+    [
+        ("import os; os._exit(3)", "(exit code 3)"),
+        ("import os; os._exit(0)", "(exit code 0)"),
+        ("import os; os.kill(os.getpid(), 11)", "(signal SIGSEGV)"),
+    ],
+)
+def test_a_task_that_ends_its_process_is_told(
+    bad: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deadly.py").write_text(ECHO.replace(STEP, bad))
+    assert main(["task", "check", str(tmp_path / "deadly.py")]) == 1
+    assert capsys.readouterr().out.startswith(f"error: step(action) ended its process {how}")
+    assert main(["task", "check", str(tmp_path / "deadly.py"), "--json"]) == 1
+    assert [finding["level"] for finding in json.loads(capsys.readouterr().out)] == ["error"]
+
+
+def test_a_file_that_ends_its_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deadly.py").write_text("import os; os._exit(0)")
+    assert main(["task", "check", str(tmp_path / "deadly.py")]) == 1
+    assert capsys.readouterr().out.startswith("error: loading it ended its process (exit code 0)")
