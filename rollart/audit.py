@@ -6,6 +6,7 @@ control plane computed (an age, a count of slots, a serving version) where it ca
 
 from typing import Any
 
+from rollart.audit_tasks import TaskBooks
 from rollart.events import Event
 
 SENDS = 6
@@ -39,6 +40,9 @@ class Audit:
         """Attempt or engine -> the last fault that happened to it; an engine's is forgotten as it goes down."""
         self._spoilt: dict[str, None] = {}
         """Calls whose answer a fault made one that nobody may believe."""
+        self._outages: dict[str, float] = {}
+        """Task -> a fault lets it fail until then."""
+        self._task_books = TaskBooks(self._broken)
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
         self._written: dict[int, list[str]] = {}
@@ -55,6 +59,7 @@ class Audit:
 
     def read(self, event: Event) -> None:
         self._now = event
+        self._task_books.read(event)
         handler = self._handlers.get(event["e"])
         if handler is not None:
             handler(event)
@@ -105,11 +110,13 @@ class Audit:
         count = self.faults.setdefault(event["fault"], [0, 0])
         count[0] += 1
         count[1] += self._swapping
-        if event["fault"].startswith(("env", "reward", "engine", "slow_answer")):
+        if event["fault"].startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event["target"]] = event["n"]
         elif event["fault"] == "answer_bad":
             self._hit[event["target"].rpartition("/")[0]] = event["n"]
             self._spoilt[event["target"]] = None
+        elif event["fault"] == "failing_task":
+            self._outages[event["target"]] = event["t"] + event["for_s"]
 
     # --- trajectories ---------------------------------------------------------------------------------------
 
@@ -133,6 +140,8 @@ class Audit:
             "lost": 0,
             "refused": False,
             "sent": 0,
+            "t": event["t"],
+            "task": event["task"].split("/", 1)[0],
         }
 
     def _on_send(self, event: Event) -> None:
@@ -240,6 +249,8 @@ class Audit:
         if reason.startswith("EngineError") and run["lost"] < SENDS:
             self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
         hung = self._hit.get(engine, -1) > run["sent"]
+        if run["t"] <= self._outages.get(run["task"], -1.0):
+            return  # in lockstep it may end some time after
         if self._simulated and not hung and attempt not in self._hit and not reason.startswith("EngineError"):
             self._broken(3, f"attempt {attempt} failed ({reason}) though nothing happened to it")
 

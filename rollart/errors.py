@@ -7,7 +7,7 @@
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
        |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
-       |- WeightError  `- VersionGone
+       |- TaskError    |- WeightError  `- VersionGone
        `- ClusterError `- NoRoom
 
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
@@ -69,6 +69,10 @@ class AgentError(BoundaryError):
     """The agent that plays an environment raised."""
 
 
+class TaskError(BoundaryError):
+    """A task set failed to draw a task, or drew nonsense."""
+
+
 class RewardError(BoundaryError):
     """A reward function failed. `retryable` is False where another try gives the same error."""
 
@@ -97,11 +101,15 @@ class NoRoom(ClusterError):
     """No machine of the right kind has room for a worker now; one may join."""
 
 
+_PASS = (BoundaryError, JobStopped, Deadlock)
+
+
 class boundary:  # noqa: N801 - reads as a statement: `with boundary(EnvError, "env.step"):`
     """Turn whatever an adapter raises into the boundary's own error, named `<where>: ...`.
 
     Adapters are asked to raise `rollart.errors` only; user code behind them does not know that.
-    Cancellation, exits and errors that already have a boundary pass unchanged.
+    Cancellation, exits, errors that already have a boundary and those that end the job by themselves pass unchanged.
+    A JobError does not: what is wrong beyond a port while the job runs is not the job file.
     """
 
     __slots__ = ("_error", "_where")
@@ -116,8 +124,8 @@ class boundary:  # noqa: N801 - reads as a statement: `with boundary(EnvError, "
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, RollartError) or not isinstance(error, Exception):
+        if error is None or isinstance(error, _PASS) or not isinstance(error, Exception):
             return
         text = str(error) or type(error).__name__
-        name = "" if isinstance(error, TimeoutError) else f"{type(error).__name__}: "
+        name = "" if isinstance(error, TimeoutError | JobError) else f"{type(error).__name__}: "
         raise self._error(f"{self._where}: {name}{text}") from error

@@ -228,6 +228,7 @@ def facts(job: Job, clock: str) -> Event:
         "slots": job.slots,
         "groups_per_step": job.rollout.groups_per_step,
         "steps": job.train.steps,
+        "task_failures": job.limits.task_failures,
         "tasks": {
             task.name: {
                 "share": target[task.name],

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rollart.causes import first_line
 from rollart.events import Event, Reader
 from rollart.summary import Summary
 
@@ -54,6 +55,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         "task",
         "pool",
         "trained share",
+        "with gradient",
         "stale share",
         "reward",
         "turns",
@@ -63,8 +65,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     )
     for name, row in summary["tasks"].items():
         tasks.add_row(
-            name, row["pool"], f"{row['trained_share']:.2f} of {row['share']:.2f}", f"{row['stale_share']:.2f}",
-            f"{row['reward']:.3f}", f"{row['turns']:.1f}", f"{row['sampled_tokens']:.0f}",
+            name, row["pool"], f"{row['trained_share']:.2f} of {row['share']:.2f}", _gradients(row),
+            f"{row['stale_share']:.2f}", f"{row['reward']:.3f}", f"{row['turns']:.1f}", f"{row['sampled_tokens']:.0f}",
         )  # fmt: skip
     console.print(tasks)
     pools = Table("pool", "engines", "utilisation", "requests", "fallbacks", title="pools", title_justify="left")
@@ -75,6 +77,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     console.print(pools)
     if summary["eval"]:
         show_eval(summary["eval"])
+    for name, row in summary["tasks"].items():
+        for text in _trouble(name, row):
+            console.print(text, style="yellow", markup=False)
     for text in summary["warnings"][:10]:
         console.print(f"warning: {text}", style="yellow", markup=False)
     console.print(f"run directory: {out}", markup=False)
@@ -124,27 +129,52 @@ def show_chaos(report: dict[str, Any]) -> None:
 
 
 def show_eval(rows: dict[str, Any]) -> None:
-    """Held-out success before and after, and of the control where there is one."""
+    """Held-out mean reward before and after, and of the control where there is one."""
     table = Table("task", "play", "before", "after", "control", "episodes", title="held-out", title_justify="left")
     for task, row in rows.items():
         for play, figures in (("sampled", row), ("greedy", row.get("greedy"))):
             if figures:
-                control = f"{figures['control']:.1%}" if "control" in figures else ""
-                table.add_row(
-                    task, play, f"{figures['before']:.1%}", f"{figures['after']:.1%}", control, _episodes(figures)
-                )
+                rate = figures.get("rate", False)
+                control = earned(figures["control"], rate=rate) if "control" in figures else ""
+                before, after = (earned(figures[key], rate=rate) for key in ("before", "after"))
+                table.add_row(task, play, before, after, control, _episodes(figures))
     Console().print(table)
 
 
 def show_plays(tasks: dict[str, Any], model: str) -> None:
-    """One evaluation, with the 95 % interval of a mean of yes-or-no rewards."""
+    """One evaluation, with the 95 % interval of its mean."""
     table = Table("task", "play", "mean reward", "95 % interval", "episodes", title=model, title_justify="left")
     for task, plays in tasks.items():
         for play, row in plays.items():
-            share, count = row["reward"], max(1, row["scored"])
-            half = 1.96 * max(0.0, share * (1 - share) / count) ** 0.5
-            table.add_row(task, play, f"{share:.1%}", f"{share - half:.1%} to {share + half:.1%}", _episodes(row))
+            mean, half = row["reward"], 1.96 * row["std"] / max(1, row["scored"]) ** 0.5
+            low, middle, high = (earned(value, rate=row["rate"]) for value in (mean - half, mean, mean + half))
+            table.add_row(task, play, middle, f"{low} to {high}", _episodes(row))
     Console().print(table)
+
+
+def earned(mean: float, *, rate: bool) -> str:
+    """A mean reward: as a percentage only where every reward was 0 or 1, so that it is a rate of success."""
+    return f"{mean:.1%}" if rate else f"{mean:.3f}"
+
+
+def _gradients(row: dict[str, Any]) -> str:
+    """Of the trained groups: those whose members did not all earn the same."""
+    return f"{row['with_gradient']} of {row['trained']}" if "with_gradient" in row else ""
+
+
+def _trouble(name: str, row: dict[str, Any]) -> list[str]:
+    """What there is to say of a task that fails, or teaches nothing."""
+    told = []
+    if row.get("state", "in") != "in":
+        told.append(f"task {name!r} is out of the mix ({row['probes']} probes): {first_line(row['out_reason'])}")
+    if row.get("failures"):
+        told.append(f"task {name!r}: {row['failures']} failures, most often {first_line(row['reasons'][0])}")
+    if row.get("trained") and row.get("with_gradient") == 0:
+        told.append(
+            f"task {name!r}: none of its {row['trained']} trained groups carried a gradient: in each all members "
+            "earned the same"
+        )
+    return told
 
 
 def _episodes(row: dict[str, Any]) -> str:
@@ -214,9 +244,13 @@ class LiveView:
         head = f"step {done}/{self._steps}, " if self._steps else ""
         head = f"{head}{passed_s:.0f} s{self._left(done)}"
         means = (f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
+        tasks = result["tasks"]
+        trouble = [text for name, row in tasks.items() for text in _trouble(name, row)]
         busy = (f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())
         rows = {
             "recent reward": ", ".join(means) or "none yet",
+            "groups with a gradient": ", ".join(f"{name} {_gradients(row)}" for name, row in tasks.items()),
+            "trouble": "; ".join(trouble) or "none",
             "staleness": f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}",
             "engines busy": ", ".join(busy),
             "throughput": f"{result['sampled_tokens_per_s']:.0f} sampled tokens/s",

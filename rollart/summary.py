@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
+from rollart.summary_evals import Evaluations
+from rollart.summary_tasks import Failures, TaskBooks
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
-FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "reward")
-MOST_REASONS = 5
-"""Different reasons kept for each kind of failure: the first ones say more than the last ones."""
-REASON_CHARACTERS = 400
 MOST_PARTS = 32
 """Named parts of one reward that become metrics: names are the user's, and a tracker keeps each for ever."""
 
@@ -100,16 +98,17 @@ class Summary:
         self._reward = {"calls": 0, "failed": 0, "seconds": 0.0, "cold_starts": 0, "cold_start_s": 0.0}
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
-        self._failures: dict[str, tuple[int, list[str]]] = {kind: (0, []) for kind in FAILURES}
+        self._failures = Failures()
         self._unwritten: dict[int, Event] = {}
         """Batches whose place in the journal is not confirmed, by step."""
         self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
         self._at_checkpoint: dict[str, None] = {}
         self._late = 0
-        self._evals: dict[str, dict[str, Event]] = {}
+        self._evals = Evaluations()
         self._state = "running"
         self._reason = ""
         self._metrics = Metrics()
+        self._books = TaskBooks(self._metrics)
         self.row: Mapping[str, float] | None = None
         """Metrics of the step that just ended; whoever writes `metrics.jsonl` takes it."""
         self._handlers = {
@@ -132,6 +131,7 @@ class Summary:
             self._pools[name] = _Pool(pool["engines"], pool["gpus"], pool["cost"], pool["slots"], pool.get("prefill"))
         for name, task in event["tasks"].items():
             self._tasks[name] = _Task(task["share"])
+        self._books.names(self._tasks)
 
     def _on_admit(self, event: Event) -> None:
         group_id, task = event["group"], _domain(event["task"])
@@ -171,7 +171,7 @@ class Summary:
 
     def _on_refused(self, event: Event) -> None:
         self._metrics.add("error/answer", Sum(1))
-        self._failed("answer", event["engine"], event["reason"])
+        self._failures.add("answer", event["engine"], event["reason"])
 
     def _on_end(self, event: Event) -> None:
         work = self._live.pop(event["id"])
@@ -179,7 +179,8 @@ class Summary:
             return
         status = event["status"]
         if status == "failed":
-            self._failed("attempt", event["id"], event["reason"])
+            self._failures.add("attempt", event["id"], event["reason"])
+            self._books.failed(work.task, event["reason"])
         self._statuses[status] = self._statuses.get(status, 0) + 1
         task = self._tasks[work.task]
         task.cost += work.cost
@@ -204,6 +205,23 @@ class Summary:
         else:
             self._wasted({"stale": "stale", "aborted": "surplus"}.get(status, "failed"), [work])
 
+    def _on_draw_failed(self, event: Event) -> None:
+        self._failures.add("draw", event["task"], event["reason"])
+        if not event["eval"]:
+            self._books.failed(event["task"], event["reason"])
+
+    def _on_breaker_open(self, event: Event) -> None:
+        self._books.breaker(event)
+
+    def _on_breaker_probe(self, event: Event) -> None:
+        self._books.breaker(event)
+
+    def _on_breaker_close(self, event: Event) -> None:
+        self._books.breaker(event)
+
+    def _on_ready(self, event: Event) -> None:
+        self._books.ready(event)
+
     def _on_late(self, event: Event) -> None:
         self._late += 1
 
@@ -219,6 +237,7 @@ class Summary:
             self._metrics.add("staleness/max", Max(age))
             self._metrics.add("staleness/mean", Mean(age))
             self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
+            self._books.trained(group_id, _domain(task_id))
             self._close(group_id, "trained")
         self._trained_tokens += event["tokens"]
         self._unwritten[event["step"]] = event
@@ -271,10 +290,10 @@ class Summary:
 
     def _on_reward_failed(self, event: Event) -> None:
         self._reward["failed"] += 1
-        self._failed("reward", event["id"], event["reason"])
+        self._failures.add("reward", event["id"], event["reason"])
 
     def _on_worker_lost(self, event: Event) -> None:
-        self._failed("worker", event["worker"], event["reason"])
+        self._failures.add("worker", event["worker"], event["reason"])
 
     def _on_fault(self, event: Event) -> None:
         self._faults[event["fault"]] = self._faults.get(event["fault"], 0) + 1
@@ -288,18 +307,18 @@ class Summary:
     def _on_engine_down(self, event: Event) -> None:
         self._restarts["engines"] += 1
         self._metrics.add("error/engine", Sum(1))
-        self._failed("engine", event["engine"], event["reason"])
+        self._failures.add("engine", event["engine"], event["reason"])
 
     def _on_trainer_down(self, event: Event) -> None:
         self._restarts["trainer"] += 1
         self._metrics.add("error/trainer", Sum(1))
-        self._failed("trainer", "trainer", event["reason"])
+        self._failures.add("trainer", "trainer", event["reason"])
 
     def _on_killed(self, event: Event) -> None:
         """The coordinator is gone, and with it every attempt under way. If it said that it ends, it was not killed."""
         if self._state == "running":
             self._restarts["coordinator"] += 1
-            self._failed("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
+            self._failures.add("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
         for work in self._live.values():
             self._wasted("restart", [work])
         self._live.clear()
@@ -310,8 +329,10 @@ class Summary:
             for group_id, task_id in zip(batch["groups"], batch["tasks"], strict=True):
                 self._fate[group_id] = "restart"
                 self._trained_tasks[task_id] -= 1
+                self._books.not_trained(group_id, _domain(task_id))
             self._trained_tokens -= batch["tokens"]
         self._unwritten.clear()
+        self._books.resumed(event.get("out", ()))
         for group_id in list(self._new):
             if self._fate.get(group_id) != "trained":
                 self._close(group_id, "restart")
@@ -326,9 +347,7 @@ class Summary:
         self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
 
     def _on_eval(self, event: Event) -> None:
-        kept = ("episodes", "scored", "reward", "versions")
-        plays = self._evals.setdefault(event["name"], {}).setdefault(event["task"], {})
-        plays[event["play"]] = {key: event[key] for key in kept}
+        self._evals.read(event)
 
     def _on_finished(self, event: Event) -> None:
         self._state = "finished"
@@ -344,13 +363,6 @@ class Summary:
         self._reason = event["reason"]
 
     # --- the result -----------------------------------------------------------------------------------------
-
-    def _failed(self, kind: str, who: str, reason: str) -> None:
-        count, reasons = self._failures[kind]
-        text = reason[:REASON_CHARACTERS]
-        if len(reasons) < MOST_REASONS and not any(text in known for known in reasons):
-            reasons.append(f"{who}: {text}" if who not in text else text)
-        self._failures[kind] = (count + 1, reasons)
 
     def _close(self, group_id: str, how: str) -> None:
         self._fate[group_id] = how
@@ -418,23 +430,13 @@ class Summary:
             "reward": self._reward_row(seconds),
             "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
             "cost": self._cost(seconds),
-            "evaluations": self._evals,
-            "eval": self._before_and_after(),
+            "evaluations": self._evals.rows,
+            "eval": self._evals.before_and_after(),
             "restarts": dict(self._restarts),
-            "failures": {
-                kind: {"count": count, "reasons": reasons} for kind, (count, reasons) in self._failures.items()
-            },
+            "failures": self._failures.rows(),
             "faults": dict(sorted(self._faults.items())),
             "warnings": self._warnings,
         }
-
-    def _before_and_after(self) -> dict[str, Any]:
-        """The first and the last evaluation of each task."""
-        names = list(self._evals)
-        if len(names) < 2:
-            return {}
-        first, last = self._evals[names[0]], self._evals[names[-1]]
-        return {task: _change(first[task], plays) for task, plays in last.items() if task in first}
 
     def _pool_rows(self, seconds: float) -> dict[str, Any]:
         return {
@@ -480,6 +482,7 @@ class Summary:
             "turns": round(task.turns / count, 2),
             "sampled_tokens": round(task.tokens / count, 1),
             "prefill_tokens": round(task.prefill / count, 1),
+            **self._books.row(name),
         }
 
     def _cost(self, seconds: float) -> dict[str, Any]:
@@ -504,21 +507,6 @@ class Summary:
             "wasted": round(sum(task.wasted_cost for task in self._tasks.values()), 4),
             "idle": round(max(0.0, reserved - used), 4),
         }
-
-
-def _change(first: Event, last: Event) -> Event:
-    """One task's held-out play in the first and the last evaluation: sampled, and beside it greedy where played."""
-    rows = {
-        play: {
-            "before": first[play]["reward"],
-            "after": last[play]["reward"],
-            "episodes": last[play]["episodes"],
-            "scored": min(first[play]["scored"], last[play]["scored"]),
-        }
-        for play in last
-        if play in first
-    }
-    return {**rows.pop("sampled", {}), **rows}
 
 
 def _domain(task_id: str) -> str:

@@ -431,6 +431,8 @@ class Checkpoint:
     trainer: str
     """The trainer's own reference to its saved state."""
     mix: Mapping[str, Any]
+    breakers: Mapping[str, Any]
+    """Of each task: whether it is out of the mix."""
     ready: tuple[Group, ...]
     open: tuple[OpenGroup, ...]
     next_group: int

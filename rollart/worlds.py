@@ -134,7 +134,7 @@ def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, p
         host=host,
         rewards=rewards,
         tokenizer=SimTokenizer(),
-        task_sets={task.name: SimTaskSet(task.name, job.seed) for task in job.tasks},
+        task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,
         journal=journal,
         affinity=build_affinity(job, MODELS[sim.model]),

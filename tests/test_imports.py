@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = frozenset({"types", "ports", "errors", "events", "config", "hardware"})
 ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim", "records"})
-FOLDS = frozenset({"types", "errors", "events"})
+FOLDS = frozenset({"types", "errors", "events", "causes"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hardware": frozenset({"types"}),
     "config": frozenset({"types", "errors", "hardware"}),
     "policy": frozenset({"types", "hardware"}),
-    "control": SHARED | {"policy"},
+    "control": SHARED | {"policy", "causes"},
+    "causes": frozenset(),
     "samples": frozenset({"types"}),
     "wire": frozenset({"types"}),
     "packed": frozenset(),
@@ -47,8 +48,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "train": VALUES | {"model"},
     "envs": VALUES | {"tasks"},  # user code is found and run through `tasks`
     "rewards": VALUES | {"tasks"},
-    "summary": FOLDS,
-    "audit": FOLDS,
+    "summary": FOLDS | {"summary_tasks", "summary_evals"},
+    "summary_tasks": FOLDS,
+    "summary_evals": FOLDS,
+    "audit": FOLDS | {"audit_tasks"},
+    "audit_tasks": FOLDS,
     "explain": FOLDS,
     "show": FOLDS | {"summary"},
     "reading": FOLDS | {"records"},
@@ -64,12 +68,16 @@ AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 
 LIGHT = VALUES | {
     "",
+    "causes",
     "records",
     "policy",
     "control",
     "cli",
     "summary",
+    "summary_tasks",
+    "summary_evals",
     "audit",
+    "audit_tasks",
     "explain",
     "show",
     "reading",

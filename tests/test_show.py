@@ -16,10 +16,12 @@ from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import Event, Reader
 from rollart.run import facts
-from rollart.show import LiveView
+from rollart.show import LiveView, show_plays, show_summary
 from rollart.sim.clock import VirtualLoop
 from rollart.summary import Summary
 from rollart.training import _drive, _longest
+from rollart.types import Trajectory
+from tests.control.scene import Scene, scene_job
 from tests.test_training import JOB
 
 RUN: Event = {"e": "run", "t": 0.0, **facts(build_job(JOB), clock="real")}
@@ -131,3 +133,102 @@ def test_a_run_shows_what_it_waits_for(
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(_drive(build_job(JOB), tmp_path, work, resume=False, watch=view.watch))
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
+
+
+def summary_of(scene: Scene) -> dict[str, Any]:
+    summary = Summary()
+    for event in scene.play().events:
+        summary.read(event)
+    return summary.result()
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, summary: dict[str, Any]) -> str:
+    monkeypatch.setenv("COLUMNS", "250")
+    show_summary(summary, Path("runs/x"))
+    return capsys.readouterr().out
+
+
+def test_the_last_table_names_a_task_that_fails_how_often_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nan(trajectory: Trajectory) -> float:
+        return float("nan")
+
+    summary = summary_of(Scene(on_score=nan))
+    assert summary["state"] == "stopped"
+    row = summary["tasks"]["a"]
+    assert (row["state"], row["taken_out"], row["probes"]) == ("out", 1, 3)
+    assert row["failures"] == summary["failures"]["attempt"]["count"] > 20
+    assert row["reasons"] == [f"{row['failures']} x RewardError: returned nan, which is not a finite number"]
+    out = printed(capsys, monkeypatch, summary)
+    assert f"task 'a': {row['failures']} failures, most often {row['reasons'][0]}" in out
+    assert "task 'a' is out of the mix (3 probes):" in out
+
+
+def test_a_task_that_teaches_nothing_does_not_look_healthy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = scene_job(rollout__zero_variance="keep", evaluation={"every": 3, "first": True, "episodes": 4})
+    summary = summary_of(Scene(job, reward=lambda trajectory: -0.11))
+    row = summary["tasks"]["a"]
+    assert (row["trained"], row["with_gradient"]) == (6, 0)
+    out = printed(capsys, monkeypatch, summary)
+    assert "0 of 6" in out
+    assert "none of its 6 trained groups carried a gradient" in out
+    assert "-0.110" in out
+    assert "%" not in out, "no percentages of something that is no rate"
+
+
+def test_groups_that_carry_a_gradient_are_counted_task_by_task_and_step_by_step() -> None:
+    tasks = [{"name": name, "group_size": 2, "max_tokens": 8} for name in ("a", "b")]
+    scene = Scene(scene_job(tasks=tasks, rollout__zero_variance="keep", rollout__groups_per_step=4))
+    scene.reward = lambda trajectory: float(trajectory.id.member) if trajectory.task.domain == "b" else 0.5
+    summary, steps = Summary(), []
+    for event in scene.play().events:
+        summary.read(event)
+        if summary.row is not None:
+            steps.append(summary.row)
+            summary.row = None
+    result = summary.result()["tasks"]
+    assert (result["a"]["with_gradient"], result["b"]["with_gradient"]) == (0, result["b"]["trained"])
+    assert [(row["groups/trained"], row["a/groups/with_gradient"]) for row in steps] == [(4, 0)] * 3
+    assert all(row["b/groups/with_gradient"] == row["b/groups/trained"] == row["groups/with_gradient"] for row in steps)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rate"), [([0.0, 1.0, 1.0], True), ([0.0, 0.5, 1.0], False), ([-0.1] * 3, False), ([2.0] * 3, False)]
+)
+def test_only_rates_of_success_are_percentages(
+    rewards: list[float], rate: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(scene_job(evaluation={"episodes": 3}), only_evaluate=True)
+    scene.reward = lambda trajectory: rewards[trajectory.id.member]
+    plays = summary_of(scene)["evaluations"]["eval0"]
+    assert plays["a"]["sampled"]["rate"] is rate
+    monkeypatch.setenv("COLUMNS", "250")
+    show_plays(plays, "model")
+    out = capsys.readouterr().out
+    mean = sum(rewards) / 3
+    assert (f"{mean:.1%}" if rate else f"{mean:.3f}") in out
+    assert ("%" in out.replace("95 %", "")) is rate
+
+
+def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.CaptureFixture[str]) -> None:
+    watched(
+        0.5,
+        [
+            {"e": "draw.failed", "t": 1.0, "task": "lake", "index": 3, "reason": "task(3): no file", "eval": False},
+            {
+                "e": "breaker.open",
+                "t": 1.0,
+                "task": "lake",
+                "failures": 5,
+                "probes": 0,
+                "wait_s": 10.0,
+                "reason": "5 x task(3): no file",
+            },
+        ],
+    )
+    said = capsys.readouterr().err
+    assert "task 'lake' is out of the mix (0 probes): 5 x task(3): no file" in said
+    assert "groups with a gradient: lake 0 of 0" in said

@@ -80,7 +80,14 @@ VALUES: list[Any] = [
     types.Needs(resource="h20", cpus=1.0, gpus=0.0),
     types.Node(name="n", resources={"CPU": 2.0}, taken_on_trust=False),
     types.Checkpoint(
-        step=1, trainer="ref", mix={"a": {"cursor": 3}}, ready=(GROUP,), open=(), next_group=2, incarnation=0
+        step=1,
+        trainer="ref",
+        breakers={},
+        mix={"a": {"cursor": 3}},
+        ready=(GROUP,),
+        open=(),
+        next_group=2,
+        incarnation=0,
     ),
 ]
 

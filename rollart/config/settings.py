@@ -137,7 +137,7 @@ class RolloutSettings(Settings):
     """A group whose members all earned the same teaches nothing. `refill`: drop it and play another. `skip`: it counts,
     but the trainer passes over it. `keep`: train on it (entropy and KL terms only)."""
     refill_factor: Positive = 4.0
-    """A batch goes short once this many times `groups_per_step` groups were filtered or failed for it."""
+    """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Count = 3
     """The job stops after this many short batches in a row."""
 
@@ -468,6 +468,12 @@ class LimitSettings(Settings):
     """Restarts in a row before an engine leaves the rotation; a served request resets the count."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts in a row before the job stops; a finished step resets the count."""
+    task_failures: Count = 5
+    """Groups (or draws) of one task that fail in a row before the task is taken out of the mix."""
+    task_probe_s: Positive = 10.0
+    """Then one group of it is tried again after this long; doubled each time, up to 10 minutes."""
+    task_probes: Count = 3
+    """Such tries that fail in a row, of each task, when no task is left, before the job stops."""
     stall_s: Positive = 900.0
     """Nothing has moved for this long: the watchdog names who waits on whom."""
 

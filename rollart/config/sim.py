@@ -147,6 +147,8 @@ FaultKind = Literal[
     "link_cut",
     "coordinator_restart",
     "slow_answer",
+    "refused_observation",
+    "failing_task",
 ]
 
 
@@ -163,11 +165,11 @@ class FaultSettings(Settings):
     delay_s: NonNegative = 0.0
     """After the swap began."""
     target: Annotated[int, Field(ge=0)] = 0
-    """Which engine, counted over all pools; taken modulo their number."""
+    """Which engine, counted over all pools, or which task; taken modulo their number."""
     count: Count = 1
-    """How many answers, environment steps or reward calls it hits."""
+    """How many answers, environment steps, observations or reward calls it hits."""
     duration_s: Positive = 30.0
-    """How long a slow or cut link, or a slow environment step or answer, lasts."""
+    """How long a slow or cut link, a slow environment step or answer, or a task that fails lasts."""
 
     @model_validator(mode="after")
     def _when(self) -> Self:

@@ -55,6 +55,17 @@ class Growing:
                 oldest = born
         return oldest
 
+    @property
+    def scored(self) -> tuple[Trajectory, ...]:
+        """The members that enter the baseline: those scored first in their places, and no more than it needs."""
+        found = tuple(member.trajectory for member in self.members if member.trajectory is not None)
+        return found[: self.settings.group_size]
+
+    @property
+    def rewards(self) -> list[float]:
+        """What these earned."""
+        return [trajectory.reward for trajectory in self.scored if trajectory.reward is not None]
+
     def runs(self) -> list[Run]:
         return [member.run for member in self.members if member.run is not None]
 
@@ -96,9 +107,7 @@ class SampleBuffer:
 
     def complete(self, group: Growing) -> Group | None:
         """Close a group that has enough members; None when there is nothing to learn from it."""
-        members = tuple(member.trajectory for member in group.members if member.trajectory is not None)
-        members = members[: group.settings.group_size]
-        rewards = [trajectory.reward for trajectory in members if trajectory.reward is not None]
+        members, rewards = group.scored, group.rewards
         assert len(rewards) == len(members), f"{group.id}: a member without a reward"
         del self.growing[group.id]
         if self._filter and zero_variance(rewards):

@@ -118,6 +118,7 @@ class Coordinator:
                     "checkpoint": checkpoint.step,
                     "ready": [group.id for group in checkpoint.ready],
                     "open": [group.id for group in checkpoint.open],
+                    "out": self.rollout.health.out,
                     "cause": resumed,
                 },
             )

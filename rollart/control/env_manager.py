@@ -312,6 +312,11 @@ class EnvManager:
         turn = len(run.turns)
         prefix = run.prefix.extended(context, fresh=fresh)
         room = self._context_tokens - prefix.length
+        if room < 1 and not turn:
+            raise EnvError(
+                f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
+                f"{self._context_tokens} for an answer: raise it, or let the environment say less"
+            )
         if turn >= settings.max_turns or room < 1:
             return None
         if self._staleness.stale(run):

@@ -4,12 +4,15 @@ Each result carries the versions that played it.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
+from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.placing import Placing
+from rollart.errors import TaskError
 from rollart.events import LogHandle
 from rollart.ports import TaskSet
 from rollart.types import Trajectory, TrajectoryId
@@ -37,7 +40,9 @@ class Evaluation:
         numbers = range(self._job.evaluation.episodes)
         group = f"{name}-{play}-{settings.name}"
         played = await asyncio.gather(*(self._episode(group, settings, number) for number in numbers))
-        scored = [trajectory for trajectory in played if trajectory.reward is not None]
+        scored = [trajectory for trajectory in played if trajectory is not None and trajectory.reward is not None]
+        rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
+        mean = math.fsum(rewards) / max(1, len(rewards))
         spans = [span for trajectory in scored for turn in trajectory.turns for span in turn.completion.spans]
         self._log.emit(
             "eval",
@@ -47,14 +52,22 @@ class Evaluation:
                 "play": play,
                 "episodes": len(played),
                 "scored": len(scored),
-                "reward": sum(trajectory.reward or 0.0 for trajectory in scored) / max(1, len(scored)),
+                "reward": mean,
+                "std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))),
+                "rate": all(reward in (0.0, 1.0) for reward in rewards),
                 "versions": [min(span.version for span in spans), max(span.version for span in spans)] if spans else [],
             },
         )
 
-    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory:
+    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory | None:
         async with self._room:
-            task = self._task_sets[settings.name].held_out(number)
+            try:
+                task = draw(self._task_sets[settings.name], settings.name, number, held_out=True)
+            except TaskError as error:
+                self._log.emit(
+                    "draw.failed", {"task": settings.name, "index": number, "reason": str(error), "eval": True}
+                )
+                return None
             return await self._manager.run(
                 Run(TrajectoryId(group, number, 0), task, settings, self._placing.place(settings.name), evaluation=True)
             )

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from rollart.config.job import Job, advantage_of
 from rollart.control.buffer import Growing, Member, SampleBuffer
 from rollart.control.crew import Crew
+from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.fleet import Fleet
+from rollart.control.health import Health
 from rollart.control.placing import Placing
 from rollart.control.waits import Waits
-from rollart.errors import JobStopped
+from rollart.errors import JobStopped, TaskError
 from rollart.events import LogHandle
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
@@ -59,6 +61,7 @@ class Rollout:
             rollout.share_tolerance,
             quotas,
         )
+        self.health = Health([task.name for task in job.tasks], self.mix, job.limits, rollout.groups_per_step, log)
         self.buffer = SampleBuffer(
             self.mix,
             bound=rollout.staleness,
@@ -86,8 +89,6 @@ class Rollout:
         """Draining: nothing new starts, not even another attempt."""
         self._sated = False
         """Bound 0 and the batch is formed: what starts now would be too old for the next one."""
-        self._told: dict[str, None] = {}
-        self._version_s = 0.0
         self._swapped_s = self._loop.time()
         self._changed: asyncio.Future[None] | None = None
         self._opened: list[asyncio.Future[None]] = []
@@ -103,11 +104,36 @@ class Rollout:
         if not self._begun or self._closed or self._sated:
             return
         while self.slots.room > 0 and self._refills < self._refill_limit:
-            name, index = self.mix.next()
-            task = self._task_sets[name].task(index)
-            suffix = f"r{self._incarnation}" if self._incarnation else ""
-            self._admit(f"g{self._next_group}{suffix}", task)
-            self._next_group += 1
+            probed = self.health.to_probe(self._loop.time())
+            if probed is None and self.mix.empty:
+                return  # until a probe is due
+            self._admit_next(probed)
+
+    def _admit_next(self, probed: str | None) -> None:
+        """The next group of the mix, or one that tries a task which is out of it."""
+        name, index = (probed, self.mix.draw(probed)) if probed is not None else self.mix.next()
+        group_id = f"g{self._next_group}r{self._incarnation}" if self._incarnation else f"g{self._next_group}"
+        self._next_group += 1
+        if probed is not None:
+            self.health.probing(name, group_id)
+        try:
+            task = draw(self._task_sets[name], name, index)
+        except TaskError as error:
+            self.mix.not_drawn(name)
+            self._try_again_in(self.health.draw_failed(name, index, group_id, str(error), self._loop.time()))
+            self._notify()
+        else:
+            self._admit(group_id, task)
+
+    def _try_again_in(self, wait_s: float | None) -> None:
+        """A task is out of the mix, and may be tried again after so long."""
+
+        async def wait(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            self.feed()
+
+        if wait_s is not None:
+            self._crew.spawn(wait(wait_s))
 
     def _admit(self, group_id: str, task: Task) -> None:
         settings = self._settings[task.domain]
@@ -144,6 +170,8 @@ class Rollout:
                 if not self._running:
                     self._notify()
             self._placing.measure(trajectory)
+            if trajectory.status is Status.FAILED:
+                self.health.attempt_failed(group.task.domain, trajectory.reason)
             if group.id not in self.buffer.growing:
                 if trajectory.reward is not None:
                     self._log.emit("late", {"id": run.key, "cause": run.cause})
@@ -160,6 +188,7 @@ class Rollout:
                 done = self.buffer.complete(group)
                 self._placing.left(group.task.domain, group.order[0])
                 self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
+                self.health.group_scored(group.task.domain, group.id, group.rewards, cause, filtered=done is None)
                 if done is None:
                     self._end(group.id, group.task, "filtered", cause)
                 else:
@@ -169,6 +198,7 @@ class Rollout:
                             "group": group.id,
                             "born": done.born,
                             "members": [str(member.id) for member in done.members],
+                            "gradient": any(done.advantages),
                             "cause": cause,
                         },
                     )
@@ -198,15 +228,20 @@ class Rollout:
         """A group is over, untrained. Its slot is free at once."""
         self.slots.died(group_id)
         self.mix.died(task.domain, task.index, again=how in ("stale", "surplus"), stale=how == "stale")
-        self._log.emit("group", {"group": group_id, "task": task.id, "how": how, "cause": cause})
+        ended = self._log.emit("group", {"group": group_id, "task": task.id, "how": how, "cause": cause})
         if self._recorder is not None:
             self._recorder.ended(group_id, how)
-        if how in ("filtered", "failed"):
+        now_s = self._loop.time()
+        if how == "failed":  # how many may fail is the breaker's to say
+            self._try_again_in(self.health.group_failed(task.domain, group_id, now_s, ended))
+        elif how != "filtered":
+            self.health.group_ended(task.domain, group_id, now_s)
+        else:
             self._refills += 1
             if self._refills == self._refill_limit:
                 self._warn(
-                    f"{self._refills} groups were filtered or failed for one batch; "
-                    "it will be formed with what is there"
+                    f"{self._refills} groups were filtered for one batch; it will be formed with what is there: "
+                    + self.health.why()
                 )
         self._notify()
 
@@ -218,16 +253,15 @@ class Rollout:
 
     def swapped(self, cause: int) -> None:
         """A swap completed: stop what is now too old, free the slots of what was trained, and go on."""
-        now_s = self._loop.time()
-        self._version_s = now_s - self._swapped_s
-        self._swapped_s = now_s
+        version_s = self._loop.time() - self._swapped_s
+        self._swapped_s += version_s
         self._sated = False
         self._unchecked = True
         if self._live:
             self._sweep(cause)
             self._evict(cause)
         self.slots.swapped()
-        self._warn_of_starving()
+        self.health.swapped(version_s, self._bound)
         self.feed()
         self._notify()
 
@@ -242,15 +276,6 @@ class Rollout:
         for group in self.buffer.stale_ready(self._fleet.serving):
             del self.buffer.ready[group.id]
             self._end(group.id, group.task, "stale", cause)
-
-    def _warn_of_starving(self) -> None:
-        for name, bound in self.mix.starving(self._version_s):
-            if name not in self._told:
-                self._told[name] = None
-                self._warn(
-                    f"task {name!r}: nearly all of its groups go stale; it needs rollout.staleness of about "
-                    f"{max(bound, self._bound + 1)}, shorter trajectories, or more engines"
-                )
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -269,7 +294,7 @@ class Rollout:
             elif not self.buffer.growing:
                 if self.slots.room == 0 and self.buffer.ready:
                     groups = self.buffer.form(relaxed=True)
-                elif self._refills >= self._refill_limit:
+                elif self._refills >= self._refill_limit or self.health.hopeless:
                     groups = self._short_batch()
             if groups is not None:
                 return self._formed(step, groups)
@@ -279,11 +304,7 @@ class Rollout:
         groups = self.buffer.form(short=True)
         self._short += 1
         if groups is None or self._short > self._job.rollout.max_short_batches:
-            raise JobStopped(
-                f"{self._refills} groups in a row were filtered (all members earned the same) or failed, "
-                f"{self._short} batches running: the tasks are too hard or too easy for this model, or their "
-                "environments are broken; see `how` of the group events in events.jsonl"
-            )
+            raise JobStopped(self.health.last_words(self._refills, self._short))
         wanted = self._job.rollout.groups_per_step
         if len(groups) < wanted:
             self._warn(f"a batch of {len(groups)} groups instead of {wanted}")
@@ -294,6 +315,7 @@ class Rollout:
     def _formed(self, step: int, groups: list[Group]) -> Batch:
         serving = self._fleet.serving
         self._refills = 0
+        self.health.batch_formed()
         self.slots.taken([group.id for group in groups])
         cause = self._log.emit(
             "batch",
@@ -340,6 +362,7 @@ class Rollout:
             step=step,
             trainer=trainer,
             mix=self.mix.state(),
+            breakers=self.health.state(),
             ready=tuple(self.buffer.ready.values()),
             open=(*self._reopened, *self.buffer.open_groups()),
             next_group=self._next_group,
@@ -351,6 +374,7 @@ class Rollout:
         self._incarnation = checkpoint.incarnation + 1
         self._next_group = checkpoint.next_group
         self.mix.restore(checkpoint.mix)
+        self.health.restore(checkpoint.breakers, self._loop.time())
         trained = [group for batch in replayed for group in batch.groups]
         done_groups = {group.id for group in trained}
         done_tasks = {group.task.id for group in trained}

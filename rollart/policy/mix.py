@@ -2,6 +2,7 @@
 
 Shares are kept twice: at admission (so no task crowds the slots) and at consumption (so short tasks do not fill
 every batch while long ones go stale). Tasks of groups that died of age or surplus come back first.
+A task that is out (see `breaker.py`) has no share; the others divide it in proportion to their own.
 """
 
 from collections import deque
@@ -29,13 +30,15 @@ class _Lane:
     alive: int = 0
     """Groups admitted and not ended."""
     consumed: int = 0
-    """Groups trained on."""
+    """Groups trained on since the set of tasks in the mix last changed."""
     ended: deque[bool] = field(default_factory=deque)
     """Of the last ended groups: did it go stale?"""
     longest_s: float = 0.0
     """Longest time a group of this task took to be ready."""
     skip: set[int] = field(default_factory=set)
     """Indices that a resumed job has trained on already (looked up, never iterated)."""
+    out: bool = False
+    """Given out only when asked for by name."""
 
 
 def shares(weights: Mapping[str, float], quotas: Mapping[str, int | None], groups_per_step: int) -> dict[str, float]:
@@ -68,24 +71,61 @@ class Mix:
         }
         self._groups_per_step = groups_per_step
         self._tolerance = tolerance
+        self._divide()
+
+    @property
+    def empty(self) -> bool:
+        """Every task is out."""
+        return not self._shares
+
+    def put_out(self, names: Sequence[str]) -> None:
+        """These tasks are out of the mix, and no others. What was consumed before is forgotten: a task that comes back
+        has its share, and is not owed what the others had meanwhile."""
+        for name, lane in self._lanes.items():
+            lane.out = name in names
+            lane.consumed = 0
+        self._divide()
+
+    def _divide(self) -> None:
+        """The shares of those that are in. Quotas stay, and weights divide the rest; where only quotas are left, they
+        are scaled up, and are shares like any other."""
+        lanes = {name: lane for name, lane in self._lanes.items() if not lane.out}
+        free = sum(lane.share for lane in lanes.values() if lane.quota is None)
+        fixed = sum(lane.share for lane in lanes.values() if lane.quota is not None)
+        whole = len(lanes) == len(self._lanes)
+        self._quotas = {
+            name: lane.quota for name, lane in lanes.items() if lane.quota is not None and (free > 0 or whole)
+        }
+        self._shares = {
+            name: lane.share
+            if whole or name in self._quotas
+            else lane.share * ((1.0 - fixed) / free if free > 0 else 1.0 / fixed)
+            for name, lane in lanes.items()
+        }
 
     def next(self) -> tuple[str, int]:
         """The task to admit now: the one furthest below its share of all groups alive or trained."""
-        total = 1 + sum(lane.alive + lane.consumed for lane in self._lanes.values())
-        name = max(
-            self._lanes,
-            key=lambda name: self._lanes[name].share * total - self._lanes[name].alive - self._lanes[name].consumed,
-        )
+        lanes = {name: self._lanes[name] for name in self._shares}
+        total = 1 + sum(lane.alive + lane.consumed for lane in lanes.values())
+        name = max(lanes, key=lambda name: self._shares[name] * total - lanes[name].alive - lanes[name].consumed)
+        return name, self.draw(name)
+
+    def draw(self, name: str) -> int:
+        """The next index of this task, which has one more group alive now."""
         lane = self._lanes[name]
         lane.alive += 1
         if lane.returned:
-            return name, lane.returned.popleft()
+            return lane.returned.popleft()
         while lane.cursor in lane.skip:
             lane.skip.discard(lane.cursor)
             lane.cursor += 1
         index = lane.cursor
         lane.cursor += 1
-        return name, index
+        return index
+
+    def not_drawn(self, name: str) -> None:
+        """There is no group for the index that was given out last: its task could not be drawn, and is passed over."""
+        self._lanes[name].alive -= 1
 
     def died(self, name: str, index: int, *, again: bool, stale: bool = False) -> None:
         """A group ended untrained. `again`: its task goes back to be given out once more."""
@@ -138,13 +178,14 @@ class Mix:
         most: dict[str, int] = {}
         take: dict[str, int] = {}
         for name, lane in self._lanes.items():
-            if lane.quota is not None and not relaxed:
-                least[name] = most[name] = take[name] = lane.quota
-                if ready.get(name, 0) < lane.quota:
+            quota = self._quotas.get(name)
+            if quota is not None and not relaxed:
+                least[name] = most[name] = take[name] = quota
+                if ready.get(name, 0) < quota:
                     return None
                 continue
             due = self._due(name, total)
-            least[name] = 0 if relaxed else min(size, max(0, _ceil(due - slack)))
+            least[name] = 0 if relaxed or lane.out else min(size, max(0, _ceil(due - slack)))
             most[name] = ready.get(name, 0)
             if not relaxed:
                 most[name] = min(most[name], max(least[name], int(due + slack + 1e-9)))
@@ -162,8 +203,10 @@ class Mix:
         return {name: count for name, count in take.items() if count}
 
     def _due(self, name: str, total: int) -> float:
-        """Groups this task is owed when `total` will have been trained on."""
-        return self._lanes[name].share * total - self._lanes[name].consumed
+        """Groups this task is owed when `total` will have been trained on. What is ready of one that is out is used up
+        as if it were in."""
+        lane = self._lanes[name]
+        return self._shares.get(name, lane.share) * total - lane.consumed
 
     def starving(self, version_s: float) -> list[tuple[str, int]]:
         """Tasks that nearly always go stale, with the bound each would need, given the seconds between versions."""
@@ -174,7 +217,7 @@ class Mix:
         return found
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: where each task stands. Living groups are kept by the buffer."""
+        """For a checkpoint: where each task stands. The buffer keeps living groups, the breaker who is out."""
         return {
             name: {
                 "cursor": lane.cursor,

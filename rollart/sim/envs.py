@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rollart.config.sim import FaultSettings, SimTaskSettings
-from rollart.errors import EnvError
+from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work
 from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
@@ -14,10 +14,16 @@ from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 
 
+REFUSED = "refused"
+"""A role that the simulated chat template does not know."""
+
+
 class SimTokenizer:
     """A message says how many tokens it is."""
 
     def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+        if messages[0].role == REFUSED:
+            raise JobError("the chat template refuses messages in the roles refused (simulated)")
         return _ZEROS[: int(messages[0].content)]
 
     def decode(self, tokens: Tokens) -> str:
@@ -25,11 +31,14 @@ class SimTokenizer:
 
 
 class SimTaskSet:
-    def __init__(self, domain: str, seed: int) -> None:
+    def __init__(self, domain: str, seed: int, faults: Faults) -> None:
         self._domain = domain
         self._seed = seed
+        self._faults = faults
 
     def task(self, index: int) -> Task:
+        if self._faults.broken(self._domain, "draw"):
+            raise OSError("the problems are away (simulated)")
         return Task(id=f"{self._domain}/{index}", domain=self._domain, index=index, seed=self._seed)
 
     def held_out(self, index: int) -> Task:
@@ -47,11 +56,12 @@ class SimHost:
         self.busy: dict[Work, None] = {}
         for kind in ("env_crash", "env_hang", "env_slow"):
             faults.on(kind, lambda fault: faults.hit(fault, self.busy, strike))
+        faults.on("failing_task", lambda fault: faults.break_task(fault, tuple(tasks)))
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self._room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(settings, str(trajectory), self._dice, self._faults, self)
+        return SimEnv(settings, task.domain, str(trajectory), self._dice, self._faults, self)
 
     def release(self) -> None:
         self._room.release()
@@ -69,8 +79,11 @@ def strike(work: Work, fault: FaultSettings) -> None:
 
 
 class SimEnv:
-    def __init__(self, settings: SimTaskSettings, key: str, dice: Dice, faults: Faults, host: SimHost) -> None:
+    def __init__(
+        self, settings: SimTaskSettings, domain: str, key: str, dice: Dice, faults: Faults, host: SimHost
+    ) -> None:
         self._settings = settings
+        self._domain = domain
         self._key = key
         self._dice = dice
         self._faults = faults
@@ -109,12 +122,15 @@ class SimEnv:
             self._host.release()
 
     def _observe(self, tokens: int) -> Observation:
-        return Observation(messages=(Message(role="user", content=str(tokens)),))
+        refused = self._faults.take("refused_observation", self._key) is not None
+        return Observation(messages=(Message(role=REFUSED if refused else "user", content=str(tokens)),))
 
     async def _work(self, seconds: float) -> None:
         """One call of the environment, with whatever goes wrong in it."""
         if self._fails_at == self._step:
             raise EnvError("the environment crashed (simulated)")
+        if self._faults.broken(self._domain, "environment"):
+            raise EnvError("the machines of this task are away (simulated)")
         work = Work(self._key, seconds)
         if self._hangs_at == self._step:
             work.hang()

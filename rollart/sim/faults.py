@@ -17,6 +17,8 @@ AT_A_SWAP = 0.6
 
 LASTING = {"slow_answer": 10.0}
 """Drawn faults of these kinds last so many times longer than others, or no limit would ever be passed."""
+SEVERAL = ("answer", "env", "reward", "refused")
+"""Kinds that hit one to four times."""
 
 
 class Work:
@@ -65,6 +67,8 @@ class Faults:
         self._log = log
         self._armed: dict[str, list[FaultSettings]] = {}
         self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
+        self._outages: dict[tuple[str, str], float] = {}
+        """Task and which part of it (`draw` or `environment`) -> it fails until then."""
         self._swaps = 0
         log.read_by(self._watch)
 
@@ -97,6 +101,20 @@ class Faults:
             self.fired(fault, work.key)
             strike(work, fault)
         return bool(works)
+
+    def break_task(self, fault: FaultSettings, tasks: Sequence[str]) -> bool:
+        """Let the draws or the environments of one task fail for a while, whoever lives or dies meanwhile."""
+        which, task = divmod(fault.target, len(tasks))
+        part = ("draw", "environment")[which % 2]
+        until_s = asyncio.get_running_loop().time() + fault.duration_s
+        self._outages[tasks[task], part] = max(until_s, self._outages.get((tasks[task], part), 0.0))
+        self._log.emit("fault", {"fault": fault.kind, "target": tasks[task], "part": part, "for_s": fault.duration_s})
+        return True
+
+    def broken(self, task: str, part: str) -> bool:
+        """Such an outage is on."""
+        until_s = self._outages.get((task, part))
+        return until_s is not None and asyncio.get_running_loop().time() < until_s
 
     def fired(self, fault: FaultSettings, target: str) -> None:
         self._log.emit("fault", {"fault": fault.kind, "target": target})
@@ -135,6 +153,6 @@ def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
         at_s=None if at_swap else uniform("at") * chaos.horizon_s,
         delay_s=uniform("delay") * 2.0 if at_swap and uniform("late") < 0.5 else 0.0,
         target=dice.number(f"{number}/target", 1024),
-        count=1 + dice.number(f"{number}/times", 4) if kind.startswith(("answer", "env", "reward")) else 1,
+        count=1 + dice.number(f"{number}/times", 4) if kind.startswith(SEVERAL) else 1,
         duration_s=(5.0 + 55.0 * uniform("duration")) * LASTING.get(kind, 1.0),
     )

@@ -17,7 +17,12 @@ from rollart.types import Message, Score, Status, Task, Trajectory
 from tests.contracts.envs import EnvBench, EnvHostContract, episode, name
 from tests.sim.engines import now, run
 
-TASK = SimTaskSet("a", 0).task(3)
+
+def sim_tasks(seed: int) -> SimTaskSet:
+    return SimTaskSet("a", seed, Faults((), EventLog(lambda: 0.0)))
+
+
+TASK = sim_tasks(0).task(3)
 SETTINGS = SimTaskSettings(
     turns=Spread(kind="uniform", mean=5, sigma=3), step_s=Spread(kind="lognormal", mean=2, sigma=1)
 )
@@ -116,7 +121,7 @@ def test_a_simulated_attempt_plays_alike_whenever_it_is_played() -> None:
 
 
 def test_simulated_tasks_are_endless_and_held_out_ones_are_others() -> None:
-    tasks = SimTaskSet("a", 4)
+    tasks = sim_tasks(4)
     assert tasks.task(10**6) == Task(id="a/1000000", domain="a", index=10**6, seed=4)
     assert tasks.held_out(3).id != tasks.task(3).id
     tokens = SimTokenizer().render((Message(role="user", content="17"),), fresh=True)

@@ -88,6 +88,7 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(
         step=step,
         trainer=f"ref-{step}",
+        breakers={},
         mix={"a": {"cursor": 8, "returned": [3], "consumed": 4, "skip": []}},
         ready=(),
         open=(OpenGroup(id="g7", task=task),),

@@ -17,7 +17,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.control.env_manager import Agent
-from rollart.errors import Deadlock, EngineError, RollartError, TrainerError
+from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import MODELS
 from rollart.policy.placement import engine_specs, further_specs
@@ -50,6 +50,8 @@ from rollart.worlds import build_affinity, offers
 
 FIRST_SAMPLED = 1000
 """Sampled tokens are these and above; rendered ones are below."""
+REFUSED = "narrator"
+"""A role that the chat template does not know; refused as `ChatTokenizer` does it."""
 TOKEN_S = 0.1
 SWAP_S = 1.0
 TRAIN_S = 5.0
@@ -85,6 +87,8 @@ class Words:
     """A tokenizer: one token per character, after a mark that says whether a prefix begins."""
 
     def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+        if any(message.role == REFUSED for message in messages):
+            raise JobError(f"the chat template refuses messages in the roles {REFUSED}: it knows none such")
         assert fresh or after is not None, "what follows an answer is told the answer"
         marks = [1 if fresh else 2]
         return np.array(marks + [ord(letter) for message in messages for letter in message.content], dtype=np.int32)
@@ -94,13 +98,17 @@ class Words:
 
 
 class Tasks:
-    def __init__(self, domain: str) -> None:
+    def __init__(self, domain: str, scene: "Scene") -> None:
         self._domain = domain
+        self._scene = scene
 
     def task(self, index: int) -> Task:
-        return Task(id=f"{self._domain}/{index}", domain=self._domain, index=index)
+        found = self._scene.on_draw(self._domain, index) if self._scene.on_draw is not None else None
+        return found or Task(id=f"{self._domain}/{index}", domain=self._domain, index=index)  # type: ignore[return-value]
 
     def held_out(self, index: int) -> Task:
+        if self._scene.on_held_out is not None:
+            self._scene.on_held_out(self._domain, index)
         return Task(id=f"{self._domain}/held-out/{index}", domain=self._domain, index=index)
 
 
@@ -350,6 +358,9 @@ class Scene:
     on_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     after_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     on_publish: Callable[[ScriptedTrainer, WeightVersion], Awaitable[None]] | None = None
+    on_draw: Callable[[str, int], object] | None = None
+    """By domain and index; what it returns is the task, None: the usual one."""
+    on_held_out: Callable[[str, int], None] | None = None
     on_open: Callable[[Task, TrajectoryId], Awaitable[Env | None]] | None = None
     on_score: Callable[[Trajectory], Awaitable[float | None]] | None = None
     """None: the usual reward."""
@@ -443,7 +454,7 @@ class Scene:
             host=self,
             rewards=self,
             tokenizer=Words(),
-            task_sets={task.name: Tasks(task.name) for task in self.job.tasks},
+            task_sets={task.name: Tasks(task.name, self) for task in self.job.tasks},
             store=self,
             journal=self.journal,
             affinity=build_affinity(self.job, MODELS[self.job.sim.model]),

@@ -191,3 +191,65 @@ def test_shares_hold_at_consumption_within_the_tolerance_and_nothing_ever_deadlo
         else:
             ready[name] += 1
     assert consumed.total()
+
+
+THREE = {"a": 0.5, "b": 0.3, "c": 0.2}
+
+
+def test_the_share_of_a_task_that_is_out_goes_to_the_others() -> None:
+    tasks = mix(THREE, size=10)
+    tasks.put_out(["a"])
+    assert Counter(tasks.next()[0] for _ in range(50)) == {"b": 30, "c": 20}
+    assert tasks.pick({"b": 30, "c": 20}) == {"b": 6, "c": 4}, "and nobody waits for it"
+
+
+def test_a_task_that_is_out_is_given_out_when_asked_for_by_name() -> None:
+    tasks = mix(THREE)
+    assert [tasks.draw("a"), tasks.draw("a")] == [0, 1]
+    tasks.put_out(["a", "b", "c"])
+    assert tasks.empty
+    assert tasks.draw("a") == 2
+    tasks.put_out([])
+    assert not tasks.empty
+
+
+def test_a_task_that_comes_back_has_its_share_and_is_owed_nothing() -> None:
+    tasks = mix(HALVES, size=8)
+    tasks.put_out(["a"])
+    for _ in range(20):
+        assert {tasks.next()[0] for _ in range(8)} == {"b"}
+        tasks.consumed({"b": 8})
+    tasks.put_out([])
+    assert tasks.pick({"a": 9, "b": 9}) == {"a": 4, "b": 4}
+    assert Counter(tasks.next()[0] for _ in range(8)) == {"a": 4, "b": 4}
+
+
+def test_what_is_ready_of_a_task_that_is_out_is_used_up_and_not_waited_for() -> None:
+    tasks = mix(HALVES, size=8)
+    tasks.put_out(["a"])
+    picked = tasks.pick({"a": 2, "b": 9})
+    assert picked is not None
+    assert picked.get("a", 0) > 0
+    assert tasks.pick({"b": 8}) == {"b": 8}
+
+
+def test_quotas_give_way_only_where_nobody_else_is_left() -> None:
+    quotas = {"a": 2, "b": 1, "c": None}
+    target = shares({"a": 1.0, "b": 1.0, "c": 1.0}, quotas, 6)
+    tasks = Mix(target, 6, 0.0, quotas)
+    tasks.put_out(["a"])
+    assert tasks.pick({"b": 9, "c": 9}) == {"b": 1, "c": 5}
+    tasks.put_out(["c"])
+    assert tasks.pick({"a": 9, "b": 9}) == {"a": 4, "b": 2}, "two to one, as before"
+    tasks.put_out(["b", "c"])
+    assert tasks.pick({"a": 9}) == {"a": 6}
+    tasks.put_out([])
+    assert tasks.pick({"a": 9, "b": 9, "c": 9}) == {"a": 2, "b": 1, "c": 3}
+
+
+def test_an_index_that_could_not_be_drawn_is_passed_over_and_leaves_no_group_alive() -> None:
+    tasks = mix(HALVES)
+    first = tasks.next()
+    tasks.not_drawn(first[0])
+    again = tasks.next()
+    assert again == (first[0], first[1] + 1), "as if it had never been given out"
