@@ -91,6 +91,9 @@ class Audit:
     def _on_run(self, event: Event) -> None:
         self._job = event
 
+    def _on_changed(self, event: Event) -> None:
+        self._job = event["job"]
+
     def _on_started(self, event: Event) -> None:
         for engine in event["engines"]:
             self._versions[engine] = 0

@@ -7,6 +7,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from rollart.config.job import Job
     from rollart.records.reader import ReadTrajectory
+    from rollart.resume import Resumption
 
 EXTRAS = {
     "train": ("msgpack", "safetensors", "torch", "transformers"),
@@ -128,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=NEWEST,
         metavar="RUN",
-        help="go on with a run that was stopped or killed; with JOB and without RUN, with its newest in runs/",
+        help="go on with a run that was stopped or killed; with JOB and without RUN, with its newest in runs/. What "
+        "JOB and overrides change is listed, and refused where a run cannot change it",
     )
     train.add_argument("--json", action="store_true", help="print summary.json at the end instead of tables")
     train.set_defaults(run=_train)
@@ -364,16 +367,13 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from rollart.config.load import build_job, load_job
+    from rollart.config.load import load_job
 
     if arguments.resume is not None:
-        from rollart.training import newest_run, resumed_job
-
-        if (arguments.job is None) == (arguments.resume == NEWEST) or arguments.overrides or arguments.out is not None:
-            raise JobError("--resume: takes its settings from the run directory; give JOB --resume, or --resume RUN")
-        out = arguments.resume if arguments.job is None else newest_run(load_job(arguments.job, ()).name)
-        job = build_job(resumed_job(out))
+        resume = _resumption(arguments)
+        job, out = resume.job, resume.out
     else:
+        resume = None
         job = load_job(arguments.job, arguments.overrides)
         out = _run_dir(arguments.out, job)
     from rollart.show import LiveView, show_summary
@@ -381,7 +381,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     _warn(job)
     with LiveView(job.train.steps) as view:
-        result = train(job, out, resume=arguments.resume is not None, watch=view.watch)
+        result = train(job, out, resume=resume, watch=view.watch)
     if arguments.json:
         _print_json(result.summary)
     else:
@@ -391,9 +391,36 @@ def _train(arguments: argparse.Namespace) -> int:
     state = result.summary["state"]
     if state != "finished":
         print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
+        if (out / "journal" / "checkpoint").exists():
+            print(f"rollart: to go on: {_resume_command(out)}", file=sys.stderr)
     if state == "interrupted":
         return 130
     return 0 if state == "finished" and not result.violations else 1
+
+
+def _resumption(arguments: argparse.Namespace) -> "Resumption":
+    """What `--resume` was given: a run, or the newest of a job; and what is to change."""
+    from rollart.config.load import load_job
+    from rollart.resume import resumption
+    from rollart.training import newest_run
+
+    out, overrides = arguments.resume, list(arguments.overrides)
+    if OVERRIDE.match(str(out)):  # `JOB --resume key=value`
+        out, overrides = NEWEST, [str(out), *overrides]
+    if arguments.out is not None:
+        raise JobError(f"--out: a resumed run goes on in its own directory; leave it out, or --resume {out}")
+    if out == NEWEST:
+        if arguments.job is None:
+            raise JobError("--resume: no run is named; give JOB --resume, or --resume RUN, such as runs/NAME-TIME")
+        out = newest_run(load_job(arguments.job, overrides).name)
+    resume = resumption(out, arguments.job, overrides)
+    for change in resume.changes:
+        print(f"rollart: changed {change}, {change.acts(resume.step)}", file=sys.stderr)
+    return resume
+
+
+def _resume_command(out: Path) -> str:
+    return shlex.join(["rollart", "train", "--resume", str(out)])
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -638,7 +665,8 @@ def _audit(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(violations) or "every promise that events can show was kept")
         if not audit.over:
-            print("the run has not said how it ended: it is still going on, or was killed (rollart train --resume)")
+            print("the run has not said how it ended: it is still going on, or was killed. To go on with a real one:")
+            print(_resume_command(arguments.run_dir))
     return 1 if violations else 0
 
 

@@ -45,10 +45,13 @@ class RealWorld:
     """Awaitable: ends every process and frees shared memory."""
 
 
-def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) -> RealWorld:
+def real_world(
+    job: Job, out: Path, journal: Journal, lost: Lost | None = None, *, earlier: Sequence[tuple[int, Job]] = ()
+) -> RealWorld:
     """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
 
     `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
+    `earlier`: (n, the job that the steps before n are replayed under), n rising.
     """
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
@@ -64,7 +67,8 @@ def real_world(job: Job, out: Path, journal: Journal, lost: Lost | None = None) 
     before = [open_store(setup) for setup in _stores_before(out, where)]
     for dead in [*before, store]:
         dead.close()
-    cluster, rooms = _workers(job, out, where, uses, task_sets, tokenizer.stop_tokens, lost)
+    engines, trainer = engine_setups(job, out, where, tokenizer.stop_tokens), trainer_setup(job, out, where, earlier)
+    cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = rooms
     rewards: RewardBackend = scorer
@@ -179,16 +183,15 @@ def refuse_mixtures_on_servers(job: Job) -> None:
 def _workers(
     job: Job,
     out: Path,
-    store: Mapping[str, Any],
+    engines: Mapping[str, dict[str, Any]],
+    trainer: dict[str, Any],
     uses: Mapping[str, str],
     task_sets: "Mapping[str, TaskSet]",
-    stop_tokens: Sequence[int],
     lost: Lost | None,
 ) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.worker import build
 
-    engines, trainer = engine_setups(job, out, store, stop_tokens), trainer_setup(job, out, store)
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster
 

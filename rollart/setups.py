@@ -80,7 +80,17 @@ def _server_setup(
     }
 
 
-def trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
+def trainer_setup(
+    job: Job, out: Path, store: Mapping[str, Any], earlier: Sequence[tuple[int, Job]] = ()
+) -> dict[str, Any]:
+    """`earlier`: (n, the job that the steps before n are trained under), n rising."""
+    return {
+        **_trainer_setup(job, out, store),
+        "earlier": [[until, _trainer_setup(before, out, store)] for until, before in earlier],
+    }
+
+
+def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, Any]:
     train = job.train
     return {
         "type": train.type,

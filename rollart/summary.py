@@ -36,12 +36,16 @@ class _Group:
 
 @dataclass(slots=True)
 class _Pool:
-    engines: int
-    gpus: int
-    cost: float
-    slots: int
-    prefill: str | None
+    engines: int = 0
+    gpus: int = 0
+    cost: float = 0.0
+    slots: int = 0
+    prefill: str | None = None
     """The pool that prefills for this one."""
+    reserved_s: float = 0.0
+    """Engine-seconds, up to the last change of the job."""
+    paid: float = 0.0
+    """Device-seconds times price, up to the last change of the job."""
     busy_s: float = 0.0
     requests: int = 0
     tokens: int = 0
@@ -82,6 +86,9 @@ class Summary:
         """Admitted since the last checkpoint."""
         self._trained_tasks: dict[str, int] = {}
         self._pools: dict[str, _Pool] = {}
+        self._trainer_paid = 0.0
+        self._changed_s = 0.0
+        """When the job's settings were changed last."""
         self._engine_pool: dict[str, str] = {}
         self._tasks: dict[str, _Task] = {}
         self._ages: dict[int, int] = {}
@@ -126,12 +133,26 @@ class Summary:
     # --- one method per kind of event -----------------------------------------------------------------------
 
     def _on_run(self, event: Event) -> None:
-        self._job = event
-        for name, pool in event["pools"].items():
-            self._pools[name] = _Pool(pool["engines"], pool["gpus"], pool["cost"], pool["slots"], pool.get("prefill"))
+        self._take_job(event)
         for name, task in event["tasks"].items():
             self._tasks[name] = _Task(task["share"])
         self._books.names(self._tasks)
+
+    def _on_changed(self, event: Event) -> None:
+        """A resumed job has other settings: what was reserved until now is settled under those before."""
+        for pool in self._pools.values():
+            pool.reserved_s, pool.paid = self._reserved_s(pool), self._paid(pool)
+            pool.engines = pool.slots = 0
+        self._trainer_paid = self._paid_for_training()
+        self._changed_s = event["t"]
+        self._take_job(event["job"])
+
+    def _take_job(self, job: Event) -> None:
+        self._job = job
+        for name, now in job["pools"].items():
+            pool = self._pools.setdefault(name, _Pool())
+            pool.engines, pool.gpus, pool.cost = now["engines"], now["gpus"], now["cost"]
+            pool.slots, pool.prefill = now["slots"], now.get("prefill")
 
     def _on_admit(self, event: Event) -> None:
         group_id, task = event["group"], _domain(event["task"])
@@ -353,7 +374,7 @@ class Summary:
         self._state = "finished"
 
     def _on_interrupted(self, event: Event) -> None:
-        self._state, self._reason = "interrupted", "stopped by the user; `rollart train --resume` goes on"
+        self._state, self._reason = "interrupted", "stopped by the user"
 
     def _on_starting(self, event: Event) -> None:
         self._state, self._reason = "running", ""
@@ -420,7 +441,7 @@ class Summary:
                 "trained_twice": sum(1 for count in self._trained_tasks.values() if count > 1),
                 "late_results": self._late,
             },
-            "pools": self._pool_rows(seconds),
+            "pools": self._pool_rows(),
             "weights": {
                 "push_s": _mean(self._pushes),
                 "pull_s": _mean(self._pulls),
@@ -429,7 +450,7 @@ class Summary:
             },
             "reward": self._reward_row(seconds),
             "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
-            "cost": self._cost(seconds),
+            "cost": self._cost(),
             "evaluations": self._evals.rows,
             "eval": self._evals.before_and_after(),
             "restarts": dict(self._restarts),
@@ -438,18 +459,31 @@ class Summary:
             "warnings": self._warnings,
         }
 
-    def _pool_rows(self, seconds: float) -> dict[str, Any]:
+    def _reserved_s(self, pool: _Pool) -> float:
+        """Engine-seconds so far."""
+        return pool.reserved_s + pool.engines * (self._last_s - self._changed_s)
+
+    def _paid(self, pool: _Pool) -> float:
+        devices = pool.engines * pool.gpus + (0 if pool.engines else pool.slots)
+        return pool.paid + devices * pool.cost * (self._last_s - self._changed_s)
+
+    def _paid_for_training(self) -> float:
+        train = self._job.get("train", {"gpus": 0, "cost": 0.0})
+        rate: float = train["gpus"] * train["cost"]
+        return self._trainer_paid + rate * (self._last_s - self._changed_s)
+
+    def _pool_rows(self) -> dict[str, Any]:
         return {
             name: {
                 "engines": pool.engines,
                 "gpus": pool.engines * pool.gpus,
-                "utilisation": round(pool.busy_s / (seconds * pool.engines), 4),
+                "utilisation": round(pool.busy_s / max(self._reserved_s(pool), 1e-9), 4),
                 "requests": pool.requests,
                 "tokens": pool.tokens,
                 "fallbacks": pool.fallbacks,
             }
             for name, pool in self._pools.items()
-            if pool.engines
+            if pool.engines or pool.reserved_s
         }
 
     def _reward_row(self, seconds: float) -> dict[str, Any]:
@@ -485,17 +519,12 @@ class Summary:
             **self._books.row(name),
         }
 
-    def _cost(self, seconds: float) -> dict[str, Any]:
+    def _cost(self) -> dict[str, Any]:
         """Device-hours times price: what was reserved, and which part of it which task used."""
-        hours = seconds / 3600
-        pools = {
-            name: round((pool.engines * pool.gpus + (0 if pool.engines else pool.slots)) * pool.cost * hours, 4)
-            for name, pool in self._pools.items()
-        }
-        train = self._job.get("train", {})
-        trainer = round(train.get("gpus", 0) * train.get("cost", 0.0) * hours, 4)
+        pools = {name: round(self._paid(pool) / 3600, 4) for name, pool in self._pools.items()}
+        trainer = round(self._paid_for_training() / 3600, 4)
         used = sum(task.cost for task in self._tasks.values())
-        reserved = sum(cost for name, cost in pools.items() if self._pools[name].engines)
+        reserved = sum(cost for name, cost in pools.items() if self._reserved_s(self._pools[name]))
         return {
             "total": round(sum(pools.values()) + trainer, 4),
             "pools": pools,

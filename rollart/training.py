@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 
 from rollart.audit import Audit
 from rollart.checks import refuse_start
+from rollart.config.changes import plain
 from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.control.waits import Waits
@@ -27,6 +27,7 @@ from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, e
 from rollart.real import real_world
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
+from rollart.resume import Resumption, resumed_job
 from rollart.run import RunResult, as_lines, facts, make_run_dir, metric_rows, rare_collections, say
 from rollart.summary import Summary
 from rollart.trackers import Tracking, trackers
@@ -44,27 +45,31 @@ WAITS_SHOWN = 3
 """The longest wait of so many kinds."""
 
 
-def train(job: Job, out: Path, *, resume: bool = False, watch: Watch | None = None) -> RunResult:
+def train(job: Job, out: Path, *, resume: Resumption | None = None, watch: Watch | None = None) -> RunResult:
     """Run a job to its end, or until the user stops it."""
     return _run(job, out, Coordinator.run, trains=True, resume=resume, watch=watch)
 
 
 def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
     """Play the held-out tasks of a job with its model as it is."""
-    return _run(job, out, Coordinator.evaluate, trains=False, resume=False, watch=watch)
+    return _run(job, out, Coordinator.evaluate, trains=False, resume=None, watch=watch)
 
 
-def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: bool, watch: Watch | None) -> RunResult:
-    refuse_start(job, out, trains=trains, resume=resume)
-    if not resume:
+def _run(
+    job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None
+) -> RunResult:
+    refuse_start(job, out, trains=trains, resume=resume is not None)
+    if resume is None:
         make_run_dir(job, out)
     with _alone(out), rare_collections():
+        if resume is not None:
+            resume.keep()
         result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
     (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
     return result
 
 
-async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch | None) -> RunResult:
+async def _drive(job: Job, out: Path, work: Work, *, resume: Resumption | None, watch: Watch | None) -> RunResult:
     loop = asyncio.get_running_loop()
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
@@ -83,11 +88,12 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
         for row in rows:  # a resumed run's are made again from its events: none twice, none lost
             keep(row)
         log.read_by(metric_rows(summary, keep, tracking.row))
-        if last is None:
+        if resume is None:
             log.emit("run", facts(job, clock="real"))
         else:
             _complete(log, known, journal)
             log.emit("killed", {})
+            _tell_changes(log, known, resume)
         tracking.start(trackers(job, out))
         (out / "pid").write_text(str(os.getpid()))
 
@@ -95,7 +101,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: bool, watch: Watch 
             log.emit("worker.lost", {"worker": worker, "reason": reason})
             coordinator.lost(worker, reason)
 
-        real = real_world(job, out, journal, lost)
+        real = real_world(job, out, journal, lost, earlier=resume.earlier if resume else ())
         recorder = _recorder(job, out, log, loop)
         coordinator = Coordinator(job, replace(real.world, recorder=recorder), LogHandle(log))
         _stop_on_signals(loop, coordinator)
@@ -188,16 +194,22 @@ def _read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
 
 
 class _Known:
-    """What the events say of the journal."""
+    """What the events say of the journal and of the job."""
 
     def __init__(self) -> None:
         self.written: dict[int, None] = {}
         """Steps whose batches were written."""
         self.committed: Event = {}
         """The last checkpoint."""
+        self.job: Event = {}
+        """What the readers of the events know of the job."""
 
     def read(self, event: Event) -> None:
-        if event["e"] == "written":
+        if event["e"] == "run":
+            self.job = {key: value for key, value in event.items() if key not in ("n", "t", "e")}
+        elif event["e"] == "changed":
+            self.job = event["job"]
+        elif event["e"] == "written":
             self.written[event["step"]] = None
         elif event["e"] == "checkpoint":
             self.committed = event
@@ -215,6 +227,14 @@ def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
             log.emit("checkpoint", held)
 
 
+def _tell_changes(log: EventLog, known: _Known, resume: Resumption) -> None:
+    """Say what a resumed run does otherwise; also where a kill came between keeping a change and saying so."""
+    job = facts(resume.job, clock="real")
+    if resume.changes or job != known.job:
+        changes = {change.key: [plain(change.before), plain(change.after)] for change in resume.changes}
+        log.emit("changed", {"step": resume.step, "changes": changes, "job": job})
+
+
 def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) -> None:
     """The first Ctrl-C (or SIGTERM) stops with a checkpoint; the second stops at once."""
     asked = 0
@@ -227,7 +247,7 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) 
             coordinator.stop()
         else:
             loop.remove_signal_handler(signal.SIGINT)  # a third one is Python's own
-            coordinator.stop_now("stopped at once by the user; `rollart train --resume` goes on from the journal")
+            coordinator.stop_now("stopped at once by the user")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -244,18 +264,6 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
     if not found:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
     return max(found, key=lambda out: max(part.stat().st_mtime for part in event_files(out / "events.jsonl")))
-
-
-def resumed_job(out: Path) -> dict[str, Any]:
-    """The job a run directory was made for."""
-    try:
-        loaded = yaml.safe_load((out / "job.yaml").read_text())
-    except OSError as error:
-        raise JobError(
-            f"--resume: {out} is no run directory ({error.strerror}); give one, such as runs/NAME-TIME"
-        ) from None
-    assert isinstance(loaded, dict)
-    return loaded
 
 
 def summary_again(out: Path) -> dict[str, Any]:

@@ -137,7 +137,11 @@ def _trainer_settings(setup: Mapping[str, Any]) -> "TrainerSettings":
     from rollart.train.losses import LossSettings
     from rollart.train.settings import TrainerSettings
 
-    return TrainerSettings(**setup["settings"], loss=LossSettings(**setup["loss"]))
+    return TrainerSettings(
+        **setup["settings"],
+        loss=LossSettings(**setup["loss"]),
+        earlier=tuple((until, _trainer_settings(before)) for until, before in setup.get("earlier", ())),
+    )
 
 
 class RankWorker(Protocol):

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 import rollart.config.job
 import rollart.config.settings
 import rollart.config.sim
+from rollart.config.changes import UNDECIDED, Acts, Fixed, rule_of
 from rollart.config.job import Job
 from rollart.config.paths import OnDisk, settings_in
 from rollart.config.settings import MODES, RolloutSettings, Settings, Spread
@@ -75,6 +76,12 @@ position or by name. The value is YAML, and the last one wins:
 rollart sim jobs/rollart.yaml rollout.staleness=2 tasks.0.group_size=4 tasks.maths.weight=2 "rewards={{workers: 8}}"
 ```
 
+## On resume
+
+`rollart train --resume` takes a changed job file and overrides. The column "on resume" says what may change: `at once`;
+`from the next step` (steps that are replayed from the journal are trained as they were); `fixed` keys are refused with
+the reason. See [train](train.md).
+
 ## Modes
 
 `mode` fills these keys of `rollout`. A key that the job or an override gives wins over its mode.
@@ -89,15 +96,17 @@ class Section:
 
     title: str
     settings: type[BaseModel]
+    rule: Acts | Fixed = UNDECIDED
+    """Whether a resumed run may change its keys, where they do not say it themselves."""
 
 
-def places(settings: type[BaseModel], path: str = "") -> Iterator[Section]:
+def places(settings: type[BaseModel], path: str = "", rule: Acts | Fixed = UNDECIDED) -> Iterator[Section]:
     """Every settings class below this one, once per place, parents first."""
-    yield Section(title=path, settings=settings)
+    yield Section(title=path, settings=settings, rule=rule)
     for key, field in settings.model_fields.items():
         inner = settings_in(field.annotation)
         if inner is not None:
-            yield from places(inner, f"{path}.{key}" if path else key)
+            yield from places(inner, f"{path}.{key}" if path else key, rule_of(field, rule))
 
 
 def sections() -> list[Section]:
@@ -200,14 +209,26 @@ def section_text(section: Section, meanings: dict[tuple[str, str], str], links: 
         inner = settings_in(field.annotation)
         if not meaning and inner is not None and inner is not Spread:
             meaning = summary_of(inner)
-        rows.append([f"`{key}`", type_text(field.annotation, field.metadata, links), default, meaning])
+        kind = type_text(field.annotation, field.metadata, links)
+        rows.append([f"`{key}`", kind, default, resume_text(field, section), meaning])
     title = f"`{section.title}`" if section.title else "All keys"
     notes = [
         summary_of(section.settings),
         "A plain number `n` stands for `{mean: n}`." if section.settings is Spread else "",
     ]
     note = " ".join(note for note in notes if note)
-    return f"## {title}\n\n" + (f"{note}\n\n" if note else "") + table(["key", "type", "default", "meaning"], rows)
+    header = ["key", "type", "default", "on resume", "meaning"]
+    return f"## {title}\n\n" + (f"{note}\n\n" if note else "") + table(header, rows)
+
+
+def resume_text(field: FieldInfo, section: Section) -> str:
+    """Whether `--resume` may change a key."""
+    if settings_in(field.annotation) not in (None, Spread):
+        return ""  # its own keys say it
+    rule = rule_of(field, section.rule)
+    if rule is UNDECIDED:
+        return ""  # of a class that is used at several places
+    return rule.value if isinstance(rule, Acts) else "fixed"
 
 
 def summary_of(settings: type[BaseModel]) -> str:

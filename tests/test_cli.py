@@ -2,16 +2,22 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rollart.cli import EXTRAS, main
 from rollart.config.job import Job
+from rollart.config.load import load_job
+from rollart.resume import Resumption, write_job
 from rollart.run import RunResult
+from rollart.train.journal import FileJournal
+from tests.contracts.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -137,12 +143,14 @@ def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFix
 REAL = ROOT / "jobs" / "quickstart.yaml"
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, state: str, violations: list[str]) -> list[tuple[Path, bool]]:
+def trained(
+    monkeypatch: pytest.MonkeyPatch, state: str, violations: list[str]
+) -> list[tuple[Path, Job, Resumption | None]]:
     """`rollart train` without the training: what it was asked for."""
-    asked: list[tuple[Path, bool]] = []
+    asked: list[tuple[Path, Job, Resumption | None]] = []
 
-    def train(job: Job, out: Path, *, resume: bool = False, watch: object = None) -> RunResult:
-        asked.append((out, resume))
+    def train(job: Job, out: Path, *, resume: Resumption | None = None, watch: object = None) -> RunResult:
+        asked.append((out, job, resume))
         return RunResult(summary={"state": state, "reason": ""}, violations=violations, deadlock=False, faults={})
 
     monkeypatch.setattr("rollart.training.train", train)
@@ -168,16 +176,72 @@ def test_the_exit_code_of_train_says_how_it_went(
 def test_a_job_is_resumed_where_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = trained(monkeypatch, "finished", [])
-    out = Path("runs") / "quickstart-1"
-    (out / "journal").mkdir(parents=True)
-    (out / "journal" / "checkpoint").touch()
-    (out / "events.jsonl").touch()
-    (out / "job.yaml").write_text(REAL.read_text())
-    assert main(["train", str(REAL), "--resume", "--json"]) == 0
-    assert main(["train", "--resume", str(out), "--json"]) == 0
-    assert asked == [(out, True), (out, True)]
-    for wrong in (["--resume"], [str(REAL), "train.steps=3", "--resume"], [str(REAL), "--resume", str(out)]):
+    out = stopped_run(Path("runs") / "quickstart-1")
+    for words in ([str(REAL), "--resume"], ["--resume", str(out)], [str(REAL), "--resume", str(out)]):
+        assert main(["train", *words, "--json"]) == 0
+        where, job, resume = asked.pop()
+        assert (where, job) == (out, load_job(REAL))
+        assert resume is not None
+        assert resume.changes == ()
+    for wrong in (["--resume"], ["--resume", "train.steps=3"], ["--resume", str(out), "--out", "elsewhere"]):
         assert main(["train", *wrong]) == 2
+    assert not asked
+
+
+def stopped_run(out: Path) -> Path:
+    """A run of the quickstart that was stopped after its fifth step."""
+    out.mkdir(parents=True)
+    write_job(out, load_job(REAL))
+    (out / "events.jsonl").touch()
+    FileJournal(out / "journal").commit(checkpoint(5))
+    return out
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_resumed_run_does_otherwise_is_listed(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = trained(monkeypatch, "finished", [])
+    out = stopped_run(Path("runs") / "quickstart-1")
+    edited = tmp_path / "quickstart.yaml"
+    raw = yaml.safe_load(yaml.safe_dump(load_job(REAL).model_dump(mode="json")))
+    raw["train"] |= {"lr": 0.25, "steps": 777}
+    raw["limits"]["step_s"] = 7.0
+    edited.write_text(yaml.safe_dump(raw))
+    words = [str(edited), "--resume"] if named else ["train.lr=0.25", "--resume", str(out), "limits.step_s=7"]
+    assert main(["train", *words, "train.steps=777", "--json"]) == 0
+    said = capsys.readouterr().err
+    assert "rollart: changed train.lr: " in said
+    assert " -> 0.25, from step 5 on\n" in said
+    assert "limits.step_s: 300.0 -> 7.0, at once" in said
+    (_, job, resume) = asked.pop()
+    assert (job.train.lr, job.train.steps, job.limits.step_s) == (0.25, 777, 7.0)
+    assert resume is not None
+    assert [change.key for change in resume.changes] == ["train.steps", "train.lr", "limits.step_s"]
+    assert main(["train", "--resume", str(out), "seed=9", "train.lr=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "another seed: 0 -> 9 (tasks and draws follow from it)" in said
+    assert "train.lr" not in said
+    assert not asked
+
+
+@pytest.mark.parametrize("state", ["interrupted", "stopped"])
+def test_the_command_to_go_on_is_printed_and_works_as_printed(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = trained(monkeypatch, state, [])
+    out = stopped_run(tmp_path / "my runs" / "one")
+    assert main(["train", "--resume", str(out), "--json"]) != 0
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("rollart: to go on: rollart train ")
+    words = shlex.split(printed.removeprefix("rollart: to go on: "))
+    main([*words[1:], "--json"])
+    assert [where for where, _, _ in asked] == [out, out]
+    monkeypatch.setattr("rollart.cli._run_dir", lambda *_: tmp_path / "new")
+    main(["train", str(REAL), "--json"])
+    assert "to go on" not in capsys.readouterr().err.splitlines()[-1], "there is nothing yet to go on from"
 
 
 @pytest.mark.parametrize(

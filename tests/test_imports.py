@@ -21,7 +21,9 @@ FOLDS = frozenset({"types", "errors", "events", "causes"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
-ROOTS = frozenset({"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups", "checks"})
+ROOTS = frozenset(
+    {"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups", "checks", "resume"}
+)
 """Composition: the few modules that know everything."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {

@@ -5,10 +5,11 @@ Every check that can be made before anything starts is made here; each text name
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from rollart.config.changes import Anytime, Fixed
 from rollart.config.settings import (
     Advantage,
     CheckpointSettings,
@@ -34,24 +35,26 @@ from rollart.hardware import HARDWARE, MODELS
 class Job(Settings):
     """One training job."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._+-]+$")
-    seed: int = 0
-    mode: Mode = "rollart"
+    name: Annotated[str, Fixed("the run is known by it")] = Field(pattern=r"^[A-Za-z0-9._+-]+$")
+    seed: Annotated[int, Fixed("tasks and draws follow from it")] = 0
+    mode: Annotated[Mode, Fixed("groups under way were admitted under it")] = "rollart"
     """A bundle of `rollout` settings: sync, sync+, one-off, areal or rollart."""
-    model: ModelSettings = ModelSettings()
-    tasks: tuple[TaskSettings, ...] = Field(min_length=1)
-    rollout: RolloutSettings = RolloutSettings()
-    pools: tuple[PoolSettings, ...] = Field(min_length=1)
-    rewards: RewardSettings = RewardSettings()
+    model: Annotated[ModelSettings, Fixed("the run's weights are this model's")] = ModelSettings()
+    tasks: Annotated[tuple[TaskSettings, ...], Fixed("the journal and the open groups hold its tasks")] = Field(
+        min_length=1
+    )
+    rollout: Annotated[RolloutSettings, Fixed("groups under way were admitted under it")] = RolloutSettings()
+    pools: Anytime[tuple[PoolSettings, ...]] = Field(min_length=1)
+    rewards: Anytime[RewardSettings] = RewardSettings()
     train: TrainSettings = TrainSettings()
-    weights: WeightSettings = WeightSettings()
-    cluster: ClusterSettings = ClusterSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    track: TrackSettings = TrackSettings()
-    trajectories: TrajectorySettings = TrajectorySettings()
-    limits: LimitSettings = LimitSettings()
-    sim: SimSettings = SimSettings()
+    weights: Anytime[WeightSettings] = WeightSettings()
+    cluster: Anytime[ClusterSettings] = ClusterSettings()
+    checkpoint: Anytime[CheckpointSettings] = CheckpointSettings()
+    evaluation: Anytime[EvaluationSettings] = EvaluationSettings()
+    track: Anytime[TrackSettings] = TrackSettings()
+    trajectories: Anytime[TrajectorySettings] = TrajectorySettings()
+    limits: Anytime[LimitSettings] = LimitSettings()
+    sim: Anytime[SimSettings] = SimSettings()
 
     @property
     def engine_pools(self) -> tuple[PoolSettings, ...]:

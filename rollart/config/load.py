@@ -4,6 +4,7 @@ It reads the YAML, applies `key=value` overrides, makes paths absolute, fills in
 what is wrong in one line, with the nearest valid key.
 """
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,10 +56,15 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise JobError(
             f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
         ) from None
-    raw = located(_parse(text, str(path)), Job, Path.cwd() / path.parent)
+    return build_job(with_overrides(located(_parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Plain data of a job with these keys changed."""
+    changed = copy.deepcopy(dict(raw))
     for override in overrides:
-        _apply(raw, override)
-    return build_job(raw)
+        _apply(changed, override)
+    return changed
 
 
 def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:

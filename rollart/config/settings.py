@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollart.config.changes import Anytime, Fixed, FromNextStep
 from rollart.config.paths import Code, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
@@ -75,7 +76,7 @@ class ModelSettings(Settings):
 
     path: Place = ""
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
-    context_tokens: Count = 32_768
+    context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
     embedded pool's `kv_tokens`."""
 
@@ -96,8 +97,8 @@ class TaskSettings(Settings):
     """Trajectories compared with each other."""
     min_group_size: Annotated[int, Field(ge=2)] | None = None
     """A group whose members keep failing closes with no fewer than these. Default: half of `group_size`."""
-    max_turns: Count = 32
-    max_tokens: Count = 1024
+    max_turns: Anytime[Count] = 32
+    max_tokens: Anytime[Count] = 1024
     """Most tokens in one answer."""
     temperature: NonNegative = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -106,9 +107,9 @@ class TaskSettings(Settings):
     """Sample from so many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends after any of these texts. Not read by `rollart sim`."""
-    affinity: str = "auto"
+    affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
-    latency: Spread | None = None
+    latency: Anytime[Spread | None] = None
     """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
     `rollart sim`, which has `sim.tasks.<name>.step_s`."""
 
@@ -136,9 +137,9 @@ class RolloutSettings(Settings):
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
     """A group whose members all earned the same teaches nothing. `refill`: drop it and play another. `skip`: it counts,
     but the trainer passes over it. `keep`: train on it (entropy and KL terms only)."""
-    refill_factor: Positive = 4.0
+    refill_factor: Anytime[Positive] = 4.0
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
-    max_short_batches: Count = 3
+    max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
 
 
@@ -282,50 +283,50 @@ CLIPPING = ("dapo", "gspo", "cispo")
 class TrainSettings(Settings):
     """The trainer."""
 
-    type: Literal["single", "fsdp2"] = "single"
-    pool: str | None = None
+    type: Anytime[Literal["single", "fsdp2"]] = "single"
+    pool: Anytime[str | None] = None
     """The pool whose kind of hardware trains. Default: the first pool that has engines."""
-    gpus: Count = 1
-    steps: Count = 100
-    lr: Positive = 1e-5
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    gpus: Anytime[Count] = 1
+    steps: FromNextStep[Count] = 100
+    lr: FromNextStep[Positive] = 1e-5
+    warmup_steps: FromNextStep[Annotated[int, Field(ge=0)]] = 0
     """Steps over which the learning rate rises to `lr`."""
-    lr_decay: Literal["none", "linear", "cosine"] = "none"
+    lr_decay: FromNextStep[Literal["none", "linear", "cosine"]] = "none"
     """How the learning rate falls from `lr` to zero over the job's `steps`."""
-    weight_decay: NonNegative = 0.0
-    grad_clip: NonNegative = 1.0
+    weight_decay: FromNextStep[NonNegative] = 0.0
+    grad_clip: FromNextStep[NonNegative] = 1.0
     """Largest gradient norm; 0 means no clipping."""
-    algorithm: Algorithm = "grpo"
-    advantage: Advantage | None = None
+    algorithm: Annotated[Algorithm, Fixed("the groups in the checkpoint have their advantages by it")] = "grpo"
+    advantage: Annotated[Advantage | None, Fixed("the groups in the checkpoint have their advantages by it")] = None
     """How rewards of a group become advantages. Default: what the algorithm is defined with."""
-    eps_low: Positive | None = None
+    eps_low: FromNextStep[Positive | None] = None
     """Lower clip range. Default: the algorithm's own."""
-    eps_high: Positive | None = None
+    eps_high: FromNextStep[Positive | None] = None
     """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
-    length_constant: Count | None = None
+    length_constant: FromNextStep[Count | None] = None
     """`dr_grpo`: what a sequence's sum is divided by instead of its length. Default: 1024."""
-    updates_per_step: Count = 1
+    updates_per_step: FromNextStep[Count] = 1
     """Optimizer updates in a step, each on its share of the batch. With more than one the clip range acts under
     `decoupled`, against the weights at the step's beginning, for one more forward pass."""
-    correction: Literal["bypass", "decoupled", "none"] = "bypass"
+    correction: FromNextStep[Literal["bypass", "decoupled", "none"]] = "bypass"
     """How samples of older weights are corrected. `bypass`: the ratio is taken to the engine's own log-probabilities,
     and the clip range acts on it. `decoupled`: the ratio is taken to the weights at the step's beginning, and each
     token is weighed by truncated importance sampling; nothing is clipped where a step is one update."""
-    weight_cap: Annotated[float, Field(ge=1)] | None = None
+    weight_cap: FromNextStep[Annotated[float, Field(ge=1)] | None] = None
     """Largest importance weight (`decoupled`) or ratio (`bypass`): truncated importance sampling. Default: 2, or
     twice the top of the clip range where that is higher than 2."""
-    kl_coef: NonNegative = 0.0
+    kl_coef: FromNextStep[NonNegative] = 0.0
     """Weight of the KL to the `reference`."""
-    reference: Place | None = None
+    reference: Annotated[Place | None, Fixed("the KL was taken to it so far")] = None
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
-    entropy_coef: NonNegative = 0.0
-    microbatch_tokens: Count = 4096
-    bf16: bool = False
-    device: str = "cpu"
+    entropy_coef: FromNextStep[NonNegative] = 0.0
+    microbatch_tokens: Anytime[Count] = 4096
+    bf16: Annotated[bool, Fixed("the checkpoint holds its master weights by it")] = False
+    device: Anytime[str] = "cpu"
     """`cpu`, or a torch device such as `cuda:0`."""
-    threads: Count = 1
+    threads: Anytime[Count] = 1
     """CPU threads of the trainer's process."""
-    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    cores: Anytime[tuple[Annotated[int, Field(ge=0)], ...]] = ()
     """The CPU cores, by number, that the trainer's process keeps to; none given means any."""
 
     @model_validator(mode="after")

@@ -122,7 +122,7 @@ class ShardedTrainer:
         self._checkpoints = Checkpoints(Path(settings.checkpoint_dir), settings.keep_checkpoints)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
-        if settings.loss.kl_coef:
+        if settings.has_kl:
             path = Path(settings.reference_path or settings.model_path)
             self._reference = self._load_network(path).requires_grad_(False)
         self.restore("")
@@ -135,7 +135,7 @@ class ShardedTrainer:
         """This rank's part of step `step`."""
         assert step == self._versions.current, f"step {step} on version {self._versions.current}"
         self._versions.of(step)
-        reports = list(self._learner.updates(shares, lr))
+        reports = list(self._learner.updates(step, shares, lr))
         # Here, since it needs all ranks; nobody copies between the last update and `advance`.
         self._probe = self._probe_of(self._sharded)
         self._versions.advance()

@@ -22,21 +22,27 @@ class FileJournal:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_batch(self, batch: Batch) -> None:
-        _write(self._folder / f"batch-{batch.step:08d}", pack(batch))
+        _write(self._batch(batch.step), pack(batch))
 
     def batches(self, from_step: int) -> Sequence[Batch]:
-        found = [path for path in sorted(self._folder.glob("batch-????????")) if int(path.name[6:]) >= from_step]
-        return [_read(path, Batch) for path in found]
+        return [_read(self._batch(step), Batch) for step in self.steps() if step >= from_step]
+
+    def steps(self) -> list[int]:
+        """The steps whose batches are there, in order."""
+        return sorted(int(path.name[6:]) for path in self._folder.glob("batch-????????"))
 
     def commit(self, checkpoint: Checkpoint) -> None:
         _write(self._folder / "checkpoint", pack(checkpoint))
-        for path in self._folder.glob("batch-????????"):
-            if int(path.name[6:]) < checkpoint.step:
-                path.unlink()
+        for step in self.steps():
+            if step < checkpoint.step:
+                self._batch(step).unlink()
 
     def latest(self) -> Checkpoint | None:
         path = self._folder / "checkpoint"
         return _read(path, Checkpoint) if path.exists() else None
+
+    def _batch(self, step: int) -> Path:
+        return self._folder / f"batch-{step:08d}"
 
 
 def _write(path: Path, body: bytes) -> None:

@@ -48,23 +48,27 @@ class Learner:
         device: torch.device,
     ) -> None:
         self._settings = settings
+        self._now = settings
+        """Of the step under way."""
         self._scorer = scorer
         self._reference = reference
         self._optimizer = optimizer
         self._device = device
 
-    def updates(self, shares: Sequence[Share], lr: float) -> Iterator[UpdateReport]:
+    def updates(self, step: int, shares: Sequence[Share], lr: float) -> Iterator[UpdateReport]:
         """Do one update after another. What must be of the step's beginning is taken before the first."""
+        self._now = self._settings.at(step)
+        self._optimizer.tune(weight_decay=self._now.weight_decay, grad_clip=self._now.grad_clip)
         parts = [[self._micro_batch(part) for part in share.parts] for share in shares]
         proximal: list[list[Tensor | None]] = [[None] * len(own) for own in parts]
-        if self._settings.updates_per_step > 1:
+        if self._now.updates_per_step > 1:
             with torch.no_grad():
                 proximal = [[self._score(self._scorer, part)[0] for part in own] for own in parts]
         for share, own, anchors in zip(shares, parts, proximal, strict=True):
             yield self._update(share, own, anchors, lr)
 
     def _micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
-        return micro_batch(members or [COMPANY], self._settings.temperatures).to(self._device)
+        return micro_batch(members or [COMPANY], self._now.temperatures).to(self._device)
 
     def _update(self, share: Share, parts: list[MicroBatch], proximal: list[Tensor | None], lr: float) -> UpdateReport:
         """One optimizer update over the micro-batches' accumulated gradients."""
@@ -96,10 +100,10 @@ class Learner:
             advantages_N=part.advantages_N,
             sequence_N=part.sequence_N,
             num_sequences=len(part.lengths),
-            entropy_N=entropy_N if self._settings.loss.entropy_coef else entropy_N.detach(),
+            entropy_N=entropy_N if self._now.loss.entropy_coef else entropy_N.detach(),
             reference_N=reference_N,
         )
-        return policy_loss(self._settings.loss, inputs, totals)
+        return policy_loss(self._now.loss, inputs, totals)
 
     def _score(self, scorer: Scorer, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropy_N) of the sampled tokens."""

@@ -33,6 +33,12 @@ class MasterAdamW:
             list(self._masters.values()), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
 
+    def tune(self, *, weight_decay: float, grad_clip: float) -> None:
+        """For the updates to come."""
+        self._grad_clip = grad_clip
+        for group in self._adam.param_groups:
+            group["weight_decay"] = weight_decay
+
     def zero(self) -> None:
         """Forget the accumulated gradients."""
         self._adam.zero_grad(set_to_none=True)

@@ -1,4 +1,7 @@
-"""What a trainer is started from, single or sharded, and the learning rate that follows from it."""
+"""What a trainer is started from, single or sharded, and the learning rate that follows from it.
+
+A job that was resumed with other settings has those of its earlier steps too: a replayed step is trained as it was.
+"""
 
 import math
 from collections.abc import Mapping
@@ -45,6 +48,8 @@ class TrainerSettings:
     keep_checkpoints: int = 2
     probe: bool = True
     """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
+    earlier: "tuple[tuple[int, TrainerSettings], ...]" = ()
+    """(n, what the steps before n are trained with), n rising."""
 
     def __post_init__(self) -> None:
         least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2, "steps": 1}
@@ -61,9 +66,19 @@ class TrainerSettings:
                     f"temperatures.{domain}: {temperature} is negative; give what the task is sampled at, such as 1.0"
                 )
 
+    def at(self, step: int) -> "TrainerSettings":
+        """What this step is trained with."""
+        return next((settings for until, settings in self.earlier if step < until), self)
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether any step needs the reference."""
+        return any(settings.loss.kl_coef for settings in (self, *(settings for _, settings in self.earlier)))
+
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
     """Of one step: warm-up times decay."""
+    settings = settings.at(step)
     warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
     left = max(0.0, 1 - step / settings.steps)
     match settings.lr_decay:

@@ -58,7 +58,7 @@ class SingleTrainer:
         self._checkpoints = Checkpoints(Path(settings.checkpoint_dir), settings.keep_checkpoints)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
-        if settings.loss.kl_coef:
+        if settings.has_kl:
             path = Path(settings.reference_path or settings.model_path)
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
         self._half_done = False
@@ -84,7 +84,7 @@ class SingleTrainer:
         lr = learning_rate(self._settings, batch.step)
         reports: list[UpdateReport] = []
         try:
-            for report in self._learner.updates(plan.shares[0], lr):
+            for report in self._learner.updates(batch.step, plan.shares[0], lr):
                 reports.append(report)
         except BaseException:
             self._optimizer.zero()

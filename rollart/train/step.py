@@ -86,6 +86,7 @@ def check_step(step: int, version: WeightVersion) -> None:
 
 def plan_step(batch: Batch, settings: TrainerSettings, *, vocab_size: int, ranks: int) -> StepPlan:
     """Cut a batch up. Raises ValueError for samples that no trainer could use."""
+    settings = settings.at(batch.step)
     if batch.groups:
         batch = filled(batch, skip_zero_variance=settings.skip_zero_variance)
     for sample in batch.samples:

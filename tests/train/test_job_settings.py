@@ -4,8 +4,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+import msgpack
 import pytest
+import torch
 
+from rollart.config.changes import as_replayed
 from rollart.config.load import build_job
 from rollart.config.settings import Algorithm
 from rollart.errors import JobError
@@ -106,3 +109,40 @@ def test_the_job_refuses_what_the_loss_refuses_in_the_same_words() -> None:
             said = str(error)
         assert said == (expected and f"train.{expected}")
     assert refused
+
+
+KINDS: list[dict[str, Any]] = [
+    {"lr": 3e-2, "warmup_steps": 4},
+    {"steps": 3, "lr_decay": "linear"},
+    {"weight_decay": 0.5},
+    {"grad_clip": 1e-3},
+    {"entropy_coef": 0.5},
+    {"kl_coef": 0.5},
+    {"updates_per_step": 2},
+    {"correction": "bypass", "eps_low": 1e-3, "eps_high": 1e-3},
+]
+
+
+@pytest.mark.parametrize("later", KINDS, ids=lambda later: next(iter(later)))
+def test_a_replayed_step_is_trained_as_it_was_and_a_new_one_as_the_job_says_now(
+    later: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Resumed with other settings after two steps, which are replayed."""
+    batches = [make_batch(step, random_samples(step, 24)) for step in range(3)]
+    base = {**JOB, "model": {"path": str(model)}}
+    before = build_job({**base, "train": {"lr": 1e-2}})
+    after = build_job({**base, "train": {"lr": 1e-2, **later}})
+    first = SingleTrainer(_trainer_settings(trainer_setup(before, tmp_path / "a", {})))
+    for batch in batches[:2]:
+        first.train_step(batch)
+    setup = msgpack.unpackb(msgpack.packb(trainer_setup(after, tmp_path / "b", {}, [(2, as_replayed(before, after))])))
+    resumed = SingleTrainer(_trainer_settings(setup))
+    for batch in batches[:2]:
+        resumed.train_step(batch)
+    assert all(torch.equal(tensor, resumed.named_tensors()[name]) for name, tensor in first.named_tensors().items())
+    unchanged = first.train_step(batches[2])
+    changed = resumed.train_step(batches[2])
+    assert changed.version == unchanged.version == 3
+    assert any(
+        not torch.equal(tensor, resumed.named_tensors()[name]) for name, tensor in first.named_tensors().items()
+    ), "from here on the new settings act"
