@@ -55,9 +55,7 @@ def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
     return _run(job, out, Coordinator.evaluate, trains=False, resume=None, watch=watch)
 
 
-def _run(
-    job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None
-) -> RunResult:
+def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None) -> RunResult:
     refuse_start(job, out, trains=trains, resume=resume is not None)
     if resume is None:
         make_run_dir(job, out)
@@ -269,7 +267,7 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
 def summary_again(out: Path) -> dict[str, Any]:
     """What a run came to, or has come to so far: as it was written at the end, or from its events."""
     events, written = out / "events.jsonl", out / "summary.json"
-    if written.exists() and written.stat().st_mtime >= events.stat().st_mtime:
+    if written.exists() and written.stat().st_mtime >= max(part.stat().st_mtime for part in event_files(events)):
         return _summary_of(out)
     summary = Summary()
     for event in read_events(events):

@@ -21,7 +21,7 @@ from rollart.sim.clock import VirtualLoop
 from rollart.summary import Summary
 from rollart.training import _drive, _longest
 from rollart.types import Trajectory
-from tests.control.scene import Scene, scene_job
+from tests.control.scene import NoWorld, Scene, scene_job
 from tests.test_training import JOB
 
 RUN: Event = {"e": "run", "t": 0.0, **facts(build_job(JOB), clock="real")}
@@ -129,7 +129,9 @@ def test_a_run_shows_what_it_waits_for(
         await coordinator.waits.on("engine.start").guard("engine-0", asyncio.sleep(15.0))
         raise JobStopped("enough")
 
-    monkeypatch.setattr("rollart.training.real_world", lambda *args, **more: SimpleNamespace(world=None, close=nothing))
+    monkeypatch.setattr(
+        "rollart.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
+    )
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=view.watch))
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from rollart.errors import JobError, JobStopped
 from rollart.events import read_events
 from rollart.trackers import Tracking, check_trackers, trackers
 from rollart.training import _drive, train
+from tests.control.scene import NoWorld
 from tests.test_training import JOB
 
 ROW = {"step": 3, "reward/mean": 0.5, "timing_s/step": 1.25}
@@ -104,7 +105,7 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
     async def nothing() -> None:
         pass
 
-    real = SimpleNamespace(world=None, close=nothing)
+    real = SimpleNamespace(world=NoWorld(), close=nothing)
     monkeypatch.setattr("rollart.trackers.TensorBoard", refuse)
     monkeypatch.setattr("rollart.training.real_world", lambda *args, **more: real)
     job = build_job({**JOB, "track": {"tensorboard": True}})

@@ -303,6 +303,13 @@ class RecordingJournal(SimJournal):
 
 
 @dataclass
+class NoWorld:
+    """For a run that never touches it."""
+
+    recorder: Any = None
+
+
+@dataclass
 class Played:
     """What a scene came to."""
 
