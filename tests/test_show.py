@@ -133,7 +133,9 @@ def test_a_run_shows_what_it_waits_for(
         "rollart.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
     )
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=view.watch))
+        runner.run(
+            _drive(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)
+        )
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
 
 
