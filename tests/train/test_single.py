@@ -151,8 +151,9 @@ def test_temperature_is_the_samplers(settings: TrainerSettings) -> None:
 def test_several_updates_anchor_to_the_steps_beginning(settings: TrainerSettings) -> None:
     """The second update moves away from the proximal policy of the step's start, and may clip."""
     samples = random_samples(2, 24)
-    one = SingleTrainer(settings).train_step(make_batch(0, samples))
-    loss = LossSettings(eps_low=1e-3, eps_high=1e-3)
+    plain = replace(settings, loss=LossSettings(correction="decoupled"))
+    one = SingleTrainer(plain).train_step(make_batch(0, samples))
+    loss = LossSettings(correction="decoupled", eps_low=1e-3, eps_high=1e-3)
     trainer = SingleTrainer(replace(settings, updates_per_step=3, loss=loss))
     three = trainer.train_step(make_batch(0, samples))
     assert one.metrics["actor/clipfrac"] == 0
@@ -203,7 +204,7 @@ def test_batch_without_a_sampled_token_is_a_step(settings: TrainerSettings) -> N
 
 
 def test_overflow_skips_the_update(settings: TrainerSettings) -> None:
-    trainer = SingleTrainer(settings)
+    trainer = SingleTrainer(replace(settings, loss=LossSettings(correction="decoupled")))
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
     result = trainer.train_step(make_batch(0, [make_sample("g", [1, 2], [0, 1], advantage=3e38, logprobs=[0, -30])]))
     assert result.metrics["actor/skipped_updates"] == 1
