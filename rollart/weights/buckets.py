@@ -2,12 +2,14 @@
 
 Owns: one directory per run, and below it one per version:
 
-    v00000003/model-00001-of-00002.safetensors    the buckets
-    v00000003/manifest.json                       last, by rename: a version with a manifest is complete
+    v00000003/model-00001.safetensors    the buckets
+    v00000003/manifest.json              last, by rename: a version with a manifest is complete
 
 A subclass says where the directory is and what else a version's folder holds.
 Invariants: a bucket never changes after its name appears; its digest (CRC-32, 4 GB/s here) is checked on every fetch;
-a mapping outlives the dropping of its version. The trainer pushes, engines fetch, and whoever ends the run closes.
+a mapping outlives the dropping of its version; a push holds one bucket at a time, and the tensor after it, of tensors
+that are made when they are asked for (a sharded trainer's). The trainer pushes, engines fetch, and whoever ends the run
+closes.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,18 +83,17 @@ class BucketStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (folder / MANIFEST).unlink(missing_ok=True)
             places: dict[str, TensorPlace] = {}
-            parts = list(self._split(tensors))
-            buckets = tuple(
-                self._write_bucket(
-                    f"{folder.name}/model-{index + 1:05d}-of-{len(parts):05d}.safetensors", index, members, places
-                )
-                for index, members in enumerate(parts)
-            )
+            buckets: list[Bucket] = []
+            for members in self._split(tensors):
+                # The number of buckets is not in their names: it is known when the last tensor has come.
+                name = f"{folder.name}/model-{len(buckets) + 1:05d}.safetensors"
+                buckets.append(self._write_bucket(name, len(buckets), members, places))
+                members.clear()  # or they would live on beside the next bucket's
             for path in folder.glob(BUCKETS):
                 if f"{folder.name}/{path.name}" not in {bucket.name for bucket in buckets}:
                     path.unlink()  # of an earlier push that was split otherwise
             manifest = WeightManifest(
-                version=version, buckets=buckets, tensors={name: places[name] for name in tensors}, probe=probe
+                version=version, buckets=tuple(buckets), tensors={name: places[name] for name in tensors}, probe=probe
             )
             self._complete(folder, manifest)
             hidden = folder / f".{MANIFEST}"
@@ -162,8 +163,8 @@ class BucketStore:
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _split(self, tensors: Mapping[str, Tensor]) -> Iterable[Members]:
-        """Consecutive tensors, as many as fit in a bucket."""
+    def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[Members]:
+        """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes."""
         members: Members = []
         size = 0
         for name, tensor in tensors.items():

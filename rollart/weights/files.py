@@ -2,22 +2,24 @@
 
 Owns: `directory`, and below it one folder per version that is also a whole Hugging Face directory:
 
-    v00000003/model-00001-of-00002.safetensors    the buckets
+    v00000003/model-00001.safetensors             the buckets
     v00000003/model.safetensors.index.json        which tensor is in which
     v00000003/config.json, tokenizer.json, ...    copied from the initial model
     v00000003/manifest.json                       last: the version is complete
 
 So an embedded engine maps a version, and a vLLM or SGLang server loads it by its path. Of a model with tied embeddings
-the folders are written untied, the output layer a copy of the embedding: vLLM reloads tied ones wrongly.
+the folders are written untied, the output layer a copy of the embedding: vLLM reloads tied ones wrongly. (Where the
+embedding has another name than below they stay tied.)
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary
@@ -30,7 +32,44 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 TIED = "tie_word_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The names transformers gives them in every model that we train."""
+"""The names transformers gives them in nearly every model."""
+
+
+class _Untied(Mapping[str, Tensor]):
+    """Tensors, and the output layer beside them. Nothing is asked for before its turn."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[EMBEDDING if name == HEAD else name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        yield HEAD
+
+    def __len__(self) -> int:
+        return len(self._tensors) + 1
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of safetensors files, read when they are asked for."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with safe_open(path, framework="pt") as opened:
+                self._paths |= dict.fromkeys(opened.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._paths[name], framework="pt") as opened:
+            return cast(Tensor, opened.get_tensor(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 class FileStore(BucketStore):
@@ -56,10 +95,7 @@ class FileStore(BucketStore):
         # Several engines may do so at once: each makes its own, and the first one's stays.
         own = FileStore(self._dir / f"initial-{os.getpid()}", self._bucket_bytes, model_path=self._model_path)
         with boundary(WeightError, f"untied copy of {self._model_path}"):
-            tensors: dict[str, Tensor] = {}
-            for path in sorted(self._model_path.glob("*.safetensors")):
-                tensors |= load_file(path)
-            own.push(0, tensors)
+            own.push(0, _Stored(sorted(self._model_path.glob("*.safetensors"))))
             try:
                 os.rename(own._dir, self._dir / "initial")
             except OSError:
@@ -69,8 +105,9 @@ class FileStore(BucketStore):
         return folder
 
     def _untied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self._config.get(TIED) and HEAD not in tensors and EMBEDDING in tensors:
-            return {**tensors, HEAD: tensors[EMBEDDING]}
+        names = set(tensors)  # asking a mapping whether it has a name would ask for the tensor
+        if self._config.get(TIED) and HEAD not in names and EMBEDDING in names:
+            return _Untied(tensors)
         return tensors
 
     def _complete(self, folder: Path, manifest: WeightManifest) -> None:
@@ -83,5 +120,5 @@ class FileStore(BucketStore):
         for path in sorted(self._model_path.iterdir()):
             if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
-        if self._config.get(TIED):
+        if self._config.get(TIED) and HEAD in manifest.tensors:
             (folder / CONFIG).write_text(json.dumps({**self._config, TIED: False}, indent=2))

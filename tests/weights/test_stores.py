@@ -1,12 +1,14 @@
 """The stores: manifest last, damage named, nothing left behind; one suite for shared memory and files."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from rollart.errors import WeightError
 from rollart.types import Probe
 from rollart.weights import buckets
 from rollart.weights.buckets import BucketStore
-from rollart.weights.files import FileStore
+from rollart.weights.files import EMBEDDING, HEAD, FileStore
 from rollart.weights.shm import ShmStore
 
 
@@ -53,6 +55,64 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+class Lazy(Mapping[str, Tensor]):
+    """Tensors that come into being when they are asked for, as a sharded trainer's do; counts how many are alive."""
+
+    def __init__(self, names: Iterable[str], numel: int) -> None:
+        self._names = list(names)
+        self._numel = numel
+        self.alive = self.peak = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.full((self._numel,), float(self._names.index(name)))
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(tensor, self._gone)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def test_a_version_is_written_bucket_by_bucket(store: BucketStore) -> None:
+    """64 tensors, four to a bucket: a bucket, and the tensor that did not fit any more."""
+    lazy = Lazy([f"layer.{index}" for index in range(64)], numel=64)
+    manifest = store.push(1, lazy)
+    assert lazy.peak <= 5
+    assert (lazy.alive, len(manifest.buckets)) == (0, 16)
+    found = store.fetch(manifest)
+    assert [float(found[name][0]) for name in lazy] == list(range(64))
+
+
+def test_an_untied_version_is_written_bucket_by_bucket(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"tie_word_embeddings": true}')
+    store = FileStore(tmp_path / "weights", bucket_bytes=1024, model_path=tmp_path / "model")
+    lazy = Lazy([EMBEDDING, *(f"layer.{index}" for index in range(63))], numel=64)
+    manifest = store.push(1, lazy)
+    assert lazy.peak <= 5
+    found = store.fetch(manifest)
+    assert torch.equal(found[HEAD], found[EMBEDDING])
+    assert len(found) == 65
+    store.close()
+
+
+def test_a_tied_model_whose_head_we_cannot_write_stays_tied(tmp_path: Path) -> None:
+    """Else a server would make up a head."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"tie_word_embeddings": true}')
+    store = FileStore(tmp_path / "weights", model_path=tmp_path / "model")
+    store.push(1, {"transformer.wte.weight": torch.zeros(3)})
+    assert json.loads((store.folder(1) / "config.json").read_text())["tie_word_embeddings"] is True
+    store.close()
+
+
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, tensor in expected.items():
@@ -75,7 +135,7 @@ def test_what_is_pushed_is_fetched(store: BucketStore) -> None:
 def test_another_process_reads_it_and_takes_nothing_along(store: BucketStore) -> None:
     manifest = store.push(0, weights())
     code = (
-        "import sys; from pathlib import Path; from rollart.weights.files import FileStore;"
+        "import sys; from pathlib import Path; from rollart.weights.files import EMBEDDING, HEAD, FileStore;"
         "from rollart.weights.shm import ShmStore; at = Path(sys.argv[1]);"
         "store = ShmStore(at.name.removeprefix('rollart-')) if at.parent == Path('/dev/shm') else FileStore(at);"
         "manifest = store.manifest(0); print(float(store.fetch(manifest)['embed'].sum()))"
