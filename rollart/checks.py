@@ -68,7 +68,7 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
             return None
 
     writable = resume or look(_try_out, out)
-    for check in (check_trackers, refuse_what_is_not_there, refuse_unplaceable, _refuse_devices, _refuse_reward_url):
+    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, refuse_unplaceable, _refuse_reward_url):
         look(check, job)
     sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
     look(_refuse_reference, job)
@@ -253,22 +253,12 @@ def _refuse_reward_url(job: Job) -> None:
 
 
 def _refuse_devices(job: Job) -> None:
-    """A device that is no device, or a GPU of a higher number than this machine has."""
-    from rollart.cluster.machine import gpus
-
-    asked = [
-        (f"pools.{pool.name}.engines.device", pool.engines.device)
-        for pool in job.pools
-        if pool.engines and pool.engines.type == "embedded"
-    ]
+    """A device that is no device. Which GPUs there are is the placement's question."""
+    asked = [(f"pools.{pool.name}.engines.device", pool.engines.device) for pool in job.pools if pool.engines]
     for key, device in [*asked, ("train.device", job.train.device)]:
         kind, colon, number = device.partition(":")
         if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
-            raise JobError(f"{key}: {device!r} is no device; write cpu, or such as cuda:0")
-        if kind == "cuda" and job.cluster.type != "ray" and number:
-            there = len(gpus())
-            if 0 < there <= int(number):  # none at all is told by the placement
-                raise JobError(f"{key}: {device}, but this machine has {there} GPUs, cuda:0 to cuda:{there - 1}")
+            raise JobError(f"{key}: {device!r} is no device; write cpu, cuda, or such as cuda:0")
 
 
 def _try_out(out: Path) -> bool:

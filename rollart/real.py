@@ -19,7 +19,7 @@ from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.policy.placement import Demand, engine_specs, further_specs
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
-from rollart.resources import demands
+from rollart.resources import demands, visible_devices
 from rollart.setups import engine_setups, shape_of, store_setup, trainer_setup
 from rollart.worlds import build_affinity, offers
 
@@ -122,6 +122,17 @@ def refuse_what_is_not_there(job: Job) -> None:
             )
     for pool in job.engine_pools:
         assert pool.engines is not None
+        if pool.engines.type != "embedded" and pool.engines.device != "cpu":
+            if job.cluster.type != "local":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: a cluster of type {job.cluster.type} gives a server no device "
+                    "by number; remove it, or set cluster.type to local"
+                )
+            if pool.hardware == "cpu":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: {pool.engines.device}, but the pool's hardware is cpu, where a "
+                    "server computes on none; remove it, or name the hardware"
+                )
         if pool.engines.type != "embedded" and job.weights.type != "files":
             raise JobError(
                 f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
@@ -216,7 +227,7 @@ def _workers(
         return InlineCluster(build, engines, trainer), rooms
     from rollart.cluster.local import LocalCluster
 
-    return LocalCluster(out / "logs", engines, trainer, lost), rooms
+    return LocalCluster(out / "logs", engines, trainer, lost, visible_devices(job)), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:

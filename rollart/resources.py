@@ -4,12 +4,14 @@
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from rollart.config.job import Job
-from rollart.config.settings import PoolSettings
+from rollart.config.settings import EngineSettings, PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
+from rollart.policy.devices import Assignment, DeviceDemand, assign
 from rollart.policy.placement import Demand, Fit, fit, stand_ins
 from rollart.types import Needs, Node
 from rollart.worlds import offers
@@ -27,7 +29,7 @@ def demands(job: Job) -> list[Demand]:
             engines = pool.engines
             # a server takes what hardware its pool has; the embedded engine is told
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else pool.hardware == "cpu"
-            needs = _needs(kind, engines.threads, engines.gpus, on_cpu=on_cpu)
+            needs = _needs(kind, engines.threads, _gpus_of(engines), on_cpu=on_cpu)
             found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
         if pool.slots:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
@@ -38,6 +40,66 @@ def demands(job: Job) -> list[Demand]:
             needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
             found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
     return found
+
+
+def _gpus_of(engines: EngineSettings) -> int:
+    return engines.gpus + (engines.split.prefill_gpus if engines.split else 0)
+
+
+def devices_for(job: Job) -> Assignment:
+    """Which GPUs of this machine each worker gets. Ray gives out those of its machines itself."""
+    from rollart.cluster.machine import devices
+
+    found = assign(_device_demands(job), devices() if job.cluster.type != "ray" else [])
+    if job.cluster.type == "inline" and len(found.own) > 1:
+        text = (
+            f"cluster.type: inline has one process, and {', '.join(found.own)} would each see GPUs of their own; set "
+            "cluster.type to local, or name the devices (device: cuda:0)"
+        )
+        return replace(found, missing=(*found.missing, text))
+    return found
+
+
+def visible_devices(job: Job) -> dict[str, tuple[str, ...]]:
+    """By worker, the GPUs that its process sees; not there: all. A server takes whatever it sees, so it sees no more
+    than it was given, its own or shared; the others are told which of all they use."""
+    found = devices_for(job)
+    servers = {
+        f"{pool.name}-{number}"
+        for pool in job.engine_pools
+        if pool.engines and pool.engines.type != "embedded"
+        for number in range(pool.engines.count)
+    }
+    return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
+
+
+def _device_demands(job: Job) -> list[DeviceDemand]:
+    """Of the workers that use GPUs of this machine. A server has its own; the others are told."""
+    if job.cluster.type == "ray":
+        return []
+    found: list[DeviceDemand] = []
+    for pool in job.engine_pools:
+        engines = pool.engines
+        assert engines is not None
+        for number in range(engines.count):
+            worker, keys = f"{pool.name}-{number}", f"pools.{pool.name}.engines"
+            if engines.type == "embedded":
+                found += _told(worker, f"{keys}.device", engines.device, 1)
+            elif engines.device != "cpu":
+                found += _told(worker, f"{keys}.device", engines.device, _gpus_of(engines))
+            elif pool.hardware != "cpu" and engines.url is None:
+                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=_gpus_of(engines)))
+    return found + _told("trainer", "train.device", job.train.device, job.train.gpus)
+
+
+def _told(worker: str, key: str, device: str, count: int) -> list[DeviceDemand]:
+    """`cuda`: devices of its own; `cuda:1`: that one, and those after it."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (number and not number.isdigit()):  # the second is told by `rollart.checks`
+        return []
+    if not number:
+        return [DeviceDemand(worker=worker, key=key, own=count)]
+    return [DeviceDemand(worker=worker, key=key, named=tuple(range(int(number), int(number) + count)))]
 
 
 def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
@@ -81,6 +143,8 @@ def refuse_unplaceable(job: Job) -> None:
             + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
             + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
         )
+    if missing := devices_for(job).missing:
+        raise JobError(" ".join(missing))
 
 
 def report(job: Job) -> dict[str, Any]:
@@ -88,6 +152,7 @@ def report(job: Job) -> dict[str, Any]:
     nodes = nodes_for(job)
     fits = fit(demands(job), nodes)
     order = stand_ins(offers(job))
+    devices = devices_for(job)
     return {
         "cluster": {"type": job.cluster.type, "address": job.cluster.address},
         "nodes": [{"name": node.name, "resources": _plain(node)} for node in nodes],
@@ -103,7 +168,8 @@ def report(job: Job) -> dict[str, Any]:
             }
             for pool in job.pools
         ],
-        "missing": [_words(found) for found in fits if found.missing],
+        "devices": {worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
+        "missing": [*(_words(found) for found in fits if found.missing), *devices.missing],
         "fallbacks": _fallbacks(fits, order),
     }
 

@@ -45,7 +45,7 @@ def _embedded_setup(job: Job, engines: EngineSettings, stop_tokens: Sequence[int
     return {
         "stop_tokens": list(stop_tokens),
         "model": job.model.path,
-        "device": engines.device,
+        "device": _first(engines.device),
         "dtype": engines.dtype,
         "cores": engines.cores,
         "settings": {
@@ -57,6 +57,11 @@ def _embedded_setup(job: Job, engines: EngineSettings, stop_tokens: Sequence[int
             "seed": job.seed,
         },
     }
+
+
+def _first(device: str) -> str:
+    """Whoever has a GPU of its own sees no other."""
+    return "cuda:0" if device == "cuda" else device
 
 
 def _server_setup(
@@ -111,7 +116,7 @@ def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, A
             "updates_per_step": train.updates_per_step,
             "microbatch_tokens": train.microbatch_tokens,
             "bf16": train.bf16,
-            "device": train.device,
+            "device": _first(train.device),
             "threads": train.threads,
             "skip_zero_variance": job.rollout.zero_variance == "skip",
             "temperatures": {task.name: task.temperature for task in job.tasks},

@@ -108,6 +108,11 @@ def show_pools(report: dict[str, Any]) -> None:
                 ", ".join(pool["stand_ins"]) if role["role"] == "rollout" else "",
             )
     console.print(pools)
+    if report["devices"]:
+        devices = Table("worker", "GPUs", title="devices", title_justify="left")
+        for worker, names in report["devices"].items():
+            devices.add_row(worker, ", ".join(names))
+        console.print(devices)
     for text in report["missing"]:
         console.print(f"missing: {text}", style="red", markup=False)
     for pool, other in report["fallbacks"].items():

@@ -16,6 +16,7 @@ from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.policy.placement import fit
 from rollart.resources import demands
+from rollart.setups import engine_setups, trainer_setup
 from rollart.types import Needs, Node
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,3 +177,110 @@ def test_ray_up_takes_the_cluster_file() -> None:
 
     config = prepare_config(yaml.safe_load((ROOT / "deploy" / "ray-cluster.yaml").read_text()))
     validate_config(config)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"] * count)
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(machine.VISIBLE, visible)
+
+
+def local(*pools: dict[str, Any], **train: Any) -> Job:
+    tasks = [{"name": "lake", "use": "rollart.tasks.frozen_lake", "affinity": pools[0]["name"]}]
+    return build_job({**JOB, "tasks": tasks, "pools": [*pools, {"name": "rooms", "slots": 1}], "train": train})
+
+
+EMBEDDED = {"name": "own", "hardware": "h200", "engines": {"count": 2, "device": "cuda"}}
+SERVERS = {"name": "served", "hardware": "h200", "engines": {"type": "vllm", "count": 2, "gpus": 2}}
+
+
+def test_each_worker_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 7)
+    job = local(EMBEDDED, SERVERS, pool="own", device="cuda")
+    resources.refuse_unplaceable(job)
+    assert resources.visible_devices(job) == {
+        "own-0": ("0",),
+        "own-1": ("1",),
+        "served-0": ("2", "3"),
+        "served-1": ("4", "5"),
+        "trainer": ("6",),
+    }
+    assert {setup.get("device") for setup in engine_setups(job, Path(), {}).values()} == {"cuda:0", None}
+    assert trainer_setup(job, Path(), {})["settings"]["device"] == "cuda:0", "the only one that it sees"
+
+
+def test_a_device_that_is_named_is_shared_and_nobodys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4)
+    named = {**EMBEDDED, "engines": {"count": 2, "device": "cuda:1"}}
+    job = local(named, SERVERS | {"engines": {"type": "vllm", "gpus": 2}}, pool="own", device="cuda:1")
+    resources.refuse_unplaceable(job)
+    assert resources.visible_devices(job) == {"served-0": ("0", "2")}, "the others see all, and use cuda:1"
+    assert resources.report(job)["devices"] == {
+        "served-0": ["0", "2"],
+        "own-0": ["1"],
+        "own-1": ["1"],
+        "trainer": ["1"],
+    }
+
+
+def test_a_server_may_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU for server and trainer."""
+    on_gpus(monkeypatch, 1)
+    job = local({"name": "one", "hardware": "h200", "engines": {"type": "vllm", "device": "cuda:0"}}, device="cuda:0")
+    resources.refuse_unplaceable(job)
+    assert resources.visible_devices(job) == {"one-0": ("0",)}
+    alone = local({"name": "one", "hardware": "h200", "engines": {"type": "vllm"}}, device="cuda:0")
+    with pytest.raises(JobError, match=r"pools.one.engines.gpus: 1 GPU is asked for \(one-0 1\), and this"):
+        resources.refuse_unplaceable(alone)
+
+
+def test_more_gpus_than_there_are_is_refused_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus(monkeypatch, 3)
+    job = local(EMBEDDED, SERVERS, device="cuda:0")
+    with pytest.raises(JobError) as refused:
+        resources.refuse_unplaceable(job)
+    assert str(refused.value) == (
+        "pools.own.engines.device, pools.served.engines.gpus: 6 GPUs are asked for (own-0 1, own-1 1, served-0 2, "
+        "served-1 2), and this machine has 3, 1 of them named by other workers; lower the counts, or let workers share "
+        "one by naming it (device: cuda:0)"
+    )
+    assert resources.report(job)["missing"] == [str(refused.value)]
+    with pytest.raises(JobError, match=r"train.device: trainer would use cuda:3, and this machine has 3 GPUs"):
+        resources.refuse_unplaceable(local(EMBEDDED, device="cuda:3"))
+
+
+def test_the_pools_command_shows_who_has_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus(monkeypatch, 2, "GPU-abc,7")
+    file = tmp_path / "job.yaml"
+    tasks = [{"name": "lake", "use": "rollart.tasks.frozen_lake", "affinity": "own"}]
+    file.write_text(yaml.safe_dump({"name": "two", "tasks": tasks, "pools": [EMBEDDED, {"name": "rooms", "slots": 1}]}))
+    assert main(["pools", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == {"own-0": ["GPU-abc"], "own-1": ["7"]}
+    assert main(["pools", str(file)]) == 0
+    assert "GPU-abc" in capsys.readouterr().out
+
+
+def test_ray_and_attached_servers_are_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 0)
+    job = build_job({**JOB, "cluster": {"type": "ray", "address": "auto"}})
+    assert resources.visible_devices(job) == {}
+    attached = {**SERVERS, "engines": {"type": "vllm", "url": "http://127.0.0.1:1"}}
+    assert resources.devices_for(local(attached)).missing == ()
+
+
+def test_one_process_cannot_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4)
+    job = local(EMBEDDED).model_copy(update={"cluster": build_job({**JOB, "cluster": {"type": "inline"}}).cluster})
+    with pytest.raises(JobError, match=r"cluster.type: inline has one process, and own-0, own-1 would each see GPUs"):
+        resources.refuse_unplaceable(job)
+
+
+def test_a_split_engine_needs_the_gpus_of_both_its_servers() -> None:
+    engines = {"type": "vllm", "gpus": 2, "split": {"prefill_gpus": 3, "connector": "NixlConnector"}}
+    found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
+    assert found[0].needs.gpus == 5

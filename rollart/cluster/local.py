@@ -11,12 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
 from rollart.cluster.link import Link, WorkerFailed, WorkerGone
+from rollart.cluster.machine import VISIBLE
 from rollart.errors import BoundaryError, ClusterError
 from rollart.types import EngineSpec
 
@@ -33,8 +34,12 @@ Lost = Callable[[str, str], None]
 class Process:
     """One process and the link to it."""
 
-    def __init__(self, name: str, log_dir: Path, lost: Lost | None = None) -> None:
+    def __init__(
+        self, name: str, log_dir: Path, lost: Lost | None = None, devices: Sequence[str] | None = None
+    ) -> None:
+        """`devices`: the only GPUs that it sees, by the names CUDA_VISIBLE_DEVICES knows; None: all that we see."""
         self.name = name
+        self._devices = devices
         self._lost = lost
         self._stopped = False
         self._mourning: asyncio.Task[None] | None = None
@@ -53,6 +58,8 @@ class Process:
         life_read, self._life = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         environment["OMP_NUM_THREADS"] = str(setup["threads"])
+        if self._devices is not None:
+            environment[VISIBLE] = ",".join(self._devices)
         with theirs, open(self._log, "ab") as log:  # noqa: ASYNC230 - a log file on a local disk
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns as soon as it is forked
                 [sys.executable, "-m", "rollart.worker", str(theirs.fileno()), str(life_read)],
@@ -127,7 +134,10 @@ class LocalCluster:
         engine_setup: Mapping[str, Mapping[str, Any]],
         trainer_setup: Mapping[str, Any],
         lost: Lost | None = None,
+        devices: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        """`devices`: by worker, the GPUs that are its own."""
+        self._devices = devices or {}
         self._log_dir = log_dir
         self._lost = lost
         self._engine_setup = engine_setup
@@ -151,6 +161,6 @@ class LocalCluster:
         if before is not None:
             await before.stop()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        worker = self.workers[name] = Process(name, self._log_dir, self._lost)
+        worker = self.workers[name] = Process(name, self._log_dir, self._lost, self._devices.get(name))
         await worker.start(setup)
         return worker

@@ -5,6 +5,8 @@ import subprocess
 
 from rollart.types import Node
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 def this_machine() -> Node:
     """Workers of `local` and `inline` all run here and share the cores, so only a missing GPU is a lack."""
@@ -12,9 +14,18 @@ def this_machine() -> Node:
     cores = len(os.sched_getaffinity(0))
     return Node(
         name="this machine",
-        resources={"CPU": float(cores), "GPU": float(len(gpus())), "memory": float(pages)},
+        resources={"CPU": float(cores), "GPU": float(len(devices())), "memory": float(pages)},
         taken_on_trust=True,
     )
+
+
+def devices() -> list[str]:
+    """The GPUs that this process may use, by the names CUDA_VISIBLE_DEVICES knows them by."""
+    there = [str(number) for number in range(len(gpus()))]
+    visible = os.environ.get(VISIBLE)
+    if visible is None or not there:
+        return there
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
 
 
 def gpus() -> list[str]:

@@ -152,7 +152,7 @@ class SplitSettings(Settings):
     """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "device", "cores")
+EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "cores")
 
 
 class EngineSettings(Settings):
@@ -164,7 +164,7 @@ class EngineSettings(Settings):
     """Cluster `ray`: engines beyond `count`, up to this many in all, join when a machine of the pool's kind has room
     for them and leave with it. Default: `count`, no more."""
     gpus: Count = 1
-    """GPUs of one engine: tensor parallel."""
+    """GPUs of one engine: tensor parallel. Servers on this machine have them to themselves."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
     prefill: str | None = None
@@ -182,7 +182,9 @@ class EngineSettings(Settings):
     """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
     same. 0 turns it off."""
     device: str = "cpu"
-    """`embedded`: `cpu`, or a torch device such as `cuda:0`."""
+    """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
+    `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
+    it), shared by all who name it."""
     threads: Count = 1
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -216,8 +218,8 @@ class EngineSettings(Settings):
         if self.url is not None:
             if self.count > 1:
                 raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args", "split"):
-                if getattr(self, key):
+            for key in ("python", "args", "split", "device"):
+                if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
         return self
 
@@ -323,7 +325,8 @@ class TrainSettings(Settings):
     microbatch_tokens: Anytime[Count] = 4096
     bf16: Annotated[bool, Fixed("the checkpoint holds its master weights by it")] = False
     device: Anytime[str] = "cpu"
-    """`cpu`, or a torch device such as `cuda:0`."""
+    """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
+    by all who name it."""
     threads: Anytime[Count] = 1
     """CPU threads of the trainer's process."""
     cores: Anytime[tuple[Annotated[int, Field(ge=0)], ...]] = ()

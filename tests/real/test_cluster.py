@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,5 +160,26 @@ def test_a_worker_that_dies_while_it_starts_is_told_with_its_last_words(
             await worker.start({"threads": 1})
         await worker.stop()
         await worker.stop()
+
+    asyncio.run(main())
+
+
+def variables_of(process: Process) -> list[bytes]:
+    return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+
+
+def test_a_worker_sees_no_gpus_but_those_it_was_given(tmp_path: Path) -> None:
+    async def main() -> None:
+        stub = {"role": "stub", "threads": 1}
+        cluster = LocalCluster(tmp_path, {"cpu": stub}, {}, devices={"cpu-0": ("2", "3")})
+        try:
+            for _ in range(2):  # and again after a restart
+                await cluster.engine(SPEC)
+                assert b"CUDA_VISIBLE_DEVICES=2,3" in variables_of(cluster.workers["cpu-0"])
+            await cluster.engine(replace(SPEC, id="cpu-1"))
+            others = variables_of(cluster.workers["cpu-1"])
+            assert [value for value in others if value.startswith(b"CUDA_VISIBLE_DEVICES")] == []
+        finally:
+            await cluster.close()
 
     asyncio.run(main())
