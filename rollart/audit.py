@@ -51,6 +51,11 @@ class Audit:
         self._stepping = -1
         self._checkpoint: tuple[int, dict[str, None]] = (0, {})
         self._over = ""
+        self.full = False
+        """The run stopped because there was no room to write for longer than it may wait."""
+        self._full_s: dict[str, float] = {}
+        """What waits for room -> since when."""
+        self._trainer_faults = 0
         self._handlers = {
             name.removeprefix("_on_").replace("_", "."): getattr(self, name)
             for name in dir(self)
@@ -106,6 +111,9 @@ class Audit:
 
     def _on_stopped(self, event: Event) -> None:
         self._over = "stopped"
+        self.full = bool(event.get("full"))
+        if self.full and event["t"] - min(self._full_s.values(), default=event["t"]) < self._job["store_full_s"] - 1.0:
+            self._broken(8, "the job stopped for want of room before its time")
         if event.get("deadlock"):
             self._broken(10, f"deadlock: {event['reason']}")
 
@@ -113,6 +121,7 @@ class Audit:
         count = self.faults.setdefault(event["fault"], [0, 0])
         count[0] += 1
         count[1] += self._swapping
+        self._trainer_faults += event["fault"].startswith("trainer")
         if event["fault"].startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event["target"]] = event["n"]
         elif event["fault"] == "answer_bad":
@@ -120,6 +129,18 @@ class Audit:
             self._spoilt[event["target"]] = None
         elif event["fault"] == "failing_task":
             self._outages[event["target"]] = event["t"] + event["for_s"]
+
+    def _on_store_full(self, event: Event) -> None:
+        self._full_s[event["what"]] = event["t"]
+
+    def _on_store_room(self, event: Event) -> None:
+        self._full_s.pop(event["what"], None)
+
+    def _on_trainer_down(self, event: Event) -> None:
+        """A full store is nobody's death."""
+        self._trainer_faults -= 1
+        if self._simulated and self._trainer_faults < 0:
+            self._broken(8, f"the trainer was given up ({event['reason']}) though nothing happened to it")
 
     # --- trajectories ---------------------------------------------------------------------------------------
 
@@ -395,6 +416,7 @@ class Audit:
         self._versions.clear()
         self._suspended.clear()
         self._swapping = False
+        self._full_s.clear()
         self._serving = self._target = 0
         self._buckets.clear()
         self._manifests.clear()

@@ -20,7 +20,7 @@ from rollart.config.sim import FAULT_KINDS
 from rollart.run import simulate
 from rollart.sim.faults import draw_plan
 
-TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped")
+TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
 """Real seconds for one plan, hundreds of times what it takes: beyond, it goes in circles."""
 MOST_FAILURES = 50
@@ -93,7 +93,8 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str,
         signal.alarm(0)
     groups = result.summary["groups"]
     violations = list(result.violations)
-    if result.summary["state"] == "stopped":  # every fault that is drawn can be survived
+    if result.summary["state"] == "stopped" and not result.full:
+        # every other fault that is drawn can be survived
         violations.insert(0, f"promise 8: the job stopped: {result.summary['reason']}")
     if folder is not None and not violations:
         shutil.rmtree(folder)
@@ -104,7 +105,8 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str,
         "lost": groups["lost"],
         "trained_twice": groups["trained_twice"],
         "finished": int(result.summary["state"] == "finished"),
-        "stopped": int(result.summary["state"] == "stopped"),
+        "stopped": int(result.summary["state"] == "stopped" and not result.full),
+        "stopped_full": int(result.full),
         "faults": result.faults,
         "text": "; ".join(violations[:3]),
     }

@@ -3,17 +3,23 @@
     RollartError
     |- JobError        the user's job cannot run: says the key and the fix (exit code 2)
     |- JobStopped      a running job gave up: says why and what to do (exit code 1)
-    |  `- Interrupted  the user stopped it at once (exit code 130)
+    |  |- Interrupted  the user stopped it at once (exit code 130)
+    |  `- StayedFull   there was no room to write for too long
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
        |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
        |- TaskError    |- WeightError  `- VersionGone
-       `- ClusterError `- NoRoom
+       |- ClusterError `- NoRoom
+       `- StoreFull    there is no room to write: tried again, and nobody's death
 
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
 """
 
+import errno
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -39,6 +45,10 @@ class JobStopped(RollartError):
 
 class Interrupted(JobStopped):
     """The user stopped the job at once."""
+
+
+class StayedFull(JobStopped):
+    """What must be written found no room for longer than the job may wait."""
 
 
 class Deadlock(RollartError):
@@ -99,6 +109,28 @@ class ClusterError(BoundaryError):
 
 class NoRoom(ClusterError):
     """No machine of the right kind has room for a worker now; one may join."""
+
+
+class StoreFull(BoundaryError):
+    """There is no room for what must be written. Some may be made: who writes waits, and tries again."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_TEXTS = tuple(os.strerror(number) for number in FULL)
+"""How libraries say it that have errors of their own, as safetensors does."""
+
+
+@contextmanager
+def writing(where: str) -> Iterator[None]:
+    """Turn a full disk, store or quota into StoreFull, named `<where>: ...`. Everything else passes unchanged."""
+    try:
+        yield
+    except RollartError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in FULL_TEXTS):
+            raise StoreFull(f"{where}: {error}") from error
+        raise
 
 
 _PASS = (BoundaryError, JobStopped, Deadlock)

@@ -14,9 +14,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
+
+from rollart.append import AppendFile
+from rollart.errors import StoreFull
 
 Event = dict[str, Any]
 Reader = Callable[[Event], None]
@@ -49,9 +52,7 @@ class EventLog:
         """When the run began, on the log's clock."""
         self._path = path
         self._part_bytes = part_bytes
-        self._file: IO[bytes] | None = open(path, "ab") if path else None  # noqa: SIM115 - closed in close()
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
+        self._file = AppendFile(path) if path else None
         self._readers: list[Reader] = []
         self._next = after["n"] + 1 if after else 0
         self.last_s = self.zero_s
@@ -68,43 +69,42 @@ class EventLog:
         self.last_s = now_s
         event: Event = {"n": number, "t": round(now_s - self.zero_s, 6), "e": kind, **fields}
         if self._file is not None:
-            line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
-            self._pending.append(line)
-            self._pending_bytes += len(line)
-            if self._pending_bytes >= FLUSH_BYTES:
+            self._file.put(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+            if self._file.held_bytes >= FLUSH_BYTES and not self._file.full:
                 self.flush()
         for reader in self._readers:
             reader(event)
         return number
 
     def flush(self, *, durable: bool = False) -> None:
+        """Write out what there is. A full disk is no reason to end: what finds no room is held, and written later.
+        `durable`: raises StoreFull instead, since whoever asks for it relies on it."""
         if self._file is None:
             return
-        self._file.write(b"".join(self._pending))
-        self._pending.clear()
-        self._pending_bytes = 0
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
-        if self._file.tell() >= self._part_bytes:
-            self._rotate(self._file)
+        try:
+            self._file.write_out(durable=durable)
+            if self._file.num_bytes >= self._part_bytes:
+                self._rotate(self._file)
+        except StoreFull:
+            if durable:
+                raise
 
-    def _rotate(self, full: IO[bytes]) -> None:
+    def _rotate(self, full: AppendFile) -> None:
         """Go on in a new file. A kill at any point leaves every event in a part that is read."""
         assert self._path is not None
-        os.fsync(full.fileno())
-        full.close()
         number = 1
         while _part(self._path, number) is not None:
             number += 1
-        os.rename(self._path, _numbered(self._path, number))
-        self._file = open(self._path, "ab")  # noqa: SIM115 - closed in close()
+        full.move_to(_numbered(self._path, number))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+    def close(self) -> int:
+        """Returns how many bytes of events found no room in the end."""
+        if self._file is None:
+            return 0
+        self.flush()
+        left = self._file.close()
+        self._file = None
+        return left
 
 
 class LogHandle:

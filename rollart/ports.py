@@ -78,7 +78,10 @@ class RewardBackend(Protocol):
 
 
 class Trainer(Protocol):
-    """Owns the policy's weights and its optimizer; mints version numbers."""
+    """Owns the policy's weights and its optimizer; mints version numbers.
+
+    `publish` and `save` raise StoreFull where there is no room to write; the trainer is well, and they can be
+    repeated."""
 
     async def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step. Raises TrainerError when the trainer's process is lost."""
@@ -114,7 +117,10 @@ class Cluster(Protocol):
 
 
 class Journal(Protocol):
-    """Durable memory of the coordinator: batches since the last checkpoint, and that checkpoint."""
+    """Durable memory of the coordinator: batches since the last checkpoint, and that checkpoint.
+
+    Raises StoreFull where there is no room to write; what was there before is then whole, and the call can be
+    repeated."""
 
     def write_batch(self, batch: Batch) -> None:
         """Durable before it returns. The step trains on it only afterwards."""

@@ -9,24 +9,25 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 import yaml
 
+from rollart.append import AppendFile
 from rollart.audit import Audit
 from rollart.config.job import Job, min_group_size
 from rollart.config.sim import FaultSettings
 from rollart.control.coordinator import Coordinator
-from rollart.errors import Deadlock, JobError, RollartError
+from rollart.errors import Deadlock, JobError, RollartError, StayedFull, StoreFull
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import HARDWARE
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link
+from rollart.sim.links import Disk, Link
 from rollart.sim.trainer import SimJournal
 from rollart.summary import Summary
 from rollart.worlds import simulated_world, task_shares
@@ -42,6 +43,8 @@ class RunResult:
     deadlock: bool
     faults: dict[str, list[int]]
     """Kind -> [fired, of these during a swap]"""
+    full: bool = False
+    """It stopped because there was no room to write for longer than it may wait."""
 
 
 def simulate(
@@ -100,7 +103,7 @@ class _Simulation:
         log.read_by(self._summary.read)
         if self._audit is not None:
             log.read_by(self._audit.read)
-        metrics = open(self._out / "metrics.jsonl", "wb") if self._out else None  # noqa: SIM115, ASYNC230
+        metrics = AppendFile(self._out / "metrics.jsonl", fresh=True) if self._out else None
         if metrics is not None:
             log.read_by(metric_rows(self._summary, as_lines(metrics)))
         if self._progress is not None:
@@ -113,7 +116,7 @@ class _Simulation:
             deadlock = True
             log.emit("stopped", {"reason": str(error), "deadlock": True})
         except RollartError as error:
-            log.emit("stopped", {"reason": str(error)})
+            log.emit("stopped", {"reason": str(error), "full": isinstance(error, StayedFull)})
         finally:
             log.close()
             if metrics is not None:
@@ -123,20 +126,23 @@ class _Simulation:
             violations=self._audit.finish() if self._audit is not None else [],
             deadlock=deadlock,
             faults=self._audit.faults if self._audit is not None else {},
+            full=self._audit.full if self._audit is not None else False,
         )
 
     async def _incarnations(self, loop: VirtualLoop, log: EventLog) -> None:
         """Run the coordinator; when a fault kills it, start another over the same journal."""
-        journal = SimJournal()
+        disk = Disk()
+        journal = SimJournal(disk)
         faults = Faults(self._job.sim.faults, log)
         faults.start()
+        faults.on("full_store", _filler(faults, disk))
         push = Link(self._job.sim.links.push_gb_s * 1e9)
         pull = Link(self._job.sim.links.pull_gb_s * 1e9)
         while True:
             killed: asyncio.Future[None] = loop.create_future()
             faults.on("coordinator_restart", _killer(faults, killed))
             handle = LogHandle(log)
-            world = simulated_world(self._job, log, faults, journal, push, pull)
+            world = simulated_world(self._job, log, faults, journal, push, pull, disk)
             coordinator = Coordinator(self._job, world, handle)
             loop.on_deadlock = _deadlock_reporter(coordinator)
             task = loop.create_task(coordinator.run())
@@ -164,6 +170,15 @@ def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSe
     return kill
 
 
+def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
+    def fill(fault: FaultSettings) -> bool:
+        faults.fired(fault, f"the disk, for {fault.duration_s:.0f} s")
+        disk.fill(fault.duration_s)
+        return True
+
+    return fill
+
+
 def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
     def report() -> None:
         words = coordinator.watchdog.report("deadlock", "nothing can ever move again")
@@ -184,12 +199,13 @@ def metric_rows(summary: Summary, *takers: Callable[[Mapping[str, float]], objec
     return read
 
 
-def as_lines(file: IO[bytes]) -> Callable[[Mapping[str, float]], None]:
-    """One JSON object a line, to be read at once: `metrics.jsonl`."""
+def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
+    """One JSON object a line, to be read at once, or when there is room again: `metrics.jsonl`."""
 
     def keep(row: Mapping[str, float]) -> None:
-        file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-        file.flush()
+        file.put(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        with suppress(StoreFull):
+            file.write_out()
 
     return keep
 
@@ -256,6 +272,7 @@ def facts(job: Job, clock: str) -> Event:
         },
         "rewards": job.rewards.type,
         "reward_workers": job.rewards.workers if job.rewards.type == "local" else None,
+        "store_full_s": job.limits.store_full_s,
         "breaks": any(task.failure or task.hang for task in job.sim.tasks.values()),
     }
 

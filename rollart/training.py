@@ -16,13 +16,14 @@ from typing import Any
 
 import orjson
 
+from rollart.append import AppendFile
 from rollart.audit import Audit
 from rollart.checks import refuse_start
 from rollart.config.changes import plain
 from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, checkpoint_facts
 from rollart.control.waits import Waits
-from rollart.errors import Interrupted, JobError, RollartError
+from rollart.errors import Interrupted, JobError, RollartError, StayedFull
 from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.real import real_world
 from rollart.records.format import FOLDER
@@ -63,7 +64,10 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
         if resume is not None:
             resume.keep()
         result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
-    (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
+    try:
+        (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        say(f"rollart: {out / 'summary.json'}: not written: {error.strerror}")
     return result
 
 
@@ -81,7 +85,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: Resumption | None, 
     tracking = Tracking(lambda text: log.emit("warning", {"text": text}))
     for reader in (*everyone, tracking.read):
         log.read_by(reader)
-    with open(out / "metrics.jsonl", "wb") as metrics:  # noqa: ASYNC230 - one line a step, on a local disk
+    with contextlib.closing(AppendFile(out / "metrics.jsonl", fresh=True)) as metrics:
         keep = as_lines(metrics)
         for row in rows:  # a resumed run's are made again from its events: none twice, none lost
             keep(row)
@@ -107,14 +111,16 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: Resumption | None, 
         try:
             await work(coordinator)
         except RollartError as error:
-            log.emit("stopped", {"reason": str(error), "user": isinstance(error, Interrupted)})
+            user, full = isinstance(error, Interrupted), isinstance(error, StayedFull)
+            log.emit("stopped", {"reason": str(error), "user": user, "full": full})
         finally:
             writing.cancel()
             await real.close()
             if recorder is not None:
                 await asyncio.to_thread(recorder.close)
             tracking.close()
-            log.close()
+            if left := log.close():
+                say(f"rollart: {path}: no room for the last {left} bytes of events; the journal is whole")
     return RunResult(summary=summary.result(), violations=audit.finish(), deadlock=False, faults={})
 
 

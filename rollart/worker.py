@@ -7,6 +7,7 @@ run side by side. The process ends with its parent: it reads a pipe whose other 
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -52,7 +53,8 @@ async def _serve(link: socket.socket) -> None:
             outbox.put([number, True, value])
         except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
             if method == "setup" or not type(error).__module__.startswith("rollart."):
-                traceback.print_exc()
+                with contextlib.suppress(OSError):  # the log's disk may be full
+                    traceback.print_exc()
             outbox.put([number, False, [type(error).__name__, str(error) or type(error).__name__]])
 
     while True:

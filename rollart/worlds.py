@@ -18,7 +18,7 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link, SimStore
+from rollart.sim.links import Disk, Link, SimStore
 from rollart.sim.rewards import SimRewards
 from rollart.sim.trainer import SimCluster
 
@@ -93,8 +93,10 @@ def pairs_of(job: Job) -> dict[str, Pair]:
     return pairs
 
 
-def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link) -> World:
-    """Every port of the job, simulated."""
+def simulated_world(
+    job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link, disk: Disk | None = None
+) -> World:
+    """Every port of the job, simulated. `disk`: what the trainer writes to; the journal has its own."""
     sim = job.sim
     dice = Dice(job.seed)
     tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
@@ -120,6 +122,7 @@ def simulated_world(job: Job, log: EventLog, faults: Faults, journal: Journal, p
         job.weights.bucket_mb * 1e6,
         push,
         faults,
+        disk,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
     host: EnvHost = SimHost(slots, tasks, dice, faults)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SHARED = frozenset({"types", "ports", "errors", "events", "config", "hardware"})
+SHARED = frozenset({"types", "ports", "errors", "append", "events", "config", "hardware"})
 ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim", "records"})
 FOLDS = frozenset({"types", "errors", "events", "causes"})
 VALUES = SHARED | {"samples", "wire"}
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "types": frozenset(),
     "ports": frozenset({"types"}),
     "errors": frozenset({"types"}),
-    "events": frozenset({"types"}),
+    "append": frozenset({"errors"}),
+    "events": frozenset({"types", "errors", "append"}),
     "hardware": frozenset({"types"}),
     "config": frozenset({"types", "errors", "hardware"}),
     "policy": frozenset({"types", "hardware"}),

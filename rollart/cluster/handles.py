@@ -6,7 +6,16 @@ Each kind of cluster brings its own `Worker`; what crosses, and how a worker's e
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rollart.errors import AnswerError, BoundaryError, EngineError, EnvError, RequestError, TrainerError, WeightError
+from rollart.errors import (
+    AnswerError,
+    BoundaryError,
+    EngineError,
+    EnvError,
+    RequestError,
+    StoreFull,
+    TrainerError,
+    WeightError,
+)
 from rollart.types import (
     Batch,
     Completion,
@@ -18,7 +27,8 @@ from rollart.types import (
 )
 
 _ERRORS: dict[str, type[BoundaryError]] = {
-    error.__name__: error for error in (EngineError, RequestError, AnswerError, WeightError, TrainerError, EnvError)
+    error.__name__: error
+    for error in (EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, EnvError)
 }
 
 

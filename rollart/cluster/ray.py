@@ -76,7 +76,8 @@ class Host:
             return pack([True, await work])
         except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
             if not type(error).__module__.startswith("rollart."):
-                traceback.print_exc()
+                with contextlib.suppress(OSError):  # the log's disk may be full
+                    traceback.print_exc()
             return pack([False, [type(error).__name__, str(error) or type(error).__name__]])
 
 

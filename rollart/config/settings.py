@@ -478,6 +478,8 @@ class LimitSettings(Settings):
     """Then one group of it is tried again after this long; doubled each time, up to 10 minutes."""
     task_probes: Count = 3
     """Such tries that fail in a row, of each task, when no task is left, before the job stops."""
+    store_full_s: Positive = 1800.0
+    """How long to wait for room where the disk or the weight store is full, trying again, before the job stops."""
     stall_s: Positive = 900.0
     """Nothing has moved for this long: the watchdog names who waits on whom."""
 

@@ -149,6 +149,7 @@ FaultKind = Literal[
     "slow_answer",
     "refused_observation",
     "failing_task",
+    "full_store",
 ]
 
 
@@ -169,7 +170,7 @@ class FaultSettings(Settings):
     count: Count = 1
     """How many answers, environment steps, observations or reward calls it hits."""
     duration_s: Positive = 30.0
-    """How long a slow or cut link, a slow environment step or answer, or a task that fails lasts."""
+    """How long a slow or cut link, a slow environment step or answer, a task that fails, or a full store lasts."""
 
     @model_validator(mode="after")
     def _when(self) -> Self:

@@ -5,8 +5,10 @@ written since, bring the engines to those weights, go on.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollart.config.job import Job
@@ -17,11 +19,12 @@ from rollart.control.fleet import Fleet
 from rollart.control.placing import Placing
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout, StopAsked
+from rollart.control.room import Room
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
-from rollart.errors import ClusterError, Interrupted, boundary
+from rollart.errors import ClusterError, Interrupted, StoreFull, boundary
 from rollart.events import Event, LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
@@ -80,6 +83,7 @@ class Coordinator:
         self._plan: SwapPlan = plan(job.rollout.swap, job.rollout.rolling)
         self.waits = Waits()
         self.crew = Crew()
+        self._room = Room(self.waits, log, limit_s=job.limits.store_full_s)
         self.watchdog = Watchdog(self.waits, log, job.limits.stall_s)
         self._evaluating = self.waits.on("evaluation")
         self._stopped: asyncio.Future[None] = self._loop.create_future()
@@ -168,8 +172,7 @@ class Coordinator:
         for step in range(self.trainer.version, self._job.train.steps):
             await self.weights.ready_for(step)
             batch = await self.rollout.batch(step)
-            self._log.flush(durable=True)  # what the journal knows, the events before it know as well
-            self._world.journal.write_batch(batch)
+            await self._write(f"batch {step}", partial(self._world.journal.write_batch, batch))
             self._log.emit("written", {"step": step})
             if self._plan.before_step:
                 await self.weights.to(step)
@@ -214,11 +217,28 @@ class Coordinator:
         """Trainer, task cursor, buffer and open groups, together. Called between two batches."""
         await self.weights.pushed(self.trainer.version - 1)  # a trainer restored from this checkpoint could not push it
         reference = await self.trainer.save()
-        checkpoint = self.rollout.snapshot(self.trainer.version, reference)
-        self._log.flush(durable=True)
-        self._world.journal.commit(checkpoint)
-        self._log.emit("checkpoint", checkpoint_facts(checkpoint))
-        self._log.flush(durable=True)
+
+        def commit() -> None:
+            """Of what there is when there is room for it."""
+            checkpoint = self.rollout.snapshot(self.trainer.version, reference)
+            self._world.journal.commit(checkpoint)
+            self._log.emit("checkpoint", checkpoint_facts(checkpoint))
+
+        await self._write(f"checkpoint {self.trainer.version}", commit)
+        with suppress(StoreFull):
+            self._log.flush(durable=True)  # a resumed job would say it again
+
+    async def _write(self, what: str, write: Callable[[], None]) -> None:
+        """Into the journal; again, where there is no room. What it knows, the events before it know as well."""
+        while True:
+            try:
+                self._log.flush(durable=True)
+                write()
+            except StoreFull as error:
+                await self._room.wait(what, error)
+            else:
+                self._room.found(what)
+                return
 
     async def _evaluate(self, version: WeightVersion) -> None:
         """Play the held-out tasks to the end. Raises StopAsked when the user stops the job before."""
@@ -293,6 +313,7 @@ class Coordinator:
             trainer,
             self._world.cluster,
             self._world.journal,
+            self._room,
             self.waits,
             self._log,
             restarts=limits.trainer_restarts,

@@ -1,15 +1,17 @@
 """Drives the trainer, and brings it back when it is lost.
 
 Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and
-is given the batches since then in order, under the same version numbers; then it goes on where it was.
+is given the batches since then in order, under the same version numbers; then it goes on where it was. One that finds
+no room to write is not lost: what it was to write is tried again.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rollart.control.room import Room
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, ClusterError, JobStopped, TrainerError, VersionGone, boundary
+from rollart.errors import BoundaryError, ClusterError, JobStopped, StoreFull, TrainerError, VersionGone, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Cluster, Journal, Trainer
@@ -26,6 +28,7 @@ class TrainerDriver:
         trainer: Trainer,
         cluster: Cluster,
         journal: Journal,
+        room: Room,
         waits: Waits,
         log: LogHandle,
         *,
@@ -37,6 +40,7 @@ class TrainerDriver:
         self._trainer = trainer
         self._cluster = cluster
         self._journal = journal
+        self._room = room
         self._log = log
         self._restarts = restarts
         self._backoff_s = backoff_s
@@ -102,10 +106,14 @@ class TrainerDriver:
             try:
                 with boundary(TrainerError, who):
                     value = await self._working.guard(who, work(self._trainer))
+            except StoreFull as error:
+                await self._room.wait(who, error)
+                continue
             except BoundaryError as error:
                 await self._recover(life, str(error))
                 continue
             if life == self._lives:
+                self._room.found(who)
                 return value
             # that trainer was given up meanwhile, and its successor lacks what it just did
 

@@ -15,8 +15,8 @@ AT_A_SWAP = 0.6
 """Share of drawn faults that are placed in the middle of a swap."""
 
 
-LASTING = {"slow_answer": 10.0}
-"""Drawn faults of these kinds last so many times longer than others, or no limit would ever be passed."""
+LASTING = {"slow_answer": (1.0, 10.0), "full_store": (0.1, 10.0)}
+"""Of drawn faults of these kinds that share lasts so many times longer, or no limit would ever be passed."""
 SEVERAL = ("answer", "env", "reward", "refused")
 """Kinds that hit one to four times."""
 
@@ -146,6 +146,7 @@ def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
         return dice.uniform(f"{number}/{what}")
 
     kind: FaultKind = FAULT_KINDS[dice.number(f"{number}/kind", len(FAULT_KINDS))]
+    share, factor = LASTING.get(kind, (0.0, 1.0))
     at_swap = uniform("at_swap") < AT_A_SWAP
     return FaultSettings(
         kind=kind,
@@ -154,5 +155,5 @@ def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
         delay_s=uniform("delay") * 2.0 if at_swap and uniform("late") < 0.5 else 0.0,
         target=dice.number(f"{number}/target", 1024),
         count=1 + dice.number(f"{number}/times", 4) if kind.startswith(SEVERAL) else 1,
-        duration_s=(5.0 + 55.0 * uniform("duration")) * LASTING.get(kind, 1.0),
+        duration_s=(5.0 + 55.0 * uniform("duration")) * (factor if uniform("lasting") < share else 1.0),
     )

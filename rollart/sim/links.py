@@ -7,7 +7,7 @@ passed by now, and when the rest will have.
 import asyncio
 import math
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.events import EventLog
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
@@ -51,6 +51,22 @@ class Link:
         start_s = loop.time()
         while (done_s := self.done_s(start_s, num_bytes)) > loop.time():  # noqa: ASYNC110 - the link may change
             await asyncio.sleep(done_s - loop.time())
+
+
+class Disk:
+    """Where weights, checkpoints and the journal are written. It may be full for a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._full_until_s = 0.0
+
+    def fill(self, seconds: float) -> None:
+        self._full_until_s = max(self._full_until_s, self._loop.time() + seconds)
+
+    def must_have_room(self) -> None:
+        """Raises StoreFull."""
+        if self._loop.time() < self._full_until_s:
+            raise StoreFull("no space left (simulated)")
 
 
 class SimStore:
@@ -112,6 +128,8 @@ class SimStore:
 
     def damage(self, version: WeightVersion, position: int, *, lose: bool) -> None:
         stored = self._buckets[version]
+        if not stored:
+            return  # its only bucket is lost already
         at = sorted(stored)[position % len(stored)]
         if lose:
             del stored[at]

@@ -8,7 +8,7 @@ from rollart.errors import TrainerError
 from rollart.hardware import Hardware, ModelShape, train_s_per_token
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
-from rollart.sim.links import SLOW, Link, SimStore, digest_of
+from rollart.sim.links import SLOW, Disk, Link, SimStore, digest_of
 from rollart.sim.pair import SimPair
 from rollart.types import Batch, Bucket, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
 
@@ -23,6 +23,7 @@ class SimTrainer:
         store: SimStore,
         push: Link,
         faults: Faults,
+        disk: Disk,
         answered: Callable[[], int],
     ) -> None:
         """`answered`: generate calls answered so far, by the engines there are now."""
@@ -32,6 +33,7 @@ class SimTrainer:
         self._store = store
         self._push = push
         self._faults = faults
+        self._disk = disk
         self._loop = asyncio.get_running_loop()
         sizes = [bucket_bytes] * int(model.weight_bytes // bucket_bytes)
         rest = model.weight_bytes - sum(sizes)
@@ -80,6 +82,7 @@ class SimTrainer:
         for position, num_bytes in enumerate(self._bucket_bytes):
             await self._push.transfer(num_bytes)
             self._check()
+            self._disk.must_have_room()
             bucket = Bucket(name=f"{version}/{position}", num_bytes=num_bytes, digest=digest_of(version, position))
             self._store.put(version, position, bucket)
             buckets.append(bucket)
@@ -93,6 +96,7 @@ class SimTrainer:
     async def save(self) -> str:
         self._check()
         await self._sleep(self._settings.save_s)
+        self._disk.must_have_room()
         return str(self.version)
 
     async def restore(self, reference: str) -> WeightVersion:
@@ -147,7 +151,9 @@ class SimCluster:
         bucket_bytes: float,
         push: Link,
         faults: Faults,
+        disk: Disk | None = None,
     ) -> None:
+        self._disk = disk or Disk()
         self._world = engines
         self._train = train
         self._token_s = (
@@ -186,6 +192,7 @@ class SimCluster:
             self._world.store,
             self._push,
             self._faults,
+            self._disk,
             lambda: sum(engine.answered for engine in self.engines.values()),
         )
         return self.current
@@ -250,17 +257,22 @@ class SimCluster:
 class SimJournal:
     """Survives the coordinator: everything in it is frozen, so keeping it is as good as writing it down."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
         self._batches: dict[int, Batch] = {}
         self._checkpoint: Checkpoint | None = None
 
     def write_batch(self, batch: Batch) -> None:
+        if self._disk is not None:
+            self._disk.must_have_room()
         self._batches[batch.step] = batch
 
     def batches(self, from_step: int) -> Sequence[Batch]:
         return [self._batches[step] for step in sorted(self._batches) if step >= from_step]
 
     def commit(self, checkpoint: Checkpoint) -> None:
+        if self._disk is not None:
+            self._disk.must_have_room()
         self._checkpoint = checkpoint
         self._batches = {step: batch for step, batch in self._batches.items() if step >= checkpoint.step}
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import TrainerError
+from rollart.errors import TrainerError, writing
 from rollart.types import WeightVersion
 
 FORMAT = 1
@@ -45,16 +45,23 @@ class Checkpoints:
         self._recent: list[Path] = []
 
     def write(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """Let `fill` write into a hidden directory, make it durable, give it its name, prune old ones."""
+        """Let `fill` write into a hidden directory, make it durable, give it its name, prune old ones.
+
+        Raises StoreFull, leaving nothing behind."""
         self._root.mkdir(parents=True, exist_ok=True)
         target = self._free_name(step)
         hidden = self._root / f".unfinished-{target.name}"
         shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir()
-        fill(hidden)
-        _sync_tree(hidden)
-        os.rename(hidden, target)
-        _sync(self._root)
+        with writing(f"checkpoint {target}"):
+            try:
+                hidden.mkdir()
+                fill(hidden)
+                _sync_tree(hidden)
+                os.rename(hidden, target)
+            except BaseException:
+                shutil.rmtree(hidden, ignore_errors=True)  # a part of one would take the room that is missing
+                raise
+            _sync(self._root)
         self.use(target)
         self._prune()
         return target

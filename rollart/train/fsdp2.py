@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollart.errors import TrainerError
+from rollart.errors import StoreFull, TrainerError, writing
 from rollart.model import (
     PROBE_LENGTH,
     PROBE_SEQUENCES,
@@ -159,10 +159,21 @@ class ShardedTrainer:
 
     def save(self) -> str:
         """Write a checkpoint: all ranks together, rank 0 to the disk. Returns its path there, "" elsewhere."""
-        if self._rank == 0:
-            return str(self._checkpoints.write(self._versions.current, self._fill))
-        self._fill(Path())
-        return ""
+        if self._rank != 0:
+            self._fill(Path())
+            return ""
+        asked: list[Path] = []
+
+        def fill(folder: Path) -> None:
+            asked.append(folder)
+            self._fill(folder)
+
+        try:
+            return str(self._checkpoints.write(self._versions.current, fill))
+        except StoreFull:
+            if not asked:
+                self._fill(None)  # the others wait to hand over their shards
+            raise
 
     def restore(self, reference: str) -> WeightVersion:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
@@ -256,8 +267,8 @@ class ShardedTrainer:
         finally:
             tensors.close()
 
-    def _fill(self, folder: Path) -> None:
-        """Write all of a checkpoint below `folder` (rank 0), or help with it."""
+    def _fill(self, folder: Path | None) -> None:
+        """Write all of a checkpoint below `folder` (rank 0), or help with it. None: nothing, but let the others go."""
         network, bf16 = self._sharded.network, self._settings.bf16
 
         def optimizer_state() -> dict[str, Shard]:
@@ -265,6 +276,7 @@ class ShardedTrainer:
             return {key: Shard.of(tensor) for key, tensor in (masters | self._optimizer.tensors()).items()}
 
         def write_optimizer(tensors: Gathered) -> None:
+            assert folder is not None
             extra = {RNG: torch.get_rng_state()}
             for number, names in enumerate(_files(tensors), start=1):
                 content = {name: tensors[name].contiguous() for name in names}
@@ -274,11 +286,22 @@ class ShardedTrainer:
                 save_file(extra, folder / f"{OPTIMIZER}.safetensors")
 
         def write_model(tensors: Gathered) -> None:
+            assert folder is not None
             _write_model(folder / MODEL_DIR, network, tensors, torch.bfloat16 if bf16 else torch.float32)
 
-        self._gather(self._shards, self._to_save, write_model)
-        self._gather(optimizer_state, self._to_save, write_optimizer)
-        if self._rank == 0:
+        full: StoreFull | None = None
+        parts: list[tuple[Callable[[], dict[str, Shard]], Callable[[Gathered], None]]]
+        parts = [(self._shards, write_model), (optimizer_state, write_optimizer)]
+        for shards, write in parts:
+            use = write if folder is not None and full is None else lambda _: None
+            try:
+                with writing(f"checkpoint {folder}"):
+                    self._gather(shards, self._to_save, use)
+            except StoreFull as error:
+                full = error  # the others are on their way to the next part
+        if full is not None:
+            raise full
+        if self._rank == 0 and folder is not None:
             copy_tokenizer(Path(self._settings.model_path), folder / MODEL_DIR)
             write_state(folder, self._versions.current, bf16=bf16)
 

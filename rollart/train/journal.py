@@ -1,7 +1,7 @@
 """The coordinator's durable memory as files of the run directory.
 
 `journal/batch-<step>` before the step, `journal/checkpoint` replaced atomically; each is written beside, synced, and
-renamed, so that what is there is whole.
+renamed, so that what is there is whole. A full disk is StoreFull, and leaves nothing behind.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rollart.errors import JobError
+from rollart.errors import JobError, writing
 from rollart.types import Batch, Checkpoint
 from rollart.wire import SCHEMA, pack, unpack
 
@@ -47,16 +47,21 @@ class FileJournal:
 
 def _write(path: Path, body: bytes) -> None:
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(SCHEMA.to_bytes(4, "big") + body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with writing(str(path)):
+        try:
+            with open(beside, "wb") as file:
+                file.write(SCHEMA.to_bytes(4, "big") + body)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)  # a part of it would take the room that is missing
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _read(path: Path, kind: type[T]) -> T:

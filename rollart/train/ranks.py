@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from rollart.errors import BoundaryError, TrainerError, boundary
+from rollart.errors import BoundaryError, StoreFull, TrainerError, boundary
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
 from rollart.train.losses import LossReport, Totals
@@ -113,6 +113,8 @@ class RankedTrainer:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if not _failed(calls):
                 return [call.result() for call in calls]
+            if full := await _found_no_room(calls):
+                raise full
             raise TrainerError(await self._give_up(calls))
         finally:
             for call in calls:
@@ -134,6 +136,15 @@ class RankedTrainer:
 
 def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:
     return [place for place, call in enumerate(calls) if call.done() and call.exception() is not None]
+
+
+async def _found_no_room(calls: Sequence["asyncio.Future[Any]"]) -> StoreFull | None:
+    """Rank 0 writes for all: where it found no room and the others ended well, no rank is lost."""
+    error = calls[0].exception() if calls[0].done() else None
+    if not isinstance(error, StoreFull):
+        return None
+    await asyncio.wait(calls, timeout=CONFESSION_S)
+    return error if all(call.done() for call in calls) and _failed(calls) == [0] else None
 
 
 class AsyncRank:

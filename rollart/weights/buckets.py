@@ -20,13 +20,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollart.errors import WeightError, boundary
+from rollart.errors import WeightError, boundary, writing
 from rollart.types import Bucket, Probe, TensorPlace, WeightManifest, WeightVersion
 
 ALIGNMENT = 64
@@ -76,10 +77,11 @@ class BucketStore:
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
 
-        A tensor larger than `bucket_bytes` gets a bucket of its own.
+        A tensor larger than `bucket_bytes` gets a bucket of its own. Raises StoreFull, leaving nothing of the version
+        behind: a part of one would take the room that is missing.
         """
-        folder = self.folder(version)
-        with boundary(WeightError, f"push of version {version} to {self._dir}"):
+        folder, what = self.folder(version), f"push of version {version} to {self._dir}"
+        with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (folder / MANIFEST).unlink(missing_ok=True)
             places: dict[str, TensorPlace] = {}
@@ -212,6 +214,15 @@ class BucketStore:
         if found.digest != bucket.digest:
             raise WeightError(f"weight bucket {bucket.name}: damaged, digest {found.digest} instead of {bucket.digest}")
         return found.data
+
+
+@contextmanager
+def _whole_or_gone(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _head(members: Members) -> bytes:

@@ -248,6 +248,8 @@ class ScriptedTrainer:
         self.well()
         await asyncio.sleep(0.1)
         self.well()
+        if self.scene.on_save is not None:
+            self.scene.on_save()
         return f"state-{self.version}"
 
     async def restore(self, reference: str) -> WeightVersion:
@@ -368,6 +370,7 @@ class Scene:
     on_draw: Callable[[str, int], object] | None = None
     """By domain and index; what it returns is the task, None: the usual one."""
     on_held_out: Callable[[str, int], None] | None = None
+    on_save: Callable[[], None] | None = None
     on_open: Callable[[Task, TrajectoryId], Awaitable[Env | None]] | None = None
     on_score: Callable[[Trajectory], Awaitable[float | None]] | None = None
     """None: the usual reward."""

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from rollart.errors import JobError, WeightError
+from rollart.errors import JobError, StoreFull, WeightError
 from rollart.ports import Journal, Trainer
 from rollart.train.journal import FileJournal
 from rollart.train.settings import TrainerSettings
@@ -88,6 +90,31 @@ def test_a_write_that_was_cut_short_never_was(tmp_path: Path) -> None:
     assert [batch.step for batch in journal.batches(0)] == [0]
     journal.write_batch(empty_batch(1))
     assert [batch.step for batch in journal.batches(0)] == [0, 1]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_the_journal_as_it_was_and_the_write_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    journal = FileJournal(tmp_path)
+    journal.commit(checkpoint(1))
+    journal.write_batch(empty_batch(1))
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def full(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(StoreFull, match=os.strerror(number)):
+            journal.write_batch(empty_batch(2))
+        with pytest.raises(StoreFull, match=os.strerror(number)):
+            journal.commit(checkpoint(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "no part of a file is left"
+    assert journal.latest() == checkpoint(1)
+    journal.write_batch(empty_batch(2))
+    journal.commit(checkpoint(2))
+    assert journal.latest() == checkpoint(2)
 
 
 @pytest.mark.parametrize("cut", [0, 1, -1])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.types import Probe
 from rollart.weights import buckets
 from rollart.weights.buckets import BucketStore
@@ -178,9 +178,10 @@ def test_push_cut_short_shows_no_version(store: BucketStore, monkeypatch: pytest
         return digest
 
     monkeypatch.setattr(buckets, "_write", full)
-    with pytest.raises(WeightError, match=r"push of version 1 .*No space left"):
+    with pytest.raises(StoreFull, match=r"push of version 1 .*No space left"):
         store.push(1, weights(1))
     assert store.manifest(1) is None
+    assert not list(folder(store).rglob("*.safetensors")), "a part of a version takes the room that is missing"
 
 
 @pytest.mark.parametrize("at", [0, 100, -1])

@@ -1,0 +1,72 @@
+"""A file of the run directory that is only added to, and survives a full disk.
+
+Invariant: what was put is in the file in order, or still held here; a line is never torn by a write that found no room,
+only by a kill.
+"""
+
+import os
+from pathlib import Path
+from typing import IO
+
+from rollart.errors import StoreFull, writing
+
+
+class AppendFile:
+    """`put` what is to be written, `write_out` now and then. What finds no room is held, and goes first next time."""
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        """`fresh`: what is there is thrown away."""
+        self._path = path
+        self._file: IO[bytes] = open(path, "wb" if fresh else "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._held: list[bytes] = []
+        self.held_bytes = 0
+        self.full = False
+        """The last try found no room."""
+
+    def put(self, data: bytes) -> None:
+        self._held.append(data)
+        self.held_bytes += len(data)
+
+    def write_out(self, *, durable: bool = False) -> None:
+        """Raises StoreFull; then what was not written is still held."""
+        self.full = True
+        with writing(str(self._path)):
+            left = memoryview(b"".join(self._held))
+            try:
+                while left:  # a disk that gets full takes a part first
+                    left = left[self._file.write(left) :]
+            finally:
+                self._held = [bytes(left)] if left else []
+                self.held_bytes = len(left)
+            if durable:
+                os.fsync(self._file.fileno())
+        self.full = False
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file by now."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def move_to(self, path: Path) -> None:
+        """Give what is written another name, and go on in a new file of the old one. Raises StoreFull, changing
+        nothing."""
+        with writing(str(self._path)):
+            os.fsync(self._file.fileno())
+            os.rename(self._path, path)
+            try:
+                new = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+            except OSError:
+                os.rename(path, self._path)
+                raise
+        self._file.close()
+        self._file = new
+
+    def close(self) -> int:
+        """Write what can be written; returns the bytes that could not."""
+        try:
+            self.write_out()
+        except StoreFull:
+            pass  # whoever closes says so
+        finally:
+            self._file.close()
+        return self.held_bytes
