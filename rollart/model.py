@@ -9,7 +9,7 @@ attention knows where one sequence ends.
 Shapes in names: T flat tokens, F those of them that are computed, S scored ones, V vocabulary, H hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollart.agreement import own_attention, prove, prove_architecture
@@ -217,26 +216,86 @@ def packed_scores(
     scored_T = torch.ones_like(tokens_T, dtype=torch.bool) if wanted_T is None else wanted_T.clone()
     scored_T[folded.first_tokens] = False
     targets_S = scored_T.nonzero()[:, 0]
-    inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
-
-    def score(hidden_SH: Tensor, chosen_S: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_SV = F.log_softmax(project(model, hidden_SH) * inverse_temperature, dim=-1)
-        entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
-        return logprobs_SV.gather(1, chosen_S[:, None])[:, 0], entropy_S
-
-    rows_per_chunk = max(1, LOGITS_PER_CHUNK // int(model.config.vocab_size))
-    pieces: list[tuple[Tensor, Tensor]] = []
-    for rows_S in torch.split(targets_S, rows_per_chunk):
-        arguments = hidden_FH.index_select(0, folded.place_T[rows_S - 1]), tokens_T.index_select(0, rows_S)
-        if torch.is_grad_enabled() and len(targets_S) > rows_per_chunk:
-            pieces.append(checkpoint(score, *arguments, use_reentrant=False))
-        else:
-            pieces.append(score(*arguments))
     zeros_T = torch.zeros(len(tokens_T), dtype=torch.float32, device=tokens_T.device)
-    if not pieces:
+    if not len(targets_S):
         return Scores(zeros_T, zeros_T)
-    logprobs_S, entropy_S = (torch.cat(column) for column in zip(*pieces, strict=True))
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
+    rows = max(1, LOGITS_PER_CHUNK // int(model.config.vocab_size))
+    hidden_SH, chosen_S = hidden_FH.index_select(0, folded.place_T[targets_S - 1]), tokens_T.index_select(0, targets_S)
+    chunked = _in_chunks if len(targets_S) > rows else _score
+    logprobs_S, entropy_S = chunked(hidden_SH, head.weight, head.bias, chosen_S, inverse_temperature, rows)
     return Scores(zeros_T.index_copy(0, targets_S, logprobs_S), zeros_T.index_copy(0, targets_S, entropy_S))
+
+
+def _score(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    chosen_S: Tensor,
+    inverse_temperature: float,
+    _: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each chosen token, and the entropy."""
+    logits_SV = F.linear(hidden_SH, weight_VH, bias_V).float() * inverse_temperature
+    logprobs_SV = F.log_softmax(logits_SV, dim=-1)
+    entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+    return logprobs_SV.gather(1, chosen_S[:, None])[:, 0], entropy_S
+
+
+class _InChunks(torch.autograd.Function):
+    """`_score` so many rows at a time. The backward pass computes each chunk again, and adds up the head's gradients in
+    float32: autograd would add them up in the head's own type, and in bfloat16 round late chunks away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        chosen_S: Tensor,
+        inverse_temperature: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, chosen_S)
+        ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
+        pieces = [
+            _score(hidden, weight_VH, bias_V, chosen, inverse_temperature)
+            for hidden, chosen in zip(torch.split(hidden_SH, rows), torch.split(chosen_S, rows), strict=True)
+        ]
+        logprobs, entropy = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_S: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_SH, weight_VH, bias_V, chosen_S = ctx.saved_tensors
+        inputs = (hidden_SH, weight_VH, bias_V)
+        wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
+        sums: dict[int, Tensor] = {
+            place: torch.zeros_like(inputs[place], dtype=torch.float32) for place in wanted if place > 0
+        }
+        hidden_grads: list[Tensor] = []
+        for first in range(0, len(hidden_SH), ctx.rows):
+            part = slice(first, first + ctx.rows)
+            own = [hidden_SH[part].detach(), weight_VH.detach(), None if bias_V is None else bias_V.detach()]
+            with torch.enable_grad():
+                for place in wanted:
+                    own[place] = own[place].requires_grad_()
+                scores = _score(own[0], own[1], own[2], chosen_S[part], ctx.inverse_temperature)
+            found = torch.autograd.grad(scores, [own[place] for place in wanted], [grad[part] for grad in grads_S])
+            for place, grad in zip(wanted, found, strict=True):
+                if place == 0:
+                    hidden_grads.append(grad)
+                else:
+                    sums[place] += grad
+        ends = [sums[place].to(inputs[place].dtype) if place in sums else None for place in (1, 2)]
+        return torch.cat(hidden_grads) if hidden_grads else None, *ends, None, None, None
+
+
+_in_chunks = cast(
+    Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor]],
+    _InChunks.apply,
+)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,6 +75,37 @@ def test_scores_in_chunks_are_the_scores_at_once(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(chunked, whole)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-tied"])
+def test_the_head_s_gradients_add_up_in_float32_over_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 each further chunk would be rounded away against the sum of those before it."""
+    plain, lengths = plain_model(kind), (300, 211)
+    ours, tokens = our_model(plain), packed(lengths)
+    torch.nn.Module.to(ours, torch.bfloat16)
+    head = ours.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+
+    def gradient() -> torch.Tensor:
+        ours.zero_grad()
+        scores = packed_scores(ours, tokens, lengths, temperature=0.8)
+        torch.autograd.backward(scores.logprobs_T.sum() + scores.entropy_T.sum())
+        assert head.grad is not None
+        return cast(torch.Tensor, head.grad).float()
+
+    whole = gradient()
+    monkeypatch.setattr(model_module, "LOGITS_PER_CHUNK", 3 * VOCAB)
+    chunked = gradient()
+    # A few units of the last place of the gradients' own size, for the one rounding that both have.
+    assert float((chunked - whole).norm() / whole.norm()) < 0.004
+
+
+def test_a_frozen_head_gets_no_gradient_from_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, tokens = our_model(plain_model("llama")), packed((40,))
+    monkeypatch.setattr(model_module, "LOGITS_PER_CHUNK", 7 * VOCAB)
+    head = ours.get_output_embeddings().weight.requires_grad_(False)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(packed_logprobs(ours, tokens, [40]).sum())
+    assert head.grad is None
+    assert cast(Any, ours).model.norm.weight.grad is not None
 
 
 def test_only_the_wanted_tokens_are_scored() -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from rollart import model
 from rollart.errors import BoundaryError, ClusterError, TrainerError
 from rollart.models.tiny import make_tiny
 from rollart.ports import Trainer
@@ -193,7 +194,11 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 
 
-def test_one_rank_gives_what_one_device_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [100_000, 5], ids=["whole", "chunks"])
+def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the vocabulary projection is computed in chunks, with weights that come and go."""
+    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows * VOCAB)
+
     async def work() -> None:
         settings = settings_in(tmp_path)
         async with alone(settings, tmp_path) as bench:
