@@ -20,7 +20,7 @@ from rollart.config.settings import TaskSettings
 from rollart.errors import BoundaryError, JobError
 from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
 from rollart.resources import refuse_unplaceable
-from rollart.setups import shape_of
+from rollart.setups import shape_of, task_variables
 from rollart.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -179,9 +179,8 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
 
     async def look() -> list[str]:
         with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
-            host = ProcessEnvHost(
-                {task.name: task.use for task in job.tasks if task.name in sets}, slots=1, log_dir=logs, seed=job.seed
-            )
+            uses = {task.name: task.use for task in job.tasks if task.name in sets}
+            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=task_variables(job))
             try:
                 return [
                     f"tasks.{position}: {problem}"

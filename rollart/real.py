@@ -20,7 +20,7 @@ from rollart.errors import JobError
 from rollart.policy.placement import Demand, engine_specs, further_specs
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
 from rollart.resources import demands, visible_devices
-from rollart.setups import engine_setups, shape_of, store_setup, trainer_setup
+from rollart.setups import engine_setups, shape_of, store_setup, task_variables, trainer_setup
 from rollart.worlds import build_affinity, offers
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def refuse_what_is_not_there(job: Job) -> None:
                 "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
             )
     _refuse_missing_cores(job)
+    _refuse_missing_variables(job)
     if job.weights.type == "mooncake":
         raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
     for pool in job.pools:
@@ -144,6 +145,21 @@ def refuse_what_is_not_there(job: Job) -> None:
         )
     if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_missing_variables(job: Job) -> None:
+    """On Ray, environments have the variables of their machines; rewards are here."""
+    asked = [(f"tasks.{position}.environment", task.environment) for position, task in enumerate(job.tasks)]
+    if any(names for _, names in asked) and all(pool.isolation == "inline" for pool in job.pools if pool.slots):
+        key = next(key for key, names in asked if names)
+        raise JobError(
+            f"{key}: environments of isolation inline run in this process, and see all that it sees; remove it, or set "
+            "isolation to process"
+        )
+    for key, names in [*(asked if job.cluster.type != "ray" else []), ("rewards.environment", job.rewards.environment)]:
+        for name in names:
+            if name not in os.environ:
+                raise JobError(f"{key}: {name} is not set here; set it (export {name}=...), or remove it")
 
 
 def _refuse_missing_cores(job: Job) -> None:
@@ -244,7 +260,9 @@ def _rooms_here(
 
     slots = sum(pool.slots or 0 for pool in job.pools)
     if any(pool.slots and pool.isolation == "process" for pool in job.pools):
-        return ProcessEnvHost(uses, slots=slots, log_dir=out / "logs", seed=job.seed, lost=lost)
+        return ProcessEnvHost(
+            uses, slots=slots, log_dir=out / "logs", seed=job.seed, variables=task_variables(job), lost=lost
+        )
     return InlineEnvHost(task_sets, slots=slots)
 
 
@@ -269,6 +287,7 @@ def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str
             "seed": job.seed,
             "slots": pool.slots_per_worker,
             "isolation": pool.isolation,
+            "variables": task_variables(job),
             "log_dir": str((out / "logs" / name).absolute()),
         }
         return await cluster.worker(name, setup, needs)
@@ -295,7 +314,13 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path,
     from rollart.rewards.local import LocalRewards
 
     return LocalRewards(
-        functions, decode=decode, log_dir=log_dir, workers=settings.workers, timeout_s=settings.timeout_s, lost=lost
+        functions,
+        decode=decode,
+        log_dir=log_dir,
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+        variables=settings.environment,
+        lost=lost,
     )
 
 

@@ -85,6 +85,11 @@ def _server_setup(
     }
 
 
+def task_variables(job: Job) -> list[str]:
+    """What environments are given of our environment. All tasks': a process plays now this one, now that one."""
+    return sorted({name for task in job.tasks for name in task.environment})
+
+
 def trainer_setup(
     job: Job, out: Path, store: Mapping[str, Any], earlier: Sequence[tuple[int, Job]] = ()
 ) -> dict[str, Any]:

@@ -212,7 +212,8 @@ def _environments(setup: Mapping[str, Any]) -> Any:
 
     uses, seed, slots = setup["uses"], setup["seed"], setup["slots"]
     if setup["isolation"] == "process":
-        return EnvService(ProcessEnvHost(uses, slots=slots, log_dir=setup["log_dir"], seed=seed))
+        variables = setup["variables"]
+        return EnvService(ProcessEnvHost(uses, slots=slots, log_dir=setup["log_dir"], seed=seed, variables=variables))
     task_sets = {name: load_task_set(use, seed=seed, domain=name) for name, use in uses.items()}
     return EnvService(InlineEnvHost(task_sets, slots=slots))
 

@@ -16,6 +16,7 @@ from rollart.config.paths import Code, Place, Program
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 _NORMAL = NormalDist()
@@ -107,6 +108,10 @@ class TaskSettings(Settings):
     """Sample from so many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends after any of these texts. Not read by `rollart sim`."""
+    environment: Anytime[tuple[Variable, ...]] = ()
+    """Names of environment variables that this task's environments may see, beside those that every program needs: an
+    API key, say. Its value is never in the job file. Environments of all tasks share processes, and so see all that any
+    task names. Not read by `rollart sim`; refused with `isolation: inline`, which sees everything."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -251,6 +256,9 @@ class RewardSettings(Settings):
     type: Literal["local", "http"] = "local"
     url: str | None = None
     """For `http`: the function's address."""
+    environment: Anytime[tuple[Variable, ...]] = ()
+    """For `local`: names of environment variables that reward functions may see, beside those that every program needs.
+    Not read by `rollart sim`."""
     workers: Count = 4
     """For `local`: processes (in `rollart sim`: dedicated devices)."""
     concurrency: Count = 256
@@ -266,6 +274,8 @@ class RewardSettings(Settings):
             raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
         if self.type == "local" and self.url:
             raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
+        if self.type == "http" and self.environment:
+            raise ValueError("rewards.environment: has no effect with type http, whose server has its own; remove it")
         return self
 
 

@@ -6,7 +6,7 @@ closed while it works, when the open or step that waits for it is cancelled, or 
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,16 @@ class ProcessEnvHost:
     """Opens environments in worker processes. `uses` says where each domain's task set is."""
 
     def __init__(
-        self, uses: Mapping[str, str], *, slots: int, log_dir: str | Path, seed: int = 0, lost: Lost | None = None
+        self,
+        uses: Mapping[str, str],
+        *,
+        slots: int,
+        log_dir: str | Path,
+        seed: int = 0,
+        variables: Sequence[str] = (),
+        lost: Lost | None = None,
     ) -> None:
+        """`variables`: of our environment, those that workers get beside what every program needs."""
         self._uses = dict(uses)
         self._pool = ChildPool(
             "rollart.envs.worker",
@@ -33,6 +41,7 @@ class ProcessEnvHost:
             size=slots,
             log_dir=Path(log_dir),
             name="env",
+            variables=variables,
             lost=lost,
         )
 

@@ -1,7 +1,7 @@
 """A RewardBackend of functions in a pool of local processes. One that takes too long is killed, with its process."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollart.errors import RewardError
@@ -21,8 +21,10 @@ class LocalRewards:
         log_dir: str | Path,
         workers: int = 4,
         timeout_s: float = 30.0,
+        variables: Sequence[str] = (),
         lost: Lost | None = None,
     ) -> None:
+        """`variables`: of our environment, those that workers get beside what every program needs."""
         self._functions = dict(functions)
         self._decode = decode
         self._timeout_s = timeout_s
@@ -32,6 +34,7 @@ class LocalRewards:
             size=workers,
             log_dir=Path(log_dir),
             name="reward",
+            variables=variables,
             lost=lost,
         )
 

@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollart.tasks.child import LENGTH, MAX_MESSAGE_BYTES, pack, unpack
+from rollart.tasks.variables import for_children
 
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """A child's output file is emptied between users when it has grown beyond this."""
@@ -48,9 +49,12 @@ class ChildPool:
         size: int,
         log_dir: Path,
         name: str,
+        variables: Sequence[str] = (),
         lost: Lost | None = None,
     ) -> None:
+        """`variables`: of our environment, those that children get beside what every program needs."""
         self._module = module
+        self._variables = variables
         self._setup = setup
         self._log_dir = log_dir
         self._name = name
@@ -110,7 +114,8 @@ class ChildPool:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._life = os.pipe()
         slot = next(number for number in range(len(self._all) + 1) if number not in self._all)
-        child = Child(self._module, self._log_dir / f"{self._name}-{slot}", life=self._life[0], lost=self._lost)
+        log = self._log_dir / f"{self._name}-{slot}"
+        child = Child(self._module, log, life=self._life[0], variables=self._variables, lost=self._lost)
         self._all[slot] = child
         began_s = time.monotonic()
         try:
@@ -130,14 +135,17 @@ class ChildPool:
 class Child:
     """One process; one call at a time."""
 
-    def __init__(self, module: str, log: Path, *, life: int, lost: Lost | None = None) -> None:
+    def __init__(
+        self, module: str, log: Path, *, life: int, variables: Sequence[str] = (), lost: Lost | None = None
+    ) -> None:
         self._name, self._lost = log.name, lost
         self._mourning: asyncio.Task[str] | None = None
         self._killed_alive = False
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         self._err_start = self._err.stat().st_size if self._err.exists() else 0
         self._sock, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = for_children(os.environ, variables)
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("OMP_NUM_THREADS", "1")
         with theirs, self._out.open("ab") as out, self._err.open("ab") as err:
             self._process = subprocess.Popen(

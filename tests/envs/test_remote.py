@@ -51,6 +51,7 @@ class Machines:
             "seed": 0,
             "slots": slots,
             "isolation": isolation,
+            "variables": [],
             "log_dir": str(tmp_path / "logs"),
         }
         self.workers: list[PackedWorker] = []

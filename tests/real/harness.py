@@ -24,7 +24,8 @@ from rollart.events import Event, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = str(Path(__file__).with_name("slow_tasks.py"))
-MARKER = "ROLLART_TEST_RUN"
+MARKER = "PYTHON_ROLLART_TEST_RUN"
+"""Marks every process of a run: a name that environments and rewards are given too."""
 SOON_S = 150.0
 """Generous: the machine may be busy with other things."""
 
