@@ -56,6 +56,7 @@ def real_world(
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
     from rollart.weights.kinds import open_store
+    from rollart.weights.shm import remove_left_behind
 
     model_path = Path(job.model.path)
     uses = {task.name: task.use for task in job.tasks}
@@ -65,8 +66,11 @@ def real_world(
     where = store_setup(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
-    for dead in [*before, store]:
+    store.claim()
+    for dead in before:
         dead.close()
+    if where["type"] == "shm":
+        remove_left_behind()
     engines, trainer = engine_setups(job, out, where, tokenizer.stop_tokens), trainer_setup(job, out, where, earlier)
     cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)

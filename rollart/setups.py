@@ -1,7 +1,7 @@
 """From a job to what each worker process is built from: plain data, read by `rollart.worker`."""
 
 import json
-import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from rollart.hardware import ModelShape
 
 
 def store_setup(job: Job, out: Path) -> dict[str, Any]:
-    """A store of this run alone: its name holds the process that runs the job."""
-    run_id = f"{job.name}-{os.getpid()}"
+    """A store of this life of this run alone: no other has its name, on any machine."""
+    run_id = f"{job.name}-{secrets.token_hex(8)}"
     common = {"type": job.weights.type, "bucket_bytes": job.weights.bucket_mb * 1_000_000}
     if job.weights.type == "shm":
         return {**common, "run_id": run_id}

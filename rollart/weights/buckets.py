@@ -18,9 +18,10 @@ import mmap
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +30,14 @@ from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
 from rollart.types import Bucket, Probe, TensorPlace, WeightManifest, WeightVersion
+from rollart.weights.owner import Claim, claim
 
 ALIGNMENT = 64
 """Bytes: where the first tensor of a bucket begins."""
 CHUNK_BYTES = 1 << 20
 """Written and digested at a time, so that the digest reads from the cache."""
+FIRST_LOOK_S = 0.01
+"""Until a bucket that is not seen is looked for again; doubled each time."""
 MANIFEST = "manifest.json"
 BUCKETS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
@@ -68,11 +72,14 @@ class Mapped(NamedTuple):
 class BucketStore:
     """One run's versions. Making one costs nothing; any number of processes may have one for the same run."""
 
-    def __init__(self, directory: Path, bucket_bytes: int) -> None:
+    def __init__(self, directory: Path, bucket_bytes: int, *, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes: {bucket_bytes} is too small; give at least {ALIGNMENT}, such as {1 << 30}")
         self._dir = directory
         self._bucket_bytes = bucket_bytes
+        self._patience_s = patience_s
+        self._claim: Claim | None = None
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
@@ -144,9 +151,17 @@ class BucketStore:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(self._drop_before, version)
 
+    def claim(self) -> bool:
+        """Own the store for as long as this process lives. False where another live run does."""
+        self._claim = self._claim or claim(self._dir)
+        return self._claim is not None
+
     def close(self) -> None:
-        """Remove everything of this run, also what a killed process left behind."""
-        shutil.rmtree(self._dir, ignore_errors=True)
+        """Remove everything of this run, also what a killed process left behind; nothing of another live run."""
+        if self.claim() and self._claim is not None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            self._claim.release()
+            self._claim = None
 
     def folder(self, version: WeightVersion) -> Path:
         """Where a version's files are."""
@@ -206,7 +221,7 @@ class BucketStore:
         """The bucket's bytes, which are what the manifest says; or WeightError."""
         if known is not None and (known.num_bytes, known.digest) == (bucket.num_bytes, bucket.digest):
             return known.data
-        found = self.map_bucket(bucket.name)
+        found = self._seen(bucket)
         if found.num_bytes != bucket.num_bytes:
             raise WeightError(
                 f"weight bucket {bucket.name}: damaged, {found.num_bytes} bytes instead of {bucket.num_bytes}"
@@ -214,6 +229,25 @@ class BucketStore:
         if found.digest != bucket.digest:
             raise WeightError(f"weight bucket {bucket.name}: damaged, digest {found.digest} instead of {bucket.digest}")
         return found.data
+
+    def _seen(self, bucket: Bucket) -> Mapped:
+        """The bucket, once it is seen here with all its bytes: a network file system shows what another machine wrote a
+        little later. What is still missing when our patience ends is lost."""
+        until_s, wait_s = time.monotonic() + self._patience_s, FIRST_LOOK_S
+        while True:
+            late = time.monotonic() + wait_s > until_s
+            try:
+                found = self.map_bucket(bucket.name)
+            except WeightError:
+                if late:
+                    raise
+            else:
+                if late or found.num_bytes >= bucket.num_bytes:
+                    return found
+            time.sleep(wait_s)
+            wait_s *= 2
+            with suppress(OSError):
+                os.listdir((self._dir / bucket.name).parent)  # or what was not there may stay so in a client's cache
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from rollart.weights.buckets import BucketStore
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 """Endings of the initial model's files that hold weights, and are not copied."""
+VISIBLE_S = 5.0
+"""How long what another machine wrote may take to be seen on a shared disk."""
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 TIED = "tie_word_embeddings"
@@ -75,9 +77,16 @@ class _Stored(Mapping[str, Tensor]):
 class FileStore(BucketStore):
     """Versions below `directory`, which is this run's alone: `close` removes it."""
 
-    def __init__(self, directory: Path, bucket_bytes: int = 1 << 30, *, model_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        bucket_bytes: int = 1 << 30,
+        *,
+        model_path: Path | None = None,
+        patience_s: float = VISIBLE_S,
+    ) -> None:
         """`model_path`: the initial model, whose config and tokenizer go into each version. Needed to push only."""
-        super().__init__(directory, bucket_bytes)
+        super().__init__(directory, bucket_bytes, patience_s=patience_s)
         self._model_path = model_path
         self._config = json.loads((model_path / CONFIG).read_text()) if model_path is not None else {}
 

@@ -39,7 +39,7 @@ class Versions:
         self.plain: dict[int, PreTrainedModel] = {}
         tokenizer.save_pretrained(self.path)
         self.model(0).save_pretrained(self.path)
-        self.store = FileStore(directory / "weights", bucket_bytes=100_000, model_path=self.path)
+        self.store = FileStore(directory / "weights", bucket_bytes=100_000, model_path=self.path, patience_s=0.0)
         self.initial = self.store.initial()
         """What a server is started from."""
 

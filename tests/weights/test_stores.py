@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStor
     store: BucketStore = (
         ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=1024)
         if request.param == "shm"
-        else FileStore(tmp_path / "weights", bucket_bytes=1024)
+        else FileStore(tmp_path / "weights", bucket_bytes=1024, patience_s=0.0)
     )
     yield store
     store.close()
