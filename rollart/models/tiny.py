@@ -29,7 +29,10 @@ HEAD_SIZE = 24
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
     "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
