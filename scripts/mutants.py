@@ -3,8 +3,8 @@
     python scripts/mutants.py --count 150 --workers 2 --json
 
 Draws mistakes from a seed, over the folders below: a comparison turned round, `and` for `or`, a number off by
-one, `min` for `max`, a condition negated, a call or an assignment left out. Each is put into a copy of the tree, and the
-tests of that folder run until one fails. What nobody noticed is listed with file, line and change; whether it is a
+one, `min` for `max`, a condition negated, a call or an assignment left out. Each is put into a copy of the tree, and
+the tests of that folder run until one fails. What nobody noticed is listed with file, line and change; whether it is a
 mistake at all or only another way to write the same thing is for a person to judge.
 """
 
