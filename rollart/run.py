@@ -272,6 +272,7 @@ def facts(job: Job, clock: str) -> Event:
         },
         "rewards": job.rewards.type,
         "reward_workers": job.rewards.workers if job.rewards.type == "local" else None,
+        "reward_cost": {"hour": job.rewards.cost, "call": job.rewards.call_cost},
         "store_full_s": job.limits.store_full_s,
         "breaks": any(task.failure or task.hang for task in job.sim.tasks.values()),
     }

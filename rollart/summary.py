@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollart.costs import Costs
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
 from rollart.summary_evals import Evaluations
 from rollart.summary_tasks import Failures, TaskBooks
@@ -32,24 +33,6 @@ class _Group:
     task: str
     scored: list[_Work] = field(default_factory=list)
     """Ended well; trained on or wasted with the group."""
-
-
-@dataclass(slots=True)
-class _Pool:
-    engines: int = 0
-    gpus: int = 0
-    cost: float = 0.0
-    slots: int = 0
-    prefill: str | None = None
-    """The pool that prefills for this one."""
-    reserved_s: float = 0.0
-    """Engine-seconds, up to the last change of the job."""
-    paid: float = 0.0
-    """Device-seconds times price, up to the last change of the job."""
-    busy_s: float = 0.0
-    requests: int = 0
-    tokens: int = 0
-    fallbacks: int = 0
 
 
 @dataclass(slots=True)
@@ -85,11 +68,8 @@ class Summary:
         self._new: dict[str, None] = {}
         """Admitted since the last checkpoint."""
         self._trained_tasks: dict[str, int] = {}
-        self._pools: dict[str, _Pool] = {}
-        self._trainer_paid = 0.0
-        self._changed_s = 0.0
-        """When the job's settings were changed last."""
-        self._engine_pool: dict[str, str] = {}
+        self._costs = Costs()
+        self._evaluation_cost = 0.0
         self._tasks: dict[str, _Task] = {}
         self._ages: dict[int, int] = {}
         self._max_age = self._max_steps = 0
@@ -139,20 +119,12 @@ class Summary:
         self._books.names(self._tasks)
 
     def _on_changed(self, event: Event) -> None:
-        """A resumed job has other settings: what was reserved until now is settled under those before."""
-        for pool in self._pools.values():
-            pool.reserved_s, pool.paid = self._reserved_s(pool), self._paid(pool)
-            pool.engines = pool.slots = 0
-        self._trainer_paid = self._paid_for_training()
-        self._changed_s = event["t"]
+        """A resumed job has other settings."""
         self._take_job(event["job"])
 
     def _take_job(self, job: Event) -> None:
         self._job = job
-        for name, now in job["pools"].items():
-            pool = self._pools.setdefault(name, _Pool())
-            pool.engines, pool.gpus, pool.cost = now["engines"], now["gpus"], now["cost"]
-            pool.slots, pool.prefill = now["slots"], now.get("prefill")
+        self._costs.job(job, self._last_s)
 
     def _on_admit(self, event: Event) -> None:
         group_id, task = event["group"], _domain(event["task"])
@@ -167,28 +139,24 @@ class Summary:
         self._tasks[task].pool = event["pool"]
 
     def _on_send(self, event: Event) -> None:
-        self._engine_pool[event["engine"]] = event["pool"]
-        pool = self._pools[event["pool"]]
-        pool.requests += 1
-        if "fallback" in event:
-            pool.fallbacks += 1
+        self._costs.sent(event)
 
     def _on_said(self, event: Event) -> None:
-        pool = self._pools[self._engine_pool[event["engine"]]]
-        pool.busy_s += event["busy_s"]
-        pool.tokens += event["tokens"]
         self._sampled_tokens += event["tokens"]
-        cost = event["busy_s"] * pool.gpus * pool.cost
-        if pool.prefill is not None:
-            beside = self._pools[pool.prefill]
-            beside.busy_s += event.get("prefill_busy_s", 0.0)
-            beside.requests += 1
-            cost += event.get("prefill_busy_s", 0.0) * beside.gpus * beside.cost
+        cost = self._costs.said(event)
         work = self._live.get(event["id"].rpartition("/")[0])
         if work is not None:
             work.tokens += event["tokens"]
             work.prefill += event["prefill"]
-            work.cost += cost / 3600
+            work.cost += cost
+
+    def _on_lost(self, event: Event) -> None:
+        """The call is sent again: whatever becomes of its attempt, this part of it was for nothing."""
+        attempt = event["id"].rpartition("/")[0]
+        cost, work = self._costs.given_up(attempt, event["t"]), self._live.get(attempt)
+        if work is not None and not work.evaluation:
+            self._tasks[work.task].cost += cost
+            self._tasks[work.task].wasted_cost += cost
 
     def _on_refused(self, event: Event) -> None:
         self._metrics.add("error/answer", Sum(1))
@@ -196,7 +164,9 @@ class Summary:
 
     def _on_end(self, event: Event) -> None:
         work = self._live.pop(event["id"])
+        work.cost += self._costs.given_up(event["id"], event["t"])
         if work.evaluation:
+            self._evaluation_cost += work.cost
             return
         status = event["status"]
         if status == "failed":
@@ -305,12 +275,14 @@ class Summary:
         self._reward["seconds"] += event["busy_s"] or event["s"] - event["cold_s"]
         self._reward["cold_starts"] += event["cold_s"] > 0
         self._reward["cold_start_s"] += event["cold_s"]
+        self._costs.reward(event)
         work = self._live.get(event["id"])
         if work is not None and "parts" in event:
             work.parts = event["parts"]
 
     def _on_reward_failed(self, event: Event) -> None:
         self._reward["failed"] += 1
+        self._costs.reward(event)
         self._failures.add("reward", event["id"], event["reason"])
 
     def _on_worker_lost(self, event: Event) -> None:
@@ -340,8 +312,13 @@ class Summary:
         if self._state == "running":
             self._restarts["coordinator"] += 1
             self._failures.add("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
-        for work in self._live.values():
-            self._wasted("restart", [work])
+        for attempt, work in self._live.items():
+            work.cost += self._costs.given_up(attempt, event["t"])
+            if work.evaluation:
+                self._evaluation_cost += work.cost
+            else:
+                self._tasks[work.task].cost += work.cost
+                self._wasted("restart", [work])
         self._live.clear()
 
     def _on_resumed(self, event: Event) -> None:
@@ -441,7 +418,7 @@ class Summary:
                 "trained_twice": sum(1 for count in self._trained_tasks.values() if count > 1),
                 "late_results": self._late,
             },
-            "pools": self._pool_rows(),
+            "pools": self._costs.pool_rows(self._last_s),
             "weights": {
                 "push_s": _mean(self._pushes),
                 "pull_s": _mean(self._pulls),
@@ -457,33 +434,6 @@ class Summary:
             "failures": self._failures.rows(),
             "faults": dict(sorted(self._faults.items())),
             "warnings": self._warnings,
-        }
-
-    def _reserved_s(self, pool: _Pool) -> float:
-        """Engine-seconds so far."""
-        return pool.reserved_s + pool.engines * (self._last_s - self._changed_s)
-
-    def _paid(self, pool: _Pool) -> float:
-        devices = pool.engines * pool.gpus + (0 if pool.engines else pool.slots)
-        return pool.paid + devices * pool.cost * (self._last_s - self._changed_s)
-
-    def _paid_for_training(self) -> float:
-        train = self._job.get("train", {"gpus": 0, "cost": 0.0})
-        rate: float = train["gpus"] * train["cost"]
-        return self._trainer_paid + rate * (self._last_s - self._changed_s)
-
-    def _pool_rows(self) -> dict[str, Any]:
-        return {
-            name: {
-                "engines": pool.engines,
-                "gpus": pool.engines * pool.gpus,
-                "utilisation": round(pool.busy_s / max(self._reserved_s(pool), 1e-9), 4),
-                "requests": pool.requests,
-                "tokens": pool.tokens,
-                "fallbacks": pool.fallbacks,
-            }
-            for name, pool in self._pools.items()
-            if pool.engines or pool.reserved_s
         }
 
     def _reward_row(self, seconds: float) -> dict[str, Any]:
@@ -521,20 +471,19 @@ class Summary:
 
     def _cost(self) -> dict[str, Any]:
         """Device-hours times price: what was reserved, and which part of it which task used."""
-        pools = {name: round(self._paid(pool) / 3600, 4) for name, pool in self._pools.items()}
-        trainer = round(self._paid_for_training() / 3600, 4)
         used = sum(task.cost for task in self._tasks.values())
-        reserved = sum(cost for name, cost in pools.items() if self._reserved_s(self._pools[name]))
+        under_way = sum(work.cost for work in self._live.values())
+        idle = self._costs.engines(self._last_s) - used - under_way - self._evaluation_cost
         return {
-            "total": round(sum(pools.values()) + trainer, 4),
-            "pools": pools,
-            "train": trainer,
+            **self._costs.reserved(self._last_s),
             "tasks": {
                 name: {"used": round(task.cost, 4), "wasted": round(task.wasted_cost, 4)}
                 for name, task in self._tasks.items()
             },
             "wasted": round(sum(task.wasted_cost for task in self._tasks.values()), 4),
-            "idle": round(max(0.0, reserved - used), 4),
+            "evaluation": round(self._evaluation_cost, 4),
+            "under_way": round(under_way, 4),
+            "idle": round(max(0.0, idle), 4),
         }
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SHARED = frozenset({"types", "ports", "errors", "append", "events", "config", "hardware"})
 ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim", "records"})
-FOLDS = frozenset({"types", "errors", "events", "causes"})
+FOLDS = frozenset({"types", "errors", "events", "causes", "costs"})
 VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "policy": frozenset({"types", "hardware"}),
     "control": SHARED | {"policy", "causes"},
     "causes": frozenset(),
+    "costs": frozenset({"events"}),
     "samples": frozenset({"types"}),
     "wire": frozenset({"types"}),
     "packed": frozenset(),
@@ -72,6 +73,7 @@ AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 LIGHT = VALUES | {
     "",
     "causes",
+    "costs",
     "records",
     "policy",
     "control",

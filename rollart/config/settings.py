@@ -267,6 +267,11 @@ class RewardSettings(Settings):
     retries: Annotated[int, Field(ge=0)] = 3
     backoff_s: NonNegative = 0.5
     """Wait before the first retry; doubled each time."""
+    cost: NonNegative = 0.0
+    """Price of an hour, in the unit of `pools.cost`: `local`, of one worker, reserved for the whole run; `http`, of one
+    running function, its cold starts included."""
+    call_cost: NonNegative = 0.0
+    """For `http`: price of one call, failed ones included."""
 
     @model_validator(mode="after")
     def _has_url(self) -> Self:
@@ -276,6 +281,8 @@ class RewardSettings(Settings):
             raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
         if self.type == "http" and self.environment:
             raise ValueError("rewards.environment: has no effect with type http, whose server has its own; remove it")
+        if self.type == "local" and self.call_cost:
+            raise ValueError("rewards.call_cost: local workers are paid by the hour; set rewards.cost, or remove it")
         return self
 
 

@@ -1,0 +1,188 @@
+"""What a run's devices were reserved for and what used them, in engine seconds and in money. A part of the summary.
+
+The engine time of a call that was answered is what its engine measured. Nobody measures a call that came to nothing
+(aborted, lost with its engine, refused): it is booked at an equal part of its engine's time with the calls beside it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.events import Event
+
+HOUR_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Pool:
+    engines: int = 0
+    gpus: int = 0
+    cost: float = 0.0
+    slots: int = 0
+    prefill: str | None = None
+    """The pool that prefills for this one."""
+    reserved_s: float = 0.0
+    """Engine-seconds, up to the last change of the job."""
+    paid: float = 0.0
+    """Device-seconds times price, up to the last change of the job."""
+    busy_s: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    fallbacks: int = 0
+
+
+@dataclass(slots=True)
+class _Engine:
+    pool: _Pool
+    calls: int = 0
+    """Under way."""
+    share_s: float = 0.0
+    """What a call would have used that was under way all the time."""
+    at_s: float = 0.0
+
+    def advance(self, now_s: float) -> float:
+        if self.calls:
+            self.share_s += (now_s - self.at_s) / self.calls
+        self.at_s = now_s
+        return self.share_s
+
+
+class Costs:
+    """Fed by the summary, event by event."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Pool] = {}
+        self._engines: dict[str, _Engine] = {}
+        self._calls: dict[str, tuple[_Engine, float]] = {}
+        """By attempt: the engine that has its call, and its `share_s` when that was sent."""
+        self._train: Event = {"gpus": 0, "cost": 0.0}
+        self._trainer_paid = 0.0
+        self._reward_workers = 0
+        """Reserved; 0 where functions are called."""
+        self._reward_cost: Event = {"hour": 0.0, "call": 0.0}
+        self._rewards_paid = 0.0
+        """Seconds times price: of functions and calls, and of workers up to the last change of the job."""
+        self._changed_s = 0.0
+        """When the job's settings were changed last."""
+
+    def job(self, job: Event, now_s: float) -> None:
+        """The job's settings from now on; what was reserved until now is settled under those before."""
+        for pool in self._pools.values():
+            pool.reserved_s, pool.paid = self._reserved_s(pool, now_s), self._paid(pool, now_s)
+            pool.engines = pool.slots = 0
+        self._trainer_paid = self._paid_for_training(now_s)
+        self._rewards_paid = self._paid_for_rewards(now_s)
+        self._changed_s = now_s
+        self._train = job.get("train", self._train)
+        self._reward_workers = job.get("reward_workers") or 0
+        self._reward_cost = job.get("reward_cost", self._reward_cost)
+        for name, now in job["pools"].items():
+            pool = self._pools.setdefault(name, _Pool())
+            pool.engines, pool.gpus, pool.cost = now["engines"], now["gpus"], now["cost"]
+            pool.slots, pool.prefill = now["slots"], now.get("prefill")
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    def sent(self, event: Event) -> None:
+        pool = self._pools[event["pool"]]
+        pool.requests += 1
+        pool.fallbacks += "fallback" in event
+        engine = self._engines.get(event["engine"])
+        if engine is None:
+            engine = self._engines[event["engine"]] = _Engine(pool)
+        share_s = engine.advance(event["t"])
+        engine.calls += 1
+        self._calls[_attempt(event)] = (engine, share_s)
+
+    def said(self, event: Event) -> float:
+        """The price of an answered call."""
+        pool = self._engines[event["engine"]].pool
+        self._ended(_attempt(event), event["t"])
+        pool.tokens += event["tokens"]
+        cost = _used(pool, event["busy_s"])
+        if pool.prefill is not None:
+            beside = self._pools[pool.prefill]
+            beside.requests += 1
+            cost += _used(beside, event.get("prefill_busy_s", 0.0))
+        return cost
+
+    def given_up(self, attempt: str, now_s: float) -> float:
+        """The price of the call that this attempt has under way, if any, and that comes to nothing."""
+        ended = self._ended(attempt, now_s)
+        return _used(*ended) if ended is not None else 0.0
+
+    def _ended(self, attempt: str, now_s: float) -> tuple[_Pool, float] | None:
+        found = self._calls.pop(attempt, None)
+        if found is None:
+            return None
+        engine, began = found
+        used_s = engine.advance(now_s) - began
+        engine.calls -= 1
+        return engine.pool, used_s
+
+    # --- rewards ----------------------------------------------------------------------------------------------
+
+    def reward(self, event: Event) -> None:
+        """A call that gave a score, or failed: how long that one ran is not known."""
+        if not self._reward_workers:
+            ran_s = event["busy_s"] + event["cold_s"] if event.get("busy_s") else event.get("s", 0.0)
+            self._rewards_paid += ran_s * self._reward_cost["hour"] + HOUR_S * self._reward_cost["call"]
+
+    # --- figures ----------------------------------------------------------------------------------------------
+
+    def pool_rows(self, now_s: float) -> dict[str, Any]:
+        return {
+            name: {
+                "engines": pool.engines,
+                "gpus": pool.engines * pool.gpus,
+                "utilisation": round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
+                "requests": pool.requests,
+                "tokens": pool.tokens,
+                "fallbacks": pool.fallbacks,
+            }
+            for name, pool in self._pools.items()
+            if pool.engines or pool.reserved_s
+        }
+
+    def reserved(self, now_s: float) -> dict[str, Any]:
+        """What everything cost, whether it was used or not."""
+        pools = {name: round(self._paid(pool, now_s) / HOUR_S, 4) for name, pool in self._pools.items()}
+        trainer = round(self._paid_for_training(now_s) / HOUR_S, 4)
+        rewards = round(self._paid_for_rewards(now_s) / HOUR_S, 4)
+        return {
+            "total": round(sum(pools.values()) + trainer + rewards, 4),
+            "pools": pools,
+            "train": trainer,
+            "rewards": rewards,
+        }
+
+    def engines(self, now_s: float) -> float:
+        """What the pools with engines cost."""
+        return sum(self._paid(pool, now_s) / HOUR_S for pool in self._pools.values() if self._reserved_s(pool, now_s))
+
+    def _reserved_s(self, pool: _Pool, now_s: float) -> float:
+        """Engine-seconds so far."""
+        return pool.reserved_s + pool.engines * (now_s - self._changed_s)
+
+    def _paid(self, pool: _Pool, now_s: float) -> float:
+        devices = pool.engines * pool.gpus + (0 if pool.engines else pool.slots)
+        return pool.paid + devices * pool.cost * (now_s - self._changed_s)
+
+    def _paid_for_training(self, now_s: float) -> float:
+        rate: float = self._train["gpus"] * self._train["cost"]
+        return self._trainer_paid + rate * (now_s - self._changed_s)
+
+    def _paid_for_rewards(self, now_s: float) -> float:
+        rate: float = self._reward_workers * self._reward_cost["hour"]
+        return self._rewards_paid + rate * (now_s - self._changed_s)
+
+
+def _used(pool: _Pool, busy_s: float) -> float:
+    """Book engine seconds on a pool; returns their price."""
+    pool.busy_s += busy_s
+    return busy_s * pool.gpus * pool.cost / HOUR_S
+
+
+def _attempt(event: Event) -> str:
+    """The attempt of a call."""
+    attempt: str = event["id"].rpartition("/")[0]
+    return attempt

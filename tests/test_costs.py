@@ -1,0 +1,146 @@
+"""Who used the engines, and what it cost: calls that came to nothing are waste, and rewards have a price."""
+
+from typing import Any
+
+import pytest
+
+from rollart.config.load import build_job
+from rollart.errors import JobError
+from rollart.events import Event
+from rollart.run import facts, simulate
+from rollart.summary import Summary
+
+RAW: dict[str, Any] = {
+    "name": "job",
+    "tasks": [{"name": "a", "group_size": 2}],
+    "pools": [
+        {"name": "fast", "hardware": "h20", "cost": 2.0, "engines": {"count": 1}},
+        {"name": "rooms", "slots": 8, "cost": 0.0},
+    ],
+    "train": {"steps": 3, "pool": "rooms"},
+}
+HOUR_S = 3600.0
+
+
+def cost_of(*events: tuple[float, str, Event], until_h: float = 4.0, **changes: Any) -> dict[str, Any]:
+    """Of a run with these events, at hours, on one engine whose hour costs 2."""
+    summary = Summary()
+    summary.read({"e": "run", "t": 0.0, **facts(build_job({**RAW, **changes}), clock="real")})
+    for at_h, kind, fields in [*events, (until_h, "warning", {"text": ""})]:
+        summary.read({"e": kind, "t": at_h * HOUR_S, **fields})
+    result = summary.result()
+    return {**result["cost"], "utilisation": result["pools"]["fast"]["utilisation"]}
+
+
+def start(attempt: str, *, evaluation: bool = False) -> tuple[float, str, Event]:
+    return (0.0, "start", {"id": attempt, "task": "a/1", "pool": "fast", "eval": evaluation})
+
+
+def send(at_h: float, attempt: str, engine: str = "fast-0") -> tuple[float, str, Event]:
+    return (at_h, "send", {"id": f"{attempt}/0", "engine": engine, "pool": "fast"})
+
+
+def said(at_h: float, attempt: str, busy_h: float) -> tuple[float, str, Event]:
+    fields = {"id": f"{attempt}/0", "engine": "fast-0", "tokens": 5, "prefill": 3, "busy_s": busy_h * HOUR_S}
+    return (at_h, "said", fields)
+
+
+def end(at_h: float, attempt: str, status: str) -> tuple[float, str, Event]:
+    reward = 1.0 if status == "done" else None
+    fields = {"id": attempt, "task": "a/1", "status": status, "reason": "", "turns": 1, "tokens": 5, "reward": reward}
+    return (at_h, "end", fields)
+
+
+@pytest.mark.parametrize("status", ["aborted", "stale", "failed"])
+def test_the_work_of_a_call_that_is_given_up_is_waste_and_not_idle(status: str) -> None:
+    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), end(3.0, "g0.0.0", status))
+    assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 4.0}, "two hours of the engine"
+    assert (cost["wasted"], cost["idle"], cost["utilisation"]) == (4.0, 4.0, 0.5)
+
+
+def test_calls_beside_each_other_share_their_engine() -> None:
+    cost = cost_of(
+        start("g0.0.0"),
+        start("g0.1.0"),
+        send(0.0, "g0.0.0"),
+        send(1.0, "g0.1.0"),
+        said(3.0, "g0.1.0", busy_h=1.0),
+        end(3.0, "g0.1.0", "done"),
+        end(4.0, "g0.0.0", "stale"),
+    )
+    assert cost["tasks"]["a"] == {"used": 2.0 * (1.0 + 1.0 + 1.0 + 1.0), "wasted": 2.0 * (1.0 + 2.0 / 2 + 1.0) + 2.0}
+    assert cost["idle"] == 0.0
+
+
+def test_an_answered_call_costs_what_its_engine_measured() -> None:
+    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), said(3.0, "g0.0.0", busy_h=0.5), end(4.0, "g0.0.0", "stale"))
+    assert (cost["tasks"]["a"]["used"], cost["idle"]) == (1.0, 7.0)
+
+
+def test_what_is_lost_with_an_engine_is_waste_whatever_becomes_of_its_attempt() -> None:
+    cost = cost_of(
+        start("g0.0.0"),
+        send(0.0, "g0.0.0", "fast-0"),
+        (1.0, "lost", {"id": "g0.0.0/0", "engine": "fast-0", "reason": "died"}),
+        send(1.0, "g0.0.0"),
+        said(2.0, "g0.0.0", busy_h=1.0),
+        (0.0, "admit", {"group": "g0", "task": "a/1", "serving": 0}),
+        end(2.0, "g0.0.0", "done"),
+    )
+    assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 2.0}
+
+
+def test_a_killed_coordinator_wastes_what_was_under_way() -> None:
+    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), (2.0, "killed", {}))
+    assert cost["tasks"]["a"] == {"used": 2.0, "wasted": 2.0}
+    assert cost["idle"] == 6.0
+
+
+def test_evaluation_and_what_is_still_under_way_are_neither_used_nor_idle() -> None:
+    cost = cost_of(
+        start("eval0.0.0", evaluation=True),
+        start("g0.0.0"),
+        send(0.0, "eval0.0.0"),
+        said(1.0, "eval0.0.0", busy_h=1.0),
+        end(1.0, "eval0.0.0", "done"),
+        send(1.0, "g0.0.0"),
+        said(3.0, "g0.0.0", busy_h=2.0),
+    )
+    assert (cost["evaluation"], cost["under_way"], cost["idle"]) == (2.0, 4.0, 2.0)
+    assert cost["tasks"]["a"] == {"used": 0.0, "wasted": 0.0}
+
+
+REWARD: Event = {"id": "g0.0.0", "value": 1.0, "s": 0.6 * HOUR_S, "busy_s": 0.25 * HOUR_S, "cold_s": 0.25 * HOUR_S}
+FAILED: Event = {"id": "g0.0.0", "reason": "no"}
+HTTP = {"type": "http", "url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "price"),
+    [
+        ({}, 0.0),
+        ({"workers": 3, "cost": 0.5}, 3 * 0.5 * 4.0),
+        ({**HTTP, "cost": 8.0}, 8.0 * (0.5 + 0.6)),
+        ({**HTTP, "call_cost": 0.25}, 3 * 0.25),
+        (HTTP, 0.0),
+    ],
+)
+def test_rewards_have_a_price(rewards: dict[str, Any], price: float) -> None:
+    unknown = {**REWARD, "busy_s": 0.0}
+    cost = cost_of((1.0, "reward", REWARD), (2.0, "reward", unknown), (3.0, "reward.failed", FAILED), rewards=rewards)
+    assert cost["rewards"] == pytest.approx(price)
+    assert cost["total"] == pytest.approx(8.0 + price)
+
+
+def test_a_price_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(JobError, match=r"^rewards\.call_cost: local workers are paid by the hour; set rewards\.cost"):
+        build_job({**RAW, "rewards": {"call_cost": 1.0}})
+
+
+def test_in_a_run_all_of_the_engines_cost_is_accounted_for() -> None:
+    """Spare members are aborted all the time; what the engines were reserved for is used, or idle."""
+    raw = {**RAW, "rollout": {"groups_per_step": 4, "spare_members": 4}, "train": {"steps": 6}}
+    cost = simulate(build_job(raw), None).summary["cost"]
+    assert cost["wasted"] > 0.1 * cost["pools"]["fast"]
+    parts = cost["tasks"]["a"]["used"] + cost["evaluation"] + cost["under_way"] + cost["idle"]
+    assert parts == pytest.approx(cost["pools"]["fast"], rel=0.02)
