@@ -43,8 +43,7 @@ POOL = "stubs"
 def measure() -> dict[str, Any]:
     """The figures of `rollart bench cluster`."""
     serialise_us = _serialise_us()
-    calls, seconds = run_turns(1_000)
-    control_us = 1e6 * seconds / calls
+    control_us = 1e6 * run_turns(1_000).call_s
     over = {"local": asyncio.run(_over(_local)), "ray": asyncio.run(_over(_ray))}
     cost = {name: figures["engines"][str(SIZES[0])]["controller_us_per_call"] for name, figures in over.items()}
     return {

@@ -11,7 +11,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.events import EventLog, LogHandle
 from rollart.ports import Cluster, Trainer
+from rollart.records.format import FOLDER, files_of
+from rollart.records.recorder import FileRecorder
 from rollart.run import facts, rare_collections
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
@@ -46,39 +49,89 @@ from rollart.types import (
 from rollart.worlds import simulated_world
 
 ENGINES = 256
+LIVE = 10_000
 TURNS = 10
 GROUP = 8
 ANSWER_TOKENS = 32
 ROUNDS = 3
 CALLS = 100_000
 """Generate calls measured in one run, at the least."""
+_RNG = np.random.default_rng(0)
+TOKENS = _RNG.integers(0, 150_000, 1 << 14, dtype=np.int32)
+LOGPROBS = -_RNG.exponential(1.0, 1 << 14).astype(np.float32)
+"""Real arrays that nothing compresses well."""
+ANSWER = " ".join(str(token) for token in TOKENS[:20])
+"""What 32 tokens are as text, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one run."""
+
+    calls: int
+    seconds: float
+    """CPU seconds of this process, the recorder's thread included."""
+    trajectories: int = 0
+    """Recorded."""
+    dropped: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def call_s(self) -> float:
+        return self.seconds / self.calls
 
 
 def measure() -> dict[str, Any]:
     """The figures of `rollart bench control`."""
-    sizes = (1_000, 10_000, 50_000)
+    sizes = (1_000, LIVE, 50_000)
     weight = _bytes_per_trajectory()  # first: later, memory that was freed would be used again
     cost_s: dict[int, list[float]] = {size: [] for size in sizes}
+    recorded: list[Cost] = []
     for number in range(ROUNDS):
         for size in sizes:
-            calls, seconds = run_turns(size)
-            cost_s[size].append(seconds / calls)
+            plain, recording = _in_turn(size, first=number % 2) if size == LIVE else (run_turns(size), None)
+            cost_s[size].append(plain.call_s)
+            recorded += [recording] if recording else []
             print(
-                f"round {number + 1}/{ROUNDS}: {size} live, {calls / seconds:,.0f} calls/s", file=sys.stderr, flush=True
+                f"round {number + 1}/{ROUNDS}: {size} live, {1 / plain.call_s:,.0f} calls/s",
+                file=sys.stderr,
+                flush=True,
             )
     median = {size: statistics.median(values) for size, values in cost_s.items()}
     return {
-        "calls_per_s": round(1 / median[10_000]),
-        "calls_per_s_rounds": [round(1 / value) for value in cost_s[10_000]],
+        "calls_per_s": round(1 / median[LIVE]),
+        "calls_per_s_rounds": [round(1 / value) for value in cost_s[LIVE]],
         "us_per_call": {str(size): round(value * 1e6, 1) for size, value in median.items()},
         "us_per_call_rounds": {str(size): [round(v * 1e6, 1) for v in values] for size, values in cost_s.items()},
         "growth_1k_to_50k": round(median[50_000] / median[1_000], 3),
         "bytes_per_trajectory": weight,
+        "recording": recording_figures(cost_s[LIVE], recorded),
         "engines": ENGINES,
-        "live": 10_000,
+        "live": LIVE,
         "clock": "CPU seconds of one core; the waits are on the virtual clock",
         "python": platform.python_version(),
     }
+
+
+def recording_figures(plain_s: list[float], recorded: list[Cost]) -> dict[str, Any]:
+    """What keeping every trajectory costs: CPU seconds of a call with it, by those of one without, in each round."""
+    ratios = [cost.call_s / without_s for without_s, cost in zip(plain_s, recorded, strict=True)]
+    return {
+        "cost_ratio": round(statistics.median(ratios), 4),
+        "cost_ratio_rounds": [round(ratio, 4) for ratio in ratios],
+        "calls_per_s": round(1 / statistics.median(cost.call_s for cost in recorded)),
+        "trajectories": recorded[-1].trajectories,
+        "dropped": sum(cost.dropped for cost in recorded),
+        "disk_bytes_per_trajectory": round(recorded[-1].disk_bytes / max(1, recorded[-1].trajectories)),
+    }
+
+
+def _in_turn(live: int, *, first: int) -> tuple[Cost, Cost]:
+    """One run without recording and one with it, in this order or the other."""
+    if first:
+        recorded = run_turns(live, record=True)
+        return run_turns(live), recorded
+    return run_turns(live), run_turns(live, record=True)
 
 
 def _job(live: int, steps: int) -> Job:
@@ -99,8 +152,8 @@ def _job(live: int, steps: int) -> Job:
     )
 
 
-def run_turns(live: int) -> tuple[int, float]:
-    """(generate calls, CPU seconds) of one run with so many live trajectories."""
+def run_turns(live: int, *, record: bool = False) -> Cost:
+    """One run with so many live trajectories."""
     steps = max(2, CALLS // (live // 2 * TURNS))
     gc.collect()
     with (
@@ -108,23 +161,32 @@ def run_turns(live: int) -> tuple[int, float]:
         rare_collections(),
         asyncio.Runner(loop_factory=VirtualLoop) as runner,
     ):
-        return runner.run(_measure(_job(live, steps), Path(folder) / "events.jsonl"))
+        return runner.run(_measure(_job(live, steps), Path(folder), record=record))
 
 
-async def _measure(job: Job, path: Path) -> tuple[int, float]:
+async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     loop = asyncio.get_running_loop()
-    log = EventLog(loop.time, path)
+    log = EventLog(loop.time, folder / "events.jsonl")
     summary = Summary()
     log.read_by(summary.read)
     log.emit("run", facts(job, clock="virtual"))
-    world = _world(job, log, ANSWER_TOKENS)
-    coordinator = Coordinator(job, world, LogHandle(log))
     began_s = time.process_time()
-    await coordinator.run()
+    recorder = FileRecorder(folder / FOLDER) if record else None
+    world = replace(_world(job, log, ANSWER_TOKENS), recorder=recorder)
+    await Coordinator(job, world, LogHandle(log)).run()
     log.close()
+    if recorder is not None:
+        recorder.close()
     seconds = time.process_time() - began_s
-    pools = summary.result()["pools"]
-    return sum(pool["requests"] for pool in pools.values()), seconds
+    result = summary.result()
+    files = files_of(folder / FOLDER)
+    return Cost(
+        calls=sum(pool["requests"] for pool in result["pools"].values()),
+        seconds=seconds,
+        trajectories=sum(result["trajectories"].values()) if record else 0,
+        dropped=recorder.dropped if recorder is not None else 0,
+        disk_bytes=sum(path.stat().st_size for path in files),
+    )
 
 
 def _bytes_per_trajectory(count: int = 2_000, history_tokens: int = 4_096) -> int:
@@ -172,10 +234,10 @@ class _Tokenizer:
         self._host = host
 
     def render(self, messages: object, *, fresh: bool, after: Tokens | None = None) -> Tokens:
-        return np.ones(self._host.context_tokens, dtype=np.int32)
+        return TOKENS[: self._host.context_tokens].copy()
 
     def decode(self, tokens: Tokens) -> str:
-        return ""
+        return ANSWER
 
 
 class _Cluster:
@@ -200,14 +262,17 @@ class _Engine:
         self._name = name
         self._answer_tokens = answer_tokens
         self._version: WeightVersion = 0
+        self._first = zlib.crc32(name.encode())
+        """No two answers are alike."""
         self._count = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._count += 1
         await asyncio.sleep(1.0 + (self._count * 7919 % 1000) / 1000)
+        first = (self._first + self._count * 7919) % (len(TOKENS) - self._answer_tokens)
         return Completion(
-            tokens=np.ones(self._answer_tokens, dtype=np.int32),
-            logprobs=np.zeros(self._answer_tokens, dtype=np.float32),
+            tokens=TOKENS[first : first + self._answer_tokens].copy(),
+            logprobs=LOGPROBS[first : first + self._answer_tokens].copy(),
             spans=(Span(self._version, self._answer_tokens),),
             finish=Finish.STOP,
             engine=self._name,
@@ -236,7 +301,7 @@ class _Host:
         return _Env(self)
 
 
-_SEEN = Observation(messages=(Message(role="user", content=""),))
+_SEEN = Observation(messages=(Message(role="user", content=ANSWER),))
 _DONE = Observation(done=True)
 
 

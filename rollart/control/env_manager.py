@@ -91,8 +91,8 @@ class Run:
         self.last_engine: EngineView | None = None
         self.prefix = Prefix()
         self.turns: list[Turn] = []
-        self.said: tuple[Tokens, bool, Completion, float] | None = None
-        """An answer the environment has not replied to yet."""
+        self.said: tuple[Tokens, bool, Completion, float, float] | None = None
+        """An answer the environment has not replied to yet, and how long it took and was waited for."""
         self.notes: Notes | None = None
         """Where attempts are kept for people to read."""
         self.started_s = 0.0
@@ -103,7 +103,7 @@ class Run:
     def settle(self, reward: float = 0.0, env_s: float = 0.0) -> None:
         """Book the last answer as a turn, with what the environment made of it."""
         if self.said is not None:
-            context, fresh, completion, generate_s = self.said
+            context, fresh, completion, generate_s, waited_s = self.said
             self.said = None
             self.turns.append(
                 Turn(
@@ -115,8 +115,8 @@ class Run:
                     env_s=env_s,
                 )
             )
-            if self.notes is not None:
-                self.notes.settle()
+            if self.notes is not None and self.last_engine is not None:
+                self.notes.turn(self.last_engine.pool, waited_s)
 
     def stop(self, status: Status, reason: str) -> None:
         """End it now: its request is aborted, its environment closed, its reward dropped."""
@@ -343,9 +343,7 @@ class EnvManager:
             run.born = completion.spans[0].version
         run.min_version = completion.spans[-1].version
         run.prefix = prefix.answered(completion)
-        run.said = (context, fresh, completion, self._loop.time() - began_s)
-        if run.notes is not None:
-            run.notes.said(run.last_engine.pool, sent_s - began_s)
+        run.said = (context, fresh, completion, self._loop.time() - began_s, sent_s - began_s)
         return completion
 
     def _sampling(self, settings: TaskSettings, room: int) -> Sampling:

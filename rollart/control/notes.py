@@ -1,13 +1,13 @@
 """What is noted of one attempt under way for those who read it later. Nothing here decides anything.
 
-A turn's note is made where the turn is: `said` when the answer is there, `settle` when the turn is booked.
+A turn is noted where it is booked (`Run.settle`): by then the environment was given the answer, or never will be.
 """
 
 from rollart.types import Message, Played, Trajectory, TurnNote
 
 
 class Notes:
-    __slots__ = ("_answer", "_turns", "open_s", "queue_s", "reset_s", "reward_s", "shown", "text")
+    __slots__ = ("_turns", "open_s", "queue_s", "reset_s", "reward_s", "shown", "text")
 
     def __init__(self) -> None:
         self.open_s = 0.0
@@ -18,21 +18,13 @@ class Notes:
         """What the environment said since the last answer."""
         self.text = ""
         """The last answer, as the environment was given it."""
-        self._answer: tuple[str, float, tuple[Message, ...]] | None = None
         self._turns: list[TurnNote] = []
 
-    def said(self, pool: str, waited_s: float) -> None:
-        """An answer from an engine of this pool, to what was shown."""
-        self._answer = (pool, waited_s, self.shown)
+    def turn(self, pool: str, waited_s: float) -> None:
+        """An answer from an engine of this pool, to what was shown, is booked as a turn."""
+        self._turns.append(TurnNote(pool, waited_s, self.shown, self.text))
         self.shown = ()
         self.text = ""
-
-    def settle(self) -> None:
-        """The answer is booked as a turn."""
-        if self._answer is not None:
-            pool, waited_s, shown = self._answer
-            self._answer = None
-            self._turns.append(TurnNote(pool, waited_s, shown, self.text))
 
     def scoring(self, asked_s: float, began_s: float, ended_s: float) -> None:
         """One reward call is over, good or bad; the trajectory waited for it since `asked_s`."""

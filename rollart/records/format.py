@@ -1,38 +1,64 @@
 """How trajectories lie on disk: `trajectories/000000.rec` and so on, in the run directory.
 
-A file is gzip members one after the other, each whole in itself and holding msgpack maps: so a file that was cut off
-anywhere is readable up to its last whole member, and only ever grows. Every map names its kind in `k`:
+A file is frames one after the other: length and CRC-32 of the payload (4 bytes each, little-endian), then the payload.
+So a file only ever grows, and one that was cut off anywhere is readable up to its last whole frame. A payload is
+msgpack: `[texts, contexts, tokens, logprobs, rows]`.
 
-- `life`, the first of each file: `format`, and how often the run had been started before;
-- `played`: one attempt. What a listing needs is plain; turns, tokens and log-probabilities are packed once more in
-  `body`, so that a listing does not unpack them. Tokens and log-probabilities of all turns are two arrays of bytes
-  (shown and sampled tokens in turn, 16 bits each where they fit; float32);
-- `ended`: a group ended untrained, and how;
-- `trained`: a step, its groups' members and their advantages. Known only later, joined when read;
-- `dropped`: so many attempts could not be kept.
+- `texts`: every different text of the frame once, as a msgpack list compressed with zlib. Rows name texts by position.
+  Members of a group are shown the same, and short answers repeat: this alone makes most of the difference.
+- `contexts`: every different piece of prompt tokens once, as their lengths and all of them in a row.
+- `tokens`, `logprobs`: all sampled ones, attempt after attempt. Tokens are 16 or 24 bits each where they fit,
+  log-probabilities float32.
+- `rows`: lists, the kind first: `life` (first of each file: format, how often the run had been started before),
+  `played` (one attempt), `ended` (a group ended untrained, and how), `trained` (a step, its groups' members and their
+  advantages: known only later, joined when read), `dropped` (so many attempts could not be kept).
 
-Binary, not JSON: numbers are most of it, and encoding them as text costs several times the rest. gzip at its fastest:
-half the size for less time than the encoding.
+Only texts are compressed: random numbers gain little from it, and compressing them took longer than all the rest
+together. The whole is flat for the same reason: what is written costs the job its time, what is read does not.
 """
 
+import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
 
-from rollart.types import Batch, Message, Played, Trajectory
+from rollart.types import NO_LOGPROBS, NO_TOKENS, Batch, Logprobs, Played, Tokens
+
+T = TypeVar("T")
 
 FORMAT = 1
 FOLDER = "trajectories"
 SUFFIX = ".rec"
-GZIP = 31
-"""zlib's word for a gzip member."""
+FRAME = struct.Struct("<II")
 LEVEL = 1
-READ_BYTES = 1 << 20
-Row = dict[str, Any]
+ROW_BYTES = 200
+"""Of a row beside its arrays and texts, about."""
+
+HEAD = (
+    "id",
+    "group",
+    "task",
+    "domain",
+    "eval",
+    "status",
+    "reason",
+    "reward",
+    "parts",
+    "born",
+    "newest",
+    "turns",
+    "tokens",
+)
+"""Of a played row after its kind, in order."""
+TIMES = ("started_s", "ended_s", "open_s", "reset_s", "wait_s", "generate_s", "env_s", "queue_s", "reward_s")
+"""Then these, as float64; `FIRST`, where its sampled tokens begin; `NUMBERS`, `REWARDS` and `SECONDS` of its turns."""
+TEXTS = ("group", "task", "domain", "status", "reason")
+"""Of `HEAD`, positions in `texts`."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -40,140 +66,197 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
 
 
-def life_row(life: int) -> Row:
-    return {"k": "life", "format": FORMAT, "life": life}
+class _Places(dict[T, int]):
+    """Each different value and its position, given out when it is first asked for."""
+
+    def __missing__(self, value: T) -> int:
+        self[value] = place = len(self)
+        return place
 
 
-def ended_row(group: str, how: str) -> Row:
-    return {"k": "ended", "group": group, "how": how}
+def _as_text(text: object) -> str:
+    """User code may have put anything into a message."""
+    if type(text) is str:
+        return text
+    try:
+        return str(text)
+    except Exception:  # the boundary to user code
+        return f"<a {type(text).__name__}>"
 
 
-def trained_row(batch: Batch) -> Row:
-    groups = [[g.id, [str(member.id) for member in g.members], list(g.advantages)] for g in batch.groups]
-    return {"k": "trained", "step": batch.step, "groups": groups}
+class Frame:
+    """Rows that are written together. Add, then `whole`."""
 
+    def __init__(self) -> None:
+        self._rows: list[bytes] = []
+        self._texts: _Places[str] = _Places()
+        self._contexts: _Places[bytes] = _Places()
+        self._tokens: list[Tokens] = []
+        self._logprobs: list[Logprobs] = []
+        self._first = 0
+        """Where the next attempt's sampled tokens begin."""
 
-def played_row(played: Played, zero_s: float) -> Row:
-    """One attempt; times are seconds of the run's clock, which began at `zero_s`."""
-    trajectory = played.trajectory
-    spans = [span for turn in trajectory.turns for span in turn.completion.spans]
-    waited_s = sum(note.waited_s for note in played.notes)
-    return {
-        "k": "played",
-        "id": str(trajectory.id),
-        "group": trajectory.id.group,
-        "task": trajectory.task.id,
-        "domain": trajectory.task.domain,
-        "eval": played.evaluation,
-        "status": trajectory.status.value,
-        "reason": trajectory.reason,
-        "reward": trajectory.reward,
-        "parts": dict(trajectory.reward_parts),
-        "born": trajectory.born,
-        "newest": spans[-1].version if spans else None,
-        "turns": len(trajectory.turns),
-        "tokens": trajectory.sampled_tokens,
-        "started_s": round(trajectory.started_s - zero_s, 6),
-        "ended_s": round(trajectory.ended_s - zero_s, 6),
-        "open_s": round(played.open_s, 6),
-        "reset_s": round(played.reset_s, 6),
-        "wait_s": round(waited_s, 6),
-        "generate_s": round(sum(turn.generate_s for turn in trajectory.turns) - waited_s, 6),
-        "env_s": round(sum(turn.env_s for turn in trajectory.turns), 6),
-        "queue_s": round(played.queue_s, 6),
-        "reward_s": round(played.reward_s, 6),
-        "body": _body(trajectory, played),
-    }
+    def __bool__(self) -> bool:
+        return bool(self._rows)
 
+    def life(self, life: int) -> None:
+        self._rows.append(_pack(["life", FORMAT, life]))
 
-def _body(trajectory: Trajectory, played: Played) -> bytes:
-    turns: list[Any] = []
-    pieces: list[Any] = []
-    logprobs: list[Any] = []
-    for turn, note in zip(trajectory.turns, played.notes, strict=True):
-        said = turn.completion
-        pieces += (turn.context, said.tokens)
-        logprobs.append(said.logprobs)
-        turns.append(
-            [
-                len(turn.context),
+    def dropped(self, count: int) -> None:
+        self._rows.append(_pack(["dropped", count]))
+
+    def ended(self, group: str, how: str) -> None:
+        self._rows.append(_pack(["ended", group, how]))
+
+    def trained(self, step: int, groups: Sequence[Any]) -> None:
+        self._rows.append(_pack(["trained", step, groups]))
+
+    def played(self, played: Played, zero_s: float) -> None:
+        """One attempt; its times count from `zero_s`. Raises for what cannot be written, and has then added no row."""
+        trajectory, turns = played.trajectory, played.trajectory.turns
+        texts, contexts = self._texts, self._contexts
+        numbers: list[int] = []
+        rewards: list[float] = []
+        seconds: list[float] = []
+        wait_s = generate_s = env_s = 0.0
+        count = 0
+        for turn, (pool, waited_s, shown, text) in zip(turns, played.notes, strict=True):
+            said = turn.completion
+            generated_s = turn.generate_s - waited_s
+            numbers += (
+                contexts[turn.context.tobytes()],
                 len(said.tokens),
                 turn.fresh,
-                [number for span in said.spans for number in span],
-                said.finish.value,
-                said.engine,
-                note.pool,
-                turn.reward,
-                round(note.waited_s, 6),
-                round(turn.generate_s - note.waited_s, 6),
-                round(turn.env_s, 6),
+                texts[said.finish],
+                texts[said.engine],
+                texts[pool],
                 said.prefill_tokens,
                 said.cached_tokens,
-                _messages(note.shown),
-                note.text,
+                texts[text],
+                len(said.spans),
+                len(shown),
+            )
+            for span in said.spans:
+                numbers += span
+            for message in shown:
+                numbers += (texts[message.role], texts[message.content])
+            rewards.append(turn.reward)
+            seconds += (waited_s, generated_s, turn.env_s)
+            wait_s += waited_s
+            generate_s += generated_s
+            env_s += turn.env_s
+            count += len(said.tokens)
+        for message in played.left:
+            numbers += (texts[message.role], texts[message.content])
+        times = struct.pack(
+            f"<{len(TIMES)}d",
+            trajectory.started_s - zero_s,
+            trajectory.ended_s - zero_s,
+            played.open_s,
+            played.reset_s,
+            wait_s,
+            generate_s,
+            env_s,
+            played.queue_s,
+            played.reward_s,
+        )
+        row = [
+            "played",
+            str(trajectory.id),
+            texts[trajectory.id.group],
+            texts[trajectory.task.id],
+            texts[trajectory.task.domain],
+            played.evaluation,
+            texts[trajectory.status],
+            texts[trajectory.reason],
+            trajectory.reward,
+            dict(trajectory.reward_parts),
+            trajectory.born,
+            turns[-1].completion.spans[-1].version if turns else None,
+            len(turns),
+            count,
+            times,
+            self._first,
+            numbers,
+            struct.pack(f"<{len(rewards)}d", *rewards),
+            struct.pack(f"<{len(seconds)}f", *seconds),
+        ]
+        self._rows.append(_pack(row))
+        self._tokens += [turn.completion.tokens for turn in turns]
+        self._logprobs += [turn.completion.logprobs for turn in turns]
+        self._first += count
+
+    def whole(self) -> bytes:
+        """As it is written."""
+        contexts = [np.frombuffer(raw, dtype=np.int32) for raw in self._contexts]
+        logprobs = np.concatenate(self._logprobs).astype("<f4", copy=False) if self._logprobs else NO_LOGPROBS
+        payload = b"".join(
+            [
+                b"\x95",  # a list of five
+                _pack(zlib.compress(_pack([_as_text(text) for text in self._texts]), LEVEL)),
+                _pack([[len(context) for context in contexts], packed_tokens(contexts)]),
+                _pack(packed_tokens(self._tokens)),
+                _pack(logprobs.tobytes()),
+                msgpack.Packer().pack_array_header(len(self._rows)),
+                *self._rows,
             ]
         )
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-    narrow = not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < 1 << 16)
-    body: bytes = msgpack.packb(
-        [
-            "<u2" if narrow else "<i4",
-            tokens.astype("<u2" if narrow else "<i4").tobytes(),
-            np.concatenate(logprobs).astype("<f4", copy=False).tobytes() if logprobs else b"",
-            turns,
-            _messages(played.left),
-        ],
-        unicode_errors="surrogatepass",
-    )
-    return body
+        return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _messages(messages: tuple[Message, ...]) -> list[list[str]]:
-    return [[str(message.role), str(message.content)] for message in messages]
+@dataclass(frozen=True, slots=True)
+class ReadFrame:
+    """A frame as it is read again."""
+
+    texts: list[str]
+    contexts: list[Any]
+    tokens: list[Any]
+    logprobs: bytes
+    rows: list[Any]
 
 
-def pack_row(row: Mapping[str, Any]) -> bytes:
-    """Raises TypeError or ValueError for what cannot be written (a user's strange value)."""
-    packed: bytes = msgpack.packb(row, unicode_errors="surrogatepass")
+def trained_groups(batch: Batch) -> list[Any]:
+    """What a `trained` row says of each group."""
+    return [[g.id, [str(member.id) for member in g.members], list(g.advantages)] for g in batch.groups]
+
+
+def packed_tokens(pieces: Sequence[Tokens]) -> list[Any]:
+    """[bytes per token, all of them in a row]; of three bytes, the lower two of all come first, then the third."""
+    tokens = np.concatenate(pieces) if pieces else NO_TOKENS
+    if not len(tokens):
+        return [4, b""]
+    most = int(tokens.max()) if int(tokens.min()) >= 0 else 1 << 31
+    if most < 1 << 16:
+        return [2, tokens.astype("<u2").tobytes()]
+    if most < 1 << 24:
+        return [3, tokens.astype("<u2").tobytes() + (tokens >> 16).astype(np.uint8).tobytes()]
+    return [4, tokens.astype("<i4").tobytes()]
+
+
+def unpacked_tokens(packed: Sequence[Any]) -> Tokens:
+    width, raw = packed
+    if width == 3:
+        low = np.frombuffer(raw, dtype="<u2", count=len(raw) // 3).astype(np.int32)
+        return low | np.frombuffer(raw, dtype=np.uint8, offset=2 * len(low)).astype(np.int32) << 16
+    return np.frombuffer(raw, dtype="<u2" if width == 2 else "<i4").astype(np.int32)
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return packed
 
 
-def member_of(rows: list[bytes]) -> bytes:
-    """Packed rows as one gzip member."""
-    squeeze = zlib.compressobj(LEVEL, zlib.DEFLATED, GZIP)
-    return b"".join([*(squeeze.compress(row) for row in rows), squeeze.flush()])
+def unpack(raw: bytes) -> Any:
+    return msgpack.unpackb(raw, unicode_errors="replace", strict_map_key=False)
 
 
-def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of one file, in order. What was cut off at its end is left out; so is what follows damage."""
+def frames_of(path: Path) -> Iterator[ReadFrame]:
+    """The frames of one file, in order. What was cut off is left out, and what follows damage."""
     with open(path, "rb") as file:
-        data = file.read(READ_BYTES)
-        while data:
-            whole, data = _member(file, data)
-            if whole is None:
+        while len(header := file.read(FRAME.size)) == FRAME.size:
+            size, check = FRAME.unpack(header)
+            payload = file.read(size)
+            if len(payload) < size or zlib.crc32(payload) != check:
                 return
-            unpacker = msgpack.Unpacker(
-                unicode_errors="replace", strict_map_key=False, max_buffer_size=len(whole) or 1, read_size=1
-            )
-            unpacker.feed(whole)
-            for row in unpacker:
-                if not isinstance(row, dict) or "k" not in row:
-                    return
-                yield row
-            data = data or file.read(READ_BYTES)
-
-
-def _member(file: Any, data: bytes) -> tuple[bytes | None, bytes]:
-    """One gzip member, and what was read beyond it; None where it is torn or damaged."""
-    unpack = zlib.decompressobj(GZIP)
-    parts: list[bytes] = []
-    try:
-        while True:
-            parts.append(unpack.decompress(data))
-            if unpack.eof:
-                return b"".join(parts), unpack.unused_data
-            data = file.read(READ_BYTES)
-            if not data:
-                return None, b""
-    except zlib.error:
-        return None, b""
+            texts, *others = unpack(payload)
+            yield ReadFrame(unpack(zlib.decompress(texts)), *others)

@@ -4,16 +4,17 @@ Fates are known only later than the trajectories, so files are gone through twic
 and once more for the bodies of what was chosen.
 """
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, FORMAT, Row, files_of, rows_of
+from rollart.records.format import FOLDER, FORMAT, HEAD, TEXTS, TIMES, ReadFrame, files_of, frames_of, unpacked_tokens
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Message, Tokens
 
 ORDERS = ("newest", "worst", "best", "longest", "failed")
@@ -195,10 +196,10 @@ class Archive:
         """These with their turns, in the order of the files."""
         left = {(head.life, head.id): head for head in heads}
         for path in self._files:
-            for life, row in _with_life(path):
-                head = left.pop((life, row["id"]), None) if row["k"] == "played" else None
-                if head is not None:
-                    yield _whole(head, row["body"])
+            for life, frame in _frames(path):
+                chosen = [(left.pop((life, row[1])), row) for row in frame.rows if _is_in(row, life, left)]
+                if chosen:
+                    yield from _whole(frame, chosen)
                 if not left:
                     return
 
@@ -206,7 +207,7 @@ class Archive:
         return next(self.whole([head]))
 
     def _read_heads(self) -> None:
-        heads: dict[Key, Row] = {}
+        heads: dict[Key, dict[str, Any]] = {}
         ended: dict[str, tuple[str, int]] = {}
         """By group: how, and the life that said so. A group that a resumed run opens again may end once more."""
         trained: dict[str, tuple[int, int]] = {}
@@ -215,24 +216,23 @@ class Archive:
         """By attempt: step and advantage."""
         newest_life = 0
         for path in self._files:
-            for life, row in _with_life(path):
+            for life, frame in _frames(path):
                 newest_life = max(newest_life, life)
-                match row["k"]:
-                    case "played":
-                        heads[(life, row["id"])] = {name: row[name] for name in row if name != "body"}
-                    case "ended":
-                        ended[row["group"]] = (row["how"], life)
-                    case "trained":
-                        for group, members, values in row["groups"]:
-                            trained[group] = (row["step"], life)
-                            advantages |= {
-                                name: (row["step"], value) for name, value in zip(members, values, strict=True)
-                            }
-                    case "dropped":
-                        self.dropped += row["count"]
-        for (life, name), row in heads.items():
-            group, step, advantage = row["group"], None, None
-            if row["eval"]:
+                for row in frame.rows:
+                    match row:
+                        case ["played", *_]:
+                            heads[(life, row[1])] = _named(row, frame.texts)
+                        case ["ended", group, how]:
+                            ended[group] = (how, life)
+                        case ["trained", step, groups]:
+                            for group, members, values in groups:
+                                trained[group] = (step, life)
+                                advantages |= {name: (step, value) for name, value in zip(members, values, strict=True)}
+                        case ["dropped", count]:
+                            self.dropped += count
+        for (life, name), head in heads.items():
+            group, step, advantage = head["group"], None, None
+            if head["eval"]:
                 fate = "eval"
             elif name in advantages:
                 fate = "trained"
@@ -243,7 +243,7 @@ class Archive:
                 fate = ended[group][0]
             else:
                 fate = "open" if life == newest_life else "restart"
-            self._heads.append(_head(row, life, fate, step, advantage))
+            self._heads.append(_head(head, life, fate, step, advantage))
 
 
 def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) -> list[Head]:
@@ -263,21 +263,29 @@ def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) 
     return exact[:1] or found  # of the lives of a run, the last
 
 
-def _with_life(path: Path) -> Iterator[tuple[int, Row]]:
+def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
+    """The frames of a file with the life they were written in."""
     life = 0
-    for row in rows_of(path):
-        if row["k"] == "life":
-            life = int(row["life"])
-            if row["format"] != FORMAT:
-                raise JobError(f"{path}: written in format {row['format']}, this version of rollart reads {FORMAT}")
-        else:
-            yield life, row
+    for frame in frames_of(path):
+        if frame.rows and frame.rows[0][0] == "life":
+            _, written, life = frame.rows[0]
+            if written != FORMAT:
+                raise JobError(f"{path}: written in format {written}, this version of rollart reads {FORMAT}")
+        yield life, frame
 
 
-TIMES = ("started_s", "ended_s", "open_s", "reset_s", "wait_s", "generate_s", "env_s", "queue_s", "reward_s")
+def _is_in(row: Sequence[Any], life: int, wanted: Mapping[Key, Head]) -> bool:
+    return row[0] == "played" and (life, row[1]) in wanted
 
 
-def _head(row: Row, life: int, fate: str, step: int | None, advantage: float | None) -> Head:
+def _named(row: Sequence[Any], texts: Sequence[str]) -> dict[str, Any]:
+    """A played row without its turns, by names."""
+    named = dict(zip(HEAD, row[1:], strict=False))
+    times = dict(zip(TIMES, struct.unpack(f"<{len(TIMES)}d", row[len(HEAD) + 1]), strict=True))
+    return {name: texts[value] if name in TEXTS else value for name, value in named.items()} | times
+
+
+def _head(row: Mapping[str, Any], life: int, fate: str, step: int | None, advantage: float | None) -> Head:
     return Head(
         id=row["id"],
         life=life,
@@ -293,48 +301,61 @@ def _head(row: Row, life: int, fate: str, step: int | None, advantage: float | N
         newest=row["newest"],
         turns=row["turns"],
         tokens=row["tokens"],
-        times={name: row[name] for name in TIMES},
+        times={name: round(row[name], 6) for name in TIMES},
         fate=fate,
         step=step,
         advantage=advantage,
     )
 
 
-def _whole(head: Head, body: bytes) -> ReadTrajectory:
-    dtype, raw_tokens, raw_logprobs, rows, left = msgpack.unpackb(body, unicode_errors="replace")
-    tokens = np.frombuffer(raw_tokens, dtype=dtype).astype(np.int32)
-    logprobs = np.frombuffer(raw_logprobs, dtype="<f4").astype(np.float32)
-    turns: list[ReadTurn] = []
-    at = said = 0
-    for shown_count, count, fresh, spans, finish, engine, pool, reward, *more in rows:
-        wait_s, generate_s, env_s, prefill, cached, shown, text = more
-        turns.append(
-            ReadTurn(
-                shown=_messages(shown),
-                text=text,
-                reward=reward,
-                fresh=fresh,
-                context=tokens[at : at + shown_count],
-                tokens=tokens[at + shown_count : at + shown_count + count],
-                logprobs=logprobs[said : said + count],
-                spans=tuple(zip(spans[::2], spans[1::2], strict=True)),
-                finish=finish,
-                engine=engine,
-                pool=pool,
-                wait_s=wait_s,
-                generate_s=generate_s,
-                env_s=env_s,
-                prefill=prefill,
-                cached=cached,
+def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, Sequence[Any]]]) -> Iterator[ReadTrajectory]:
+    """These rows of a frame, with their turns."""
+    lengths, packed = frame.contexts
+    pieces = np.split(unpacked_tokens(packed), np.cumsum(lengths)[:-1]) if lengths else []
+    tokens = unpacked_tokens(frame.tokens)
+    logprobs = np.frombuffer(frame.logprobs, dtype="<f4").astype(np.float32)
+    for head, row in chosen:
+        at, raw_numbers, raw_rewards, raw_seconds = row[len(HEAD) + 2 :]
+        numbers = iter(raw_numbers)
+        rewards = struct.unpack(f"<{head.turns}d", raw_rewards)
+        seconds = struct.unpack(f"<{3 * head.turns}f", raw_seconds)
+        turns: list[ReadTurn] = []
+        for number, reward in enumerate(rewards):
+            context, count, fresh, finish, engine, pool, prefill, cached, text, spans, shown = islice(numbers, 11)
+            wait_s, generate_s, env_s = (round(value, 6) for value in seconds[3 * number : 3 * number + 3])
+            turns.append(
+                ReadTurn(
+                    spans=tuple(_pairs(numbers, spans)),
+                    shown=_messages(_pairs(numbers, shown), frame.texts),
+                    text=frame.texts[text],
+                    reward=reward,
+                    fresh=bool(fresh),
+                    context=pieces[context],
+                    tokens=tokens[at : at + count],
+                    logprobs=logprobs[at : at + count],
+                    finish=frame.texts[finish],
+                    engine=frame.texts[engine],
+                    pool=frame.texts[pool],
+                    wait_s=wait_s,
+                    generate_s=generate_s,
+                    env_s=env_s,
+                    prefill=prefill,
+                    cached=cached,
+                )
             )
+            at += count
+        rest = list(numbers)
+        yield ReadTrajectory(
+            head=head, turns=tuple(turns), left=_messages(_pairs(iter(rest), len(rest) // 2), frame.texts)
         )
-        at += shown_count + count
-        said += count
-    return ReadTrajectory(head=head, turns=tuple(turns), left=_messages(left))
 
 
-def _messages(raw: Sequence[Sequence[str]]) -> tuple[Message, ...]:
-    return tuple(Message(role=role, content=content) for role, content in raw)
+def _pairs(numbers: Iterator[int], count: int) -> list[tuple[int, int]]:
+    return [(next(numbers), next(numbers)) for _ in range(count)]
+
+
+def _messages(places: Sequence[tuple[int, int]], texts: Sequence[str]) -> tuple[Message, ...]:
+    return tuple(Message(role=texts[role], content=texts[content]) for role, content in places)
 
 
 def _as_json(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -12,39 +12,27 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from rollart.records.format import (
-    SUFFIX,
-    Row,
-    ended_row,
-    files_of,
-    life_row,
-    member_of,
-    pack_row,
-    played_row,
-    rows_of,
-    trained_row,
-)
+from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of, trained_groups
 from rollart.types import Batch, Played
 
 WRITE_S = 1.0
 """Between two writes: what a kill of the whole process can lose."""
 QUEUE_BYTES = 128 << 20
 """Of token arrays and texts waiting to be written; more is dropped."""
-MEMBER_BYTES = 1 << 20
-"""Encoded rows that are compressed and written together, about."""
+FRAME_BYTES = 4 << 20
+"""Of the queue, written together."""
 FILE_BYTES = 64 << 20
 """A file of this size is closed and the next one begun."""
 FEWEST_FILES = 8
 """Where the total is bounded it is so many files at least: the oldest one that goes is then a small part of it."""
 CLOSE_S = 30.0
 """Most that the end of a run waits for the last write."""
-ROW_BYTES = 512
-"""Of a row beside its arrays, about."""
-
 Warn = Callable[[str], None]
 """May be called from any thread."""
+Settled = tuple[str, Any, Any]
+"""What became of groups: kind of row and its values."""
 
 
 class FileRecorder:
@@ -65,7 +53,7 @@ class FileRecorder:
         self._zero_s = zero_s
         self._warn = warn
         self._write_s = write_s
-        self._queue: deque[tuple[int, Played | Row]] = deque()
+        self._queue: deque[tuple[int, Played | Settled]] = deque()
         self._queue_bytes = queue_bytes
         self._given_bytes = 0
         """Ever put into the queue. Changed by the giving thread only, as `_left_out` is."""
@@ -101,10 +89,10 @@ class FileRecorder:
 
     def ended(self, group: str, how: str) -> None:
         if self._is_kept(group):
-            self._put(ROW_BYTES, ended_row(group, how))
+            self._put(ROW_BYTES, ("ended", group, how))
 
     def trained(self, batch: Batch) -> None:
-        self._put(ROW_BYTES, trained_row(batch))
+        self._put(ROW_BYTES, ("trained", batch.step, trained_groups(batch)))
 
     def close(self) -> None:
         """Write what is left; waits for that, a bounded time."""
@@ -117,7 +105,7 @@ class FileRecorder:
         """Drawn by name: members of a group are kept together, and a resumed run keeps the same ones."""
         return self._share >= 1.0 or zlib.crc32(key.encode()) < self._share * 2**32
 
-    def _put(self, size: int, item: Played | Row) -> bool:
+    def _put(self, size: int, item: Played | Settled) -> bool:
         if self._given_bytes - self._taken_bytes + size > self._queue_bytes:
             return False
         self._given_bytes += size
@@ -139,30 +127,36 @@ class FileRecorder:
         self._files.close()
 
     def _write_some(self) -> None:
-        """One member's worth of what waits."""
-        rows: list[bytes] = []
-        size = attempts = taken_bytes = 0
+        """One frame's worth of what waits."""
+        frame = Frame()
+        attempts = taken_bytes = 0
         dropped = self.dropped
         if dropped > self._noted:
-            rows.append(pack_row({"k": "dropped", "count": dropped - self._noted}))
-        while self._queue and size < MEMBER_BYTES:
+            frame.dropped(dropped - self._noted)
+        while self._queue and taken_bytes < FRAME_BYTES:
             given_bytes, item = self._queue.popleft()
             taken_bytes += given_bytes
-            attempts += isinstance(item, Played)
-            try:
-                row = pack_row(played_row(item, self._zero_s) if isinstance(item, Played) else item)
-            except Exception as error:  # whatever users put into a message, it costs this attempt only
-                attempts -= isinstance(item, Played)
-                self._lose(isinstance(item, Played), f"one cannot be encoded ({type(error).__name__}: {error})")
-                continue
-            rows.append(row)
-            size += len(row)
+            if isinstance(item, Played):
+                attempts += self._encode(frame, item)
+            elif item[0] == "ended":
+                frame.ended(item[1], item[2])
+            else:
+                frame.trained(item[1], item[2])
         try:
-            self._files.write(member_of(rows))
-            self._noted = dropped
+            if frame:
+                self._files.write(frame.whole())
+                self._noted = dropped
         except Exception as error:  # a disk that is full or gone is never worth a job
             self._lose(attempts, f"{type(error).__name__}: {error}")
         self._taken_bytes += taken_bytes
+
+    def _encode(self, frame: Frame, played: Played) -> bool:
+        try:
+            frame.played(played, self._zero_s)
+        except Exception as error:  # whatever users put into a message, it costs this attempt only
+            self._lose(1, f"one cannot be encoded ({type(error).__name__}: {error})")
+            return False
+        return True
 
     def _lose(self, attempts: int, why: str) -> None:
         self._lost += attempts
@@ -184,15 +178,15 @@ class _Files:
         self._file_bytes = min(FILE_BYTES, (total_bytes or FILE_BYTES * FEWEST_FILES) // FEWEST_FILES)
         self._file: IO[bytes] | None = None
         self._bytes = 0
-        """Of the open file, whole members only."""
+        """Of the open file, whole frames only."""
         self._life = -1
 
-    def write(self, member: bytes) -> None:
+    def write(self, frame: bytes) -> None:
         """Raises OSError; then the file ends where it ended before, or a new one is begun by the next write."""
         if self._file is None or self._bytes >= self._file_bytes:
             self._begin()
         assert self._file is not None
-        self._append(member)
+        self._append(frame)
         self._trim()
 
     def close(self) -> None:
@@ -201,9 +195,9 @@ class _Files:
                 self._file.close()
             self._file = None
 
-    def _append(self, member: bytes) -> None:
+    def _append(self, frame: bytes) -> None:
         assert self._file is not None
-        left = memoryview(member)
+        left = memoryview(frame)
         try:
             while left:  # a disk that gets full takes a part first
                 left = left[self._file.write(left) :]
@@ -213,7 +207,7 @@ class _Files:
             except OSError:
                 self.close()
             raise
-        self._bytes += len(member)
+        self._bytes += len(frame)
 
     def _begin(self) -> None:
         self.close()
@@ -224,7 +218,9 @@ class _Files:
         number = int(before[-1].stem) + 1 if before else 0
         self._file = open(self._folder / f"{number:06d}{SUFFIX}", "ab", buffering=0)  # noqa: SIM115 - close() closes it
         self._bytes = 0
-        self._append(member_of([pack_row(life_row(self._life))]))
+        first = Frame()
+        first.life(self._life)
+        self._append(first.whole())
 
     def _trim(self) -> None:
         """Make room for the next file: the oldest ones go."""
@@ -242,17 +238,17 @@ class _Files:
 
 
 def _bytes_of(played: Played) -> int:
-    """What it takes in memory, about."""
+    """What it takes in memory, about: arrays, and texts by the tokens they are made of."""
     size = ROW_BYTES
     for turn in played.trajectory.turns:
-        size += turn.context.nbytes + 2 * turn.completion.tokens.nbytes
-    for note in played.notes:
-        size += len(note.text)
-        for message in note.shown:
-            size += len(message.content)
+        size += 2 * turn.context.nbytes + 3 * turn.completion.tokens.nbytes
+    for message in played.left:
+        size += len(message.content)
     return size
 
 
 def _life_of(path: Path) -> int:
-    row = next(rows_of(path), {})
-    return int(row.get("life", -1))
+    """From a file's first row; a file that has none was torn at once."""
+    for frame in frames_of(path):
+        return int(frame.rows[0][2])
+    return -1

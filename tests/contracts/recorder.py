@@ -105,6 +105,11 @@ class RecorderBench:
     """By id, once everything is written: what became of it, the step it was trained in, its advantage."""
 
 
+class Silent:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 class RecorderContract(ABC):
     @abstractmethod
     def bench(self) -> RecorderBench: ...
@@ -145,7 +150,7 @@ class RecorderContract(ABC):
     def test_whatever_a_message_holds_nothing_is_raised(self) -> None:
         bench = self.bench()
         strange = Message(role="user", content=b"bytes" * 3)  # type: ignore[arg-type]
-        for content in (None, 7, object()):
+        for content in (None, 7, object(), Silent()):
             note = TurnNote("fast", 0.0, (Message(role="user", content=content),), "")  # type: ignore[arg-type]
             whole = played("g7")
             bench.recorder.played(replace(whole, notes=(whole.notes[0], note), left=(strange,)))

@@ -11,7 +11,7 @@ import pytest
 
 import rollart.records.recorder
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, files_of, rows_of
+from rollart.records.format import FOLDER, files_of, frames_of
 from rollart.records.reader import Archive, Wanted
 from rollart.records.recorder import FileRecorder
 from rollart.types import Message, TurnNote
@@ -84,10 +84,11 @@ def test_a_trajectory_comes_back_with_everything(tmp_path: Path) -> None:
     }
 
 
-def test_tokens_beyond_16_bits_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [[], [0, 65_535], [70_000, 3, 2**24 - 1], [70_000, 0, 2**31 - 1], [-1, 5]])
+def test_tokens_of_any_width_come_back(tokens: list[int], tmp_path: Path) -> None:
     whole = played()
     turn = whole.trajectory.turns[0]
-    wide = np.array([70_000, 0, 2**31 - 1], dtype=np.int32)
+    wide = np.array(tokens, dtype=np.int32)
     object.__setattr__(turn, "context", wide)
     write(tmp_path, lambda keep: keep.played(whole))
     archive = Archive(tmp_path)
@@ -104,7 +105,7 @@ def test_half_a_character_is_no_trouble(tmp_path: Path) -> None:
 
 def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     """As after a kill -9."""
-    for number in range(3):  # three members in one file, as three writes make them
+    for number in range(3):  # three frames in one file, as three writes make them
         write(tmp_path, lambda keep, number=number: keep.played(played(f"g{number}")))  # type: ignore[misc]
     whole = b"".join(path.read_bytes() for path in files_of(tmp_path / FOLDER))
     for path in files_of(tmp_path / FOLDER):
@@ -113,10 +114,10 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     counts = []
     for length in [*range(0, len(whole) - 1, 13), len(whole) - 1, len(whole)]:
         path.write_bytes(whole[:length])
-        counts.append(sum(row["k"] == "played" for row in rows_of(path)))
+        counts.append(sum(row[0] == "played" for frame in frames_of(path) for row in frame.rows))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 3)
-    assert counts[-2] == 2, "the last member is torn"
+    assert counts[-2] == 2, "the last frame is torn"
 
 
 def test_damage_hides_what_follows_it_and_nothing_else(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_share_is_of_whole_groups_and_the_same_ones_again(tmp_path: Path) -> N
 
 
 def test_the_oldest_files_go_where_the_total_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollart.records.recorder, "MEMBER_BYTES", 1)
+    monkeypatch.setattr(rollart.records.recorder, "FRAME_BYTES", 1)
 
     def work(keep: FileRecorder) -> None:
         for number in range(60):
@@ -300,12 +301,8 @@ def ids_or_none(run: Path) -> list[str]:
 
 
 def test_what_cannot_be_encoded_costs_one_attempt(tmp_path: Path) -> None:
-    class Silent:
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
     whole = played("strange")
-    object.__setattr__(whole, "left", (Message(role="user", content=Silent()),))  # type: ignore[arg-type]
+    object.__setattr__(whole, "left", (Message(role="user", content=["a list"]),))  # type: ignore[arg-type]
     warnings: list[str] = []
 
     def work(keep: FileRecorder) -> None:

@@ -229,7 +229,11 @@ def test_an_evaluation_shows_its_worst_episode(
             for member, reward in enumerate((0.5, -1.0, None)):
                 recorder.played(played("eval0-sampled-maths", member, reward=reward))
             recorder.close()
-        plays = {"maths": {"sampled": {"episodes": 3, "scored": 2, "reward": -0.25, "versions": [0, 0]}}}
+        plays = {
+            "maths": {
+                "sampled": {"episodes": 3, "scored": 2, "reward": -0.25, "std": 0.75, "rate": False, "versions": [0, 0]}
+            }
+        }
         summary = {"state": "finished", "evaluations": {"eval0": plays}}
         return RunResult(summary=summary, violations=[], deadlock=False, faults={})
 
