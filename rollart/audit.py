@@ -47,6 +47,14 @@ class Audit:
         self._manifests: dict[int, int] = {}
         self._written: dict[int, list[str]] = {}
         self._trained: dict[str, int] = {}
+        self._members: dict[str, list[str]] = {}
+        """Of groups that became ready and are not covered by a checkpoint."""
+        self._aside: dict[int, list[str]] = {}
+        """Step -> the trajectories that it set aside."""
+        self._told_again: dict[int, None] = {}
+        """Steps that set something aside since their replay began."""
+        self._untrainable: dict[int, bool] = {}
+        """Steps that a fault gave data that cannot be trained on; may the trainer still be lost with it?"""
         self._steps_done = 0
         self._stepping = -1
         self._checkpoint: tuple[int, dict[str, None]] = (0, {})
@@ -124,11 +132,13 @@ class Audit:
         self._trainer_faults += event["fault"].startswith("trainer")
         if event["fault"].startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event["target"]] = event["n"]
-        elif event["fault"] == "answer_bad":
+        elif event["fault"] == "bad_answer":
             self._hit[event["target"].rpartition("/")[0]] = event["n"]
             self._spoilt[event["target"]] = None
         elif event["fault"] == "failing_task":
             self._outages[event["target"]] = event["t"] + event["for_s"]
+        elif event["fault"] == "untrainable_batch":
+            self._untrainable[int(event["target"].removeprefix("step "))] = True
 
     def _on_store_full(self, event: Event) -> None:
         self._full_s[event["what"]] = event["t"]
@@ -138,6 +148,9 @@ class Audit:
 
     def _on_trainer_down(self, event: Event) -> None:
         """A full store is nobody's death."""
+        if self._untrainable.get(self._steps_done):
+            self._untrainable[self._steps_done] = False
+            return
         self._trainer_faults -= 1
         if self._simulated and self._trainer_faults < 0:
             self._broken(8, f"the trainer was given up ({event['reason']}) though nothing happened to it")
@@ -285,6 +298,7 @@ class Audit:
         if self._alive.get(group) != "open":
             self._broken(8, f"group {group} became ready while {self._alive.get(group) or 'not alive'}")
         self._alive[group] = "ready"
+        self._members[group] = event["members"]
         for member in event["members"]:
             if member not in self._scored:
                 self._broken(3, f"group {group} holds {member}, which did not end well")
@@ -335,13 +349,42 @@ class Audit:
         if self._serving < step - 1:
             self._broken(1, f"step {step} began under version {self._serving}")
 
+    def _on_step_aside(self, event: Event) -> None:
+        """What a step left out: of its own groups, and the same whenever it is done again."""
+        step = event["step"]
+        names = [name for name, _ in event["trajectories"]]
+        groups = self._written.get(step, [])
+        members = {group: self._members.get(group, []) for group in groups}
+        strange = set(names) - {name for own in members.values() for name in own}
+        if strange:
+            self._broken(8, f"step {step} set aside {min(strange)}, which is not in its batch")
+        whole = [group for group, own in members.items() if own and set(own) <= set(names)]
+        if whole != event["groups"]:
+            self._broken(8, f"step {step} set aside {whole} whole, but says {event['groups']}")
+        if self._aside.setdefault(step, names) != names:
+            self._broken(8, f"step {step} was done again, and set other trajectories aside")
+        self._told_again[step] = None
+        self._ended.update(dict.fromkeys(whole, "failed"))
+
+    def _must_be_set_aside(self, step: int) -> None:
+        if step in self._untrainable and not self._aside.get(step):
+            self._broken(8, f"step {step} trained on data that cannot be trained on")
+
+    def _on_replayed(self, event: Event) -> None:
+        step = event["step"]
+        self._must_be_set_aside(step)
+        if self._aside.get(step) and step not in self._told_again:
+            self._broken(8, f"step {step} was done again, and set nothing aside")
+
     def _on_step_end(self, event: Event) -> None:
         self._steps_done = event["version"]
+        self._must_be_set_aside(event["step"])
         if event["version"] != event["step"] + 1:
             self._broken(8, f"step {event['step']} made version {event['version']}")
 
     def _on_replay(self, event: Event) -> None:
         step = event["step"]
+        self._told_again.pop(step, None)
         if self._written.get(step) != event["groups"]:
             self._broken(8, f"step {step} is replayed with other groups than were written")
 
@@ -397,7 +440,7 @@ class Audit:
         self._serving = event["version"]
         for group in [group for group, state in self._alive.items() if state == "taken"]:
             del self._alive[group]
-            self._ended[group] = "trained"
+            self._ended.setdefault(group, "trained")
 
     # --- crashes ----------------------------------------------------------------------------------------------
 
@@ -408,6 +451,8 @@ class Audit:
             if state != "taken" and group not in groups:
                 self._broken(8, f"group {group} is {state}, but not in the checkpoint of step {step}")
         self._checkpoint = (step, groups)
+        for group in [group for group in self._members if self._trained.get(group, step) < step]:
+            del self._members[group]
 
     def _on_killed(self, event: Event) -> None:
         """All workers died with the coordinator; attempts under way never were."""

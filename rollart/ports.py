@@ -84,7 +84,8 @@ class Trainer(Protocol):
     repeated."""
 
     async def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step. Raises TrainerError when the trainer's process is lost."""
+        """One optimizer step. Raises TrainerError when the trainer is lost. What cannot be trained on is no reason to
+        be: it is set aside, the rest is trained on, and the result says so."""
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         """Push the weights of the current or previous version to the store, manifest last."""

@@ -9,20 +9,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollart.types import Batch, Group, Sample, Trajectory, Turn
+from rollart.types import Batch, Group, Sample, Trajectory, TrajectoryId, Turn
 
 
-def filled(batch: Batch, *, skip_zero_variance: bool = False) -> Batch:
-    """The batch with its samples; of groups that teach nothing none, where so asked."""
+def filled(batch: Batch, *, skip_zero_variance: bool = False, failed: dict[TrajectoryId, str] | None = None) -> Batch:
+    """The batch with its samples; of groups that teach nothing none, where so asked. A trajectory that makes no
+    samples raises, or is noted in `failed`, with the reason, where that is given."""
     groups = [group for group in batch.groups if any(group.advantages) or not skip_zero_variance]
-    return replace(batch, samples=tuple(sample for group in groups for sample in flatten(group)))
+    return replace(batch, samples=tuple(sample for group in groups for sample in flatten(group, failed)))
 
 
-def flatten(group: Group) -> list[Sample]:
+def flatten(group: Group, failed: dict[TrajectoryId, str] | None = None) -> list[Sample]:
     """The samples of a group: one per prefix of each member."""
     samples: list[Sample] = []
     for trajectory, advantage in zip(group.members, group.advantages, strict=True):
-        samples.extend(_prefixes(trajectory, advantage))
+        try:
+            samples.extend(_prefixes(trajectory, advantage))
+        except (AssertionError, ValueError, TypeError) as error:
+            if failed is None:
+                raise
+            failed[trajectory.id] = str(error)
     return samples
 
 

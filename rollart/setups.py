@@ -128,6 +128,7 @@ def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, A
             "reference_path": train.reference,
             "keep_checkpoints": job.checkpoint.keep,
             "probe": any(pool.engines.type != "embedded" for pool in job.pools if pool.engines),
+            "set_aside_path": str((out / "set_aside.jsonl").absolute()),
         },
         "loss": {
             "algorithm": train.algorithm,

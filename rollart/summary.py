@@ -19,6 +19,7 @@ MOST_PARTS = 32
 class _Work:
     """What one attempt has used."""
 
+    id: str
     task: str
     evaluation: bool
     tokens: int = 0
@@ -86,6 +87,11 @@ class Summary:
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
         self._failures = Failures()
+        self._in_step: dict[str, _Group] = {}
+        """Groups of the batch whose step has not ended."""
+        self._aside_steps: dict[int, None] = {}
+        self._aside_groups: dict[str, None] = {}
+        """In a batch, and set aside whole: failed in every history that has that batch."""
         self._unwritten: dict[int, Event] = {}
         """Batches whose place in the journal is not confirmed, by step."""
         self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
@@ -135,7 +141,7 @@ class Summary:
 
     def _on_start(self, event: Event) -> None:
         task = _domain(event["task"])
-        self._live[event["id"]] = _Work(task, event["eval"])
+        self._live[event["id"]] = _Work(event["id"], task, event["eval"])
         self._tasks[task].pool = event["pool"]
 
     def _on_send(self, event: Event) -> None:
@@ -229,9 +235,28 @@ class Summary:
             self._metrics.add("staleness/mean", Mean(age))
             self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
             self._books.trained(group_id, _domain(task_id))
+            if group_id in self._groups:
+                self._in_step[group_id] = self._groups[group_id]
             self._close(group_id, "trained")
         self._trained_tokens += event["tokens"]
         self._unwritten[event["step"]] = event
+
+    def _on_step_aside(self, event: Event) -> None:
+        """Of the batch, but not trained on. A step that is done again says so again."""
+        if event["step"] in self._aside_steps:
+            return
+        self._aside_steps[event["step"]] = None
+        reasons = dict(event["trajectories"])
+        for name, reason in reasons.items():
+            self._failures.add("sample", name, reason)
+        self._metrics.add("error/sample", Sum(len(reasons)))
+        works = [work for group in self._in_step.values() for work in group.scored if work.id in reasons]
+        self._wasted("failed", works)
+        self._trained_tokens -= sum(work.tokens for work in works)
+        for group_id in event["groups"]:
+            self._aside_groups[group_id] = None
+            self._close(group_id, "failed")
+            self._books.not_trained(group_id, self._task_of[group_id])
 
     def _on_written(self, event: Event) -> None:
         self._unwritten.pop(event["step"], None)
@@ -243,6 +268,7 @@ class Summary:
 
     def _on_step_end(self, event: Event) -> None:
         self._ended_steps[event["step"]] = None
+        self._in_step.clear()
         self._steps.append(event["t"] - self._step_s)
         self._step_s = event["t"]
         self._metrics.add("timing_s/step", Last(self._steps[-1]))
@@ -332,12 +358,12 @@ class Summary:
         self._unwritten.clear()
         self._books.resumed(event.get("out", ()))
         for group_id in list(self._new):
-            if self._fate.get(group_id) != "trained":
+            if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._close(group_id, "restart")
                 del self._fate[group_id], self._task_of[group_id]
         self._new.clear()
         for group_id in [*event["ready"], *event["open"]]:
-            if self._fate.get(group_id) != "trained":
+            if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._fate.pop(group_id, None)
 
     def _on_checkpoint(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rollart.causes import Causes
 from rollart.events import Event, Metrics, Sum
 
-FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward")
+FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
 MOST_REASONS = 5
 """Told of each kind of failure."""
 
@@ -70,7 +70,7 @@ class TaskBooks:
             self._metrics.add(f"{prefix}groups/with_gradient", Sum(int(teaches)))
 
     def not_trained(self, group: str, task: str) -> None:
-        """Its batch was formed, but lost before it was written."""
+        """Its batch was formed, but lost before it was written; or all of it was set aside."""
         self._tasks[task].with_gradient -= self._teaches.get(group, True)
 
     def breaker(self, event: Event) -> None:

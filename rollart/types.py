@@ -296,12 +296,21 @@ class Batch:
     """The groups' trajectories, flat, with advantages: filled by the trainer (`rollart.samples`), empty elsewhere."""
 
 
+class SetAside(NamedTuple):
+    """A trajectory of a batch that could not be trained on, and why."""
+
+    trajectory: TrajectoryId
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a train step gave. `version` is minted by the trainer: step + 1."""
 
     version: WeightVersion
     metrics: Mapping[str, float] = field(default_factory=dict)
+    set_aside: tuple[SetAside, ...] = ()
+    """Left out of the step. The same batch at the same step gives the same ones again."""
 
 
 class Bucket(NamedTuple):

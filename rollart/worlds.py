@@ -13,14 +13,14 @@ from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import PoolOffer, engine_specs, further_specs, stand_ins
 from rollart.policy.prediction import PoolSpeed
-from rollart.ports import EnvHost, Journal, RewardBackend
+from rollart.ports import EnvHost, RewardBackend
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
 from rollart.sim.links import Disk, Link, SimStore
 from rollart.sim.rewards import SimRewards
-from rollart.sim.trainer import SimCluster
+from rollart.sim.trainer import SimCluster, SimJournal
 
 
 def offers(job: Job) -> list[PoolOffer]:
@@ -94,7 +94,7 @@ def pairs_of(job: Job) -> dict[str, Pair]:
 
 
 def simulated_world(
-    job: Job, log: EventLog, faults: Faults, journal: Journal, push: Link, pull: Link, disk: Disk | None = None
+    job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: Link, pull: Link, disk: Disk | None = None
 ) -> World:
     """Every port of the job, simulated. `disk`: what the trainer writes to; the journal has its own."""
     sim = job.sim
@@ -122,6 +122,7 @@ def simulated_world(
         job.weights.bucket_mb * 1e6,
         push,
         faults,
+        journal.noted,
         disk,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)

@@ -51,6 +51,7 @@ MANIFEST = types.WeightManifest(
     buckets=(Bucket("v3/0", 12, "crc32:0"),),
     tensors={"w": TensorPlace(bucket=0, offset=0, num_bytes=12, dtype="float32", shape=(3, 1))},
 )
+NOTE = types.TurnNote(pool="p", waited_s=0.5, shown=(types.Message(role="user", content="x"),), text="a")
 VALUES: list[Any] = [
     TASK,
     TRAJECTORY.id,
@@ -68,7 +69,10 @@ VALUES: list[Any] = [
     GROUP,
     SAMPLE,
     types.Batch(step=4, serving=3, groups=(GROUP,), samples=(SAMPLE,)),
-    types.StepResult(version=5, metrics={"loss": 0.5}),
+    types.SetAside(TRAJECTORY.id, "not finite"),
+    types.StepResult(version=5, metrics={"loss": 0.5}, set_aside=(types.SetAside(TRAJECTORY.id, "not finite"),)),
+    NOTE,
+    types.Played(trajectory=TRAJECTORY, notes=(NOTE,), evaluation=True),
     MANIFEST.buckets[0],
     MANIFEST.tensors["w"],
     MANIFEST,

@@ -24,10 +24,11 @@ from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
-from rollart.errors import ClusterError, Interrupted, StoreFull, boundary
+from rollart.errors import ClusterError, Interrupted, JobStopped, StoreFull, boundary
 from rollart.events import Event, LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
+from rollart.policy.training import set_aside_whole, trained_on
 from rollart.ports import (
     Cluster,
     Engine,
@@ -113,7 +114,7 @@ class Coordinator:
         checkpoint = self._world.journal.latest()
         if checkpoint is not None:
             batches = list(self._world.journal.batches(checkpoint.step))
-            await self.trainer.resume(checkpoint.trainer, batches)
+            results = await self.trainer.resume(checkpoint.trainer, batches)
             self.rollout.restore(checkpoint, batches)
             self._log.emit(
                 "resumed",
@@ -127,8 +128,8 @@ class Coordinator:
                 },
             )
             self.rollout.end_superseded()
-            for batch in batches:
-                self._record(batch)
+            for batch, result in zip(batches, results, strict=True):
+                self._record(batch, result)
         if self.trainer.version:
             self.weights.publish(self.trainer.version)
             await self.weights.to(self.trainer.version)
@@ -178,6 +179,9 @@ class Coordinator:
                 await self.weights.to(step)
             result = await self._step(batch)
             self.weights.publish(result.version)
+            if self.trainer.stuck:
+                await self._checkpoint()
+                raise JobStopped(self.trainer.stuck)
             if self._plan.after_step:
                 await self.weights.to(result.version)
             last = result.version == self._job.train.steps
@@ -195,8 +199,8 @@ class Coordinator:
     async def _step(self, batch: Batch) -> StepResult:
         began = self._log.emit("step.start", {"step": batch.step, "serving": self.fleet.serving})
         began_s = self._loop.time()
-        result = await self.trainer.train(batch)
-        self._record(batch)
+        result = await self.trainer.train(batch, began)
+        self._record(batch, result)
         self._log.emit(
             "step.end",
             {
@@ -209,9 +213,11 @@ class Coordinator:
         )
         return result
 
-    def _record(self, batch: Batch) -> None:
+    def _record(self, batch: Batch, result: StepResult) -> None:
         if self._world.recorder is not None:
-            self._world.recorder.trained(batch)
+            self._world.recorder.trained(trained_on(batch, result.set_aside))
+            for group in set_aside_whole(batch, result.set_aside):
+                self._world.recorder.ended(group, "failed")
 
     async def _checkpoint(self) -> None:
         """Trainer, task cursor, buffer and open groups, together. Called between two batches."""

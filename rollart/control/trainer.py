@@ -14,6 +14,7 @@ from rollart.control.waits import Waits
 from rollart.errors import BoundaryError, ClusterError, JobStopped, StoreFull, TrainerError, VersionGone, boundary
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
+from rollart.policy.training import Progress, in_vain, progress, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
@@ -50,26 +51,57 @@ class TrainerDriver:
         self._lives = 0
         self._lost_in_a_row = 0
         self._idle_in_a_row = 0
+        self._in_vain_in_a_row = 0
+        self.stuck = ""
+        """Why the job should stop: steps have come to nothing for too long."""
         self.version: WeightVersion = 0
         """Steps done."""
         self._oldest: WeightVersion = 0
         """What can be published: the current version and the one before, if this trainer made it."""
 
-    async def train(self, batch: Batch) -> StepResult:
-        result = await self._call(f"step {batch.step}", lambda trainer: trainer.train_step(batch))
-        self.version = result.version
-        self._oldest = max(self._oldest, self.version - 1)
-        self._lost_in_a_row = 0
+    async def train(self, batch: Batch, cause: int) -> StepResult:
+        """One step; `cause` is its event. What became of steps that changed nothing is said in `stuck`."""
+        result = await self._train(batch, cause)
         self._idle_in_a_row = self._idle_in_a_row + 1 if result.metrics.get("perf/tokens") == 0.0 else 0
         if self._idle_in_a_row == IDLE_STEPS:
-            text = (
+            self._warn(
                 f"steps {batch.step - IDLE_STEPS + 1} to {batch.step} trained on nothing: in every group all members "
                 "earned the same. If that is the best reward, the job is done. If not, the policy may have lost the "
                 "form of its answers: go back to an earlier checkpoint with a lower train.lr or rollout.staleness, "
                 "or with a train.kl_coef"
             )
-            self._log.emit("warning", {"text": text})
+        why = in_vain(batch, result)
+        self._in_vain_in_a_row = self._in_vain_in_a_row + 1 if why else 0
+        text = f"the last {self._in_vain_in_a_row} steps changed nothing: {why}"
+        match progress(self._in_vain_in_a_row):
+            case Progress.WARN:
+                self._warn(text)
+            case Progress.STOP:
+                self.stuck = (
+                    f"{text}. The weights are good, and so is the checkpoint: go on from it with a lower train.lr or "
+                    "train.grad_clip, or without train.bf16; where data was set aside, set_aside.jsonl has it"
+                )
         return result
+
+    async def _train(self, batch: Batch, cause: int) -> StepResult:
+        result = await self._call(f"step {batch.step}", lambda trainer: trainer.train_step(batch))
+        self.version = result.version
+        self._oldest = max(self._oldest, self.version - 1)
+        self._lost_in_a_row = 0
+        if result.set_aside:
+            self._log.emit(
+                "step.aside",
+                {
+                    "step": batch.step,
+                    "trajectories": [[str(one.trajectory), one.reason] for one in result.set_aside],
+                    "groups": set_aside_whole(batch, result.set_aside),
+                    "cause": cause,
+                },
+            )
+        return result
+
+    def _warn(self, text: str) -> None:
+        self._log.emit("warning", {"text": text})
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         if version < self._oldest:
@@ -79,14 +111,16 @@ class TrainerDriver:
     async def save(self) -> str:
         return await self._call("save", lambda trainer: trainer.save())
 
-    async def resume(self, reference: str, batches: list[Batch]) -> None:
+    async def resume(self, reference: str, batches: list[Batch]) -> list[StepResult]:
         """A resumed job: load, then train again on what was written since."""
+        results: list[StepResult] = []
         self.version = await self._call("restore", lambda trainer: trainer.restore(reference))
         self._oldest = self.version
         for batch in batches:
             began = self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
             began_s = asyncio.get_running_loop().time()
-            result = await self.train(batch)
+            result = await self._train(batch, began)
+            results.append(result)
             self._log.emit(
                 "replayed",
                 {
@@ -97,6 +131,7 @@ class TrainerDriver:
                     "cause": began,
                 },
             )
+        return results
 
     async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]]) -> T:
         """Do it; as often as it takes to have a trainer that lives long enough."""

@@ -177,7 +177,7 @@ class SimEngine:
         self._advance()
         self._plan()
         completion = await sequence.future
-        fault = world.faults.take("answer_bad", request.id)
+        fault = world.faults.take("bad_answer", request.id)
         return completion if fault is None else _spoilt(completion, fault.target)
 
     async def abort(self, request_id: str) -> int:

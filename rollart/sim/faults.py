@@ -17,7 +17,7 @@ AT_A_SWAP = 0.6
 
 LASTING = {"slow_answer": (1.0, 10.0), "full_store": (0.1, 10.0)}
 """Of drawn faults of these kinds that share lasts so many times longer, or no limit would ever be passed."""
-SEVERAL = ("answer", "env", "reward", "refused")
+SEVERAL = ("bad_answer", "env", "reward", "refused")
 """Kinds that hit one to four times."""
 
 

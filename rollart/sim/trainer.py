@@ -10,7 +10,16 @@ from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SLOW, Disk, Link, SimStore, digest_of
 from rollart.sim.pair import SimPair
-from rollart.types import Batch, Bucket, Checkpoint, EngineSpec, StepResult, WeightManifest, WeightVersion
+from rollart.types import (
+    Batch,
+    Bucket,
+    Checkpoint,
+    EngineSpec,
+    SetAside,
+    StepResult,
+    WeightManifest,
+    WeightVersion,
+)
 
 
 class SimTrainer:
@@ -24,9 +33,11 @@ class SimTrainer:
         push: Link,
         faults: Faults,
         disk: Disk,
+        noted: dict[int, tuple[SetAside, ...]],
         answered: Callable[[], int],
     ) -> None:
-        """`answered`: generate calls answered so far, by the engines there are now."""
+        """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
+        the engines there are now."""
         self._settings = settings
         self._answered = answered
         self._token_s = token_s
@@ -34,6 +45,7 @@ class SimTrainer:
         self._push = push
         self._faults = faults
         self._disk = disk
+        self._noted = noted
         self._loop = asyncio.get_running_loop()
         sizes = [bucket_bytes] * int(model.weight_bytes // bucket_bytes)
         rest = model.weight_bytes - sum(sizes)
@@ -60,6 +72,7 @@ class SimTrainer:
         if self._faults.take("trainer_before", f"step {batch.step}"):
             self.die("before its step")
         self._check()
+        self._set_aside(batch)
         self.stepping = True
         try:
             if self._faults.take("trainer_during", f"step {batch.step}"):
@@ -72,7 +85,18 @@ class SimTrainer:
         if self._faults.take("trainer_after", f"step {batch.step}"):
             self.die("after the optimizer step")
         self._check()
-        return StepResult(version=self.version, metrics={"perf/tokens": float(tokens)})
+        metrics = {"perf/tokens": float(tokens)}
+        return StepResult(version=self.version, metrics=metrics, set_aside=self._noted[batch.step])
+
+    def _set_aside(self, batch: Batch) -> None:
+        """Decided at the first try, and noted: every other one does the same. Some data first ends the trainer."""
+        if batch.step in self._noted:
+            return
+        fault = self._faults.take("untrainable_batch", f"step {batch.step}")
+        self._noted[batch.step] = () if fault is None else _untrainable(batch, fault.target)
+        if fault is not None and fault.target % 4 == 3:
+            self.die("of its data")
+            self._check()
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self._check()
@@ -134,6 +158,14 @@ class SimTrainer:
         self._check()
 
 
+def _untrainable(batch: Batch, way: int) -> tuple[SetAside, ...]:
+    """One trajectory, a whole group, or all."""
+    group = batch.groups[way // 4 % len(batch.groups)]
+    groups = {0: [group], 2: batch.groups}.get(way % 4, ())
+    found = [member.id for one in groups for member in one.members] or [group.members[way % len(group.members)].id]
+    return tuple(SetAside(name, "its loss is not a finite number (simulated)") for name in found)
+
+
 def _set(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
@@ -151,6 +183,7 @@ class SimCluster:
         bucket_bytes: float,
         push: Link,
         faults: Faults,
+        noted: dict[int, tuple[SetAside, ...]],
         disk: Disk | None = None,
     ) -> None:
         self._disk = disk or Disk()
@@ -162,6 +195,7 @@ class SimCluster:
         self._bucket_bytes = bucket_bytes
         self._push = push
         self._faults = faults
+        self._noted = noted
         self._loop = asyncio.get_running_loop()
         self.engines: dict[str, SimEngine] = {}
         self.current: SimTrainer | None = None
@@ -193,6 +227,7 @@ class SimCluster:
             self._push,
             self._faults,
             self._disk,
+            self._noted,
             lambda: sum(engine.answered for engine in self.engines.values()),
         )
         return self.current
@@ -261,6 +296,8 @@ class SimJournal:
         self._disk = disk
         self._batches: dict[int, Batch] = {}
         self._checkpoint: Checkpoint | None = None
+        self.noted: dict[int, tuple[SetAside, ...]] = {}
+        """What the trainer wrote into the run directory beside: step -> what it set aside."""
 
     def write_batch(self, batch: Batch) -> None:
         if self._disk is not None:

@@ -131,15 +131,17 @@ class ShardedTrainer:
     def vocab_size(self) -> int:
         return int(self._sharded.network.config.vocab_size)
 
-    def train_step(self, step: WeightVersion, shares: Sequence[Share], lr: float) -> list[UpdateReport]:
-        """This rank's part of step `step`."""
+    def train_step(self, step: WeightVersion, shares: Sequence[Share], lr: float, begin: bool) -> list[UpdateReport]:
+        """This rank's part of the updates of step `step`, up to the first that is not made."""
         assert step == self._versions.current, f"step {step} on version {self._versions.current}"
         self._versions.of(step)
-        reports = list(self._learner.updates(step, shares, lr))
-        # Here, since it needs all ranks; nobody copies between the last update and `advance`.
+        return list(self._learner.updates(step, shares, lr, begin=begin))
+
+    def end_step(self) -> None:
+        """The weights as they are now are of the next version."""
+        # The probe here, since it needs all ranks; nobody copies between the last update and `advance`.
         self._probe = self._probe_of(self._sharded)
         self._versions.advance()
-        return reports
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest | None:
         """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""

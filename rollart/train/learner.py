@@ -17,7 +17,7 @@ from rollart.train.losses import LossInputs, LossReport, Totals, add_reports, po
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, micro_batch
 from rollart.train.settings import TrainerSettings
-from rollart.train.step import Share, UpdateReport
+from rollart.train.step import NOT_FINITE, Failed, Share, UpdateReport
 from rollart.types import Sample, TrajectoryId
 
 COMPANY = Sample(
@@ -30,6 +30,12 @@ COMPANY = Sample(
     advantages=np.zeros(2, dtype=np.float32),
 )
 """Stands in for an empty micro-batch: the smallest that uses every weight."""
+
+
+OF_DATA = (AssertionError, ValueError, IndexError, ArithmeticError)
+"""Raised while a micro-batch is computed, these say that it cannot be. Any other error is the trainer's own."""
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""What torch says of it on a CPU, in an error that could be any."""
 
 
 class Scorer(Protocol):
@@ -54,48 +60,92 @@ class Learner:
         self._reference = reference
         self._optimizer = optimizer
         self._device = device
+        self._proximal: dict[tuple[TrajectoryId, bytes, bytes], Tensor] = {}
+        """By sample: how it is cut may change on the way. Empty where a step is one update."""
 
-    def updates(self, step: int, shares: Sequence[Share], lr: float) -> Iterator[UpdateReport]:
-        """Do one update after another. What must be of the step's beginning is taken before the first."""
+    def updates(self, step: int, shares: Sequence[Share], lr: float, *, begin: bool) -> Iterator[UpdateReport]:
+        """Do one update after another, up to the first that is not made. `begin`: the weights are those that the step
+        began with, and what must be of then is taken now."""
         self._now = self._settings.at(step)
         self._optimizer.tune(weight_decay=self._now.weight_decay, grad_clip=self._now.grad_clip)
-        parts = [[self._micro_batch(part) for part in share.parts] for share in shares]
-        proximal: list[list[Tensor | None]] = [[None] * len(own) for own in parts]
-        if self._now.updates_per_step > 1:
-            with torch.no_grad():
-                proximal = [[self._score(self._scorer, part)[0] for part in own] for own in parts]
-        for share, own, anchors in zip(shares, parts, proximal, strict=True):
-            yield self._update(share, own, anchors, lr)
+        if begin:
+            self._proximal.clear()
+            if self._now.updates_per_step > 1 and (failed := self._anchor(shares)):
+                yield _not_made(failed)
+                return
+        for share in shares:
+            report = self._update(share, lr)
+            yield report
+            if report.skipped:
+                return
+
+    def _anchor(self, shares: Sequence[Share]) -> tuple[Failed, ...]:
+        """The log-probabilities of all samples under the weights of now: the proximal policy of each update."""
+        for update, share in enumerate(shares):
+            for place, members in enumerate(share.parts):
+                try:
+                    part = self._micro_batch(members)
+                    with torch.no_grad():
+                        found_N = self._score(self._scorer, part)[0]
+                except Exception as error:
+                    failed = _failed(update, place, error)
+                else:
+                    sizes = [int(sample.mask.sum()) for sample in part.samples]
+                    for sample, own_N in zip(part.samples, torch.split(found_N, sizes), strict=True):
+                        self._proximal[_key(sample)] = own_N
+                    continue
+                self._free()
+                return (failed,)
+        return ()
 
     def _micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
         return micro_batch(members or [COMPANY], self._now.temperatures).to(self._device)
 
-    def _update(self, share: Share, parts: list[MicroBatch], proximal: list[Tensor | None], lr: float) -> UpdateReport:
+    def _update(self, share: Share, lr: float) -> UpdateReport:
         """One optimizer update over the micro-batches' accumulated gradients."""
         reports: list[LossReport] = []
-        for members, part, proximal_N in zip(share.parts, parts, proximal, strict=True):
-            loss, report = self._loss(part, proximal_N, share.totals)
-            torch.autograd.backward(loss if members else 0 * loss)
-            if members:
-                reports.append(report)
+        losses: list[Tensor | float] = []
+        for place, members in enumerate(share.parts):
+            try:
+                loss, report = self._loss(self._micro_batch(members), share.totals)
+                torch.autograd.backward(loss if members else 0 * loss)
+            except Exception as error:
+                failed = _failed(0, place, error)
+            else:
+                losses.append(report.shares["actor/loss"])
+                if members:
+                    reports.append(report)
+                continue
+            self._free()
+            return _not_made((failed,))
         norm = self._optimizer.clip()
-        # A step that overflowed is skipped, not repeated: the same batch would overflow again after a restart.
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             self._optimizer.update(lr)
-        else:
-            self._optimizer.zero()
-        return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=not finite)
+            return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=False)
+        # Skipped, not repeated as it is: the same gradient would overflow again after a restart.
+        self._optimizer.zero()
+        wrong = [place for place, loss in enumerate(losses) if not math.isfinite(float(loss))]
+        failures = tuple(Failed(0, place, NOT_FINITE) for place in wrong)
+        return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=True, failed=failures)
 
-    def _loss(self, part: MicroBatch, proximal_N: Tensor | None, totals: Totals) -> tuple[Tensor, LossReport]:
+    def _free(self) -> None:
+        """After a micro-batch that was not computed to its end."""
+        self._optimizer.zero()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _loss(self, part: MicroBatch, totals: Totals) -> tuple[Tensor, LossReport]:
         current_N, entropy_N = self._score(self._scorer, part)
+        anchors = [self._proximal[key] for sample in part.samples if (key := _key(sample)) in self._proximal]
+        # None where the step is one update, or for `COMPANY`, whose loss does not count.
+        proximal_N = torch.cat(anchors) if anchors else current_N.detach()
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
                 reference_N = self._score(self._reference, part)[0]
         inputs = LossInputs(
             current_N=current_N,
-            proximal_N=current_N.detach() if proximal_N is None else proximal_N,
+            proximal_N=proximal_N,
             behaviour_N=part.behaviour_N,
             advantages_N=part.advantages_N,
             sequence_N=part.sequence_N,
@@ -103,7 +153,11 @@ class Learner:
             entropy_N=entropy_N if self._now.loss.entropy_coef else entropy_N.detach(),
             reference_N=reference_N,
         )
-        return policy_loss(self._now.loss, inputs, totals)
+        loss, report = policy_loss(self._now.loss, inputs, totals)
+        # Clamps let no gradient through where a value is not a number, so that it could pass unseen. A loss that is not
+        # finite makes the gradient so, on all ranks: then none of them makes the update. Otherwise this adds 0.
+        unseen = torch.where(torch.isfinite(loss.detach()), 0.0, math.nan)
+        return loss + unseen * current_N.sum(), report
 
     def _score(self, scorer: Scorer, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropy_N) of the sampled tokens."""
@@ -111,3 +165,23 @@ class Learner:
         wanted_T[part.positions_N] = True
         scores = scorer(part.tokens_T, part.lengths, part.temperature, wanted_T)
         return scores.logprobs_T[part.positions_N], scores.entropy_T[part.positions_N]
+
+
+def _key(sample: Sample) -> tuple[TrajectoryId, bytes, bytes]:
+    """Of one prefix of one trajectory."""
+    return sample.trajectory, sample.tokens.tobytes(), sample.mask.tobytes()
+
+
+def _failed(update: int, part: int, error: Exception) -> Failed:
+    """Whether it is the data's fault. Raises the error again where the trainer itself is at fault, or lost."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
+        return Failed(update, part, f"out of memory: {text}", memory=True, raised=True)
+    if isinstance(error, OF_DATA):
+        return Failed(update, part, text, raised=True)
+    raise error
+
+
+def _not_made(failed: tuple[Failed, ...]) -> UpdateReport:
+    nothing = LossReport(shares={}, maxima={})
+    return UpdateReport(loss=nothing, grad_norm=math.nan, skipped=True, failed=failed)

@@ -40,8 +40,10 @@ class MasterAdamW:
             group["weight_decay"] = weight_decay
 
     def zero(self) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients, and what a backward pass that did not come to its end left behind."""
         self._adam.zero_grad(set_to_none=True)
+        for param in self._params.values():
+            param.grad = None
 
     def clip(self) -> float:
         """Clip the accumulated gradients; returns their norm before."""

@@ -51,24 +51,22 @@ class MicroBatch:
         )
 
 
-def check_sample(sample: Sample, vocab_size: int) -> None:
-    """Refuse what would fail, or mislead, deep inside a step. Raises ValueError that names the trajectory."""
+def check_sample(sample: Sample, vocab_size: int) -> str:
+    """What would fail, or mislead, deep inside a step; empty where nothing would."""
     size = len(sample.tokens)
-    name = f"sample of trajectory {sample.trajectory}"
     for key in ("mask", "logprobs", "versions", "advantages"):
         if len(getattr(sample, key)) != size:
-            raise ValueError(f"{name}: {key} has {len(getattr(sample, key))} entries for {size} tokens")
+            return f"{key} has {len(getattr(sample, key))} entries for {size} tokens"
     if size == 0 or not sample.mask.any():
-        return
+        return ""
     if sample.mask[0]:
-        raise ValueError(f"{name}: its first token is marked as sampled, but has no prefix to be sampled from")
+        return "its first token is marked as sampled, but has no prefix to be sampled from"
     if sample.tokens.min() < 0 or sample.tokens.max() >= vocab_size:
-        raise ValueError(
-            f"{name}: token ids {sample.tokens.min()} to {sample.tokens.max()}; the model knows 0 to {vocab_size - 1}"
-        )
+        return f"token ids {sample.tokens.min()} to {sample.tokens.max()}; the model knows 0 to {vocab_size - 1}"
     for key in ("logprobs", "advantages"):
         if not np.isfinite(getattr(sample, key)[sample.mask]).all():
-            raise ValueError(f"{name}: {key} has a value that is not finite on a sampled token")
+            return f"{key} has a value that is not finite on a sampled token"
+    return ""
 
 
 def order(samples: Sequence[Sample]) -> list[Sample]:

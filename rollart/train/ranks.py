@@ -10,17 +10,19 @@ started again as a whole. What can be refused is refused before any rank hears o
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from rollart.errors import BoundaryError, StoreFull, TrainerError, boundary
+from rollart.train.aside import Aside
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
 from rollart.train.losses import LossReport, Totals
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.single import Store
-from rollart.train.step import Share, UpdateReport, check_step, plan_step
+from rollart.train.step import Failed, Share, Step, UpdateReport, check_step
 from rollart.train.versions import not_held
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
@@ -48,6 +50,7 @@ class RankedTrainer:
         self._ranks = ranks
         self._version: WeightVersion = 0
         self._vocab_size: int | None = None
+        self._aside = Aside(settings.set_aside_path)
         self._lost = ""
         """Why there are no ranks any more."""
         self._work, self._push = asyncio.Lock(), asyncio.Lock()
@@ -60,15 +63,35 @@ class RankedTrainer:
                 began = time.perf_counter()
                 if self._vocab_size is None:
                     self._vocab_size = (await self._all("vocab_size"))[0]
-                plan = await asyncio.to_thread(
-                    plan_step, batch, self._settings, vocab_size=self._vocab_size, ranks=len(self._ranks)
+                step = await asyncio.to_thread(
+                    Step, batch, self._settings, self._aside, vocab_size=self._vocab_size, ranks=len(self._ranks)
                 )
                 lr = learning_rate(self._settings, batch.step)
-                told = [(batch.step, _shares_to_wire(shares), lr) for shares in plan.shares]
-                reports = [_reports_from_wire(answer) for answer in await self._each("train_step", told)]
+                try:
+                    await self._updates(batch.step, step, lr)
+                except StoreFull as error:
+                    if step.updates_made:  # the weights are of no version: the step cannot just be tried again
+                        raise TrainerError(await self._end_all(str(error))) from error
+                    raise
+                await self._all("end_step")
                 self._version += 1
-                metrics = plan.metrics(reports, lr, time.perf_counter() - began)
-                return StepResult(version=self._version, metrics=metrics)
+                return step.result(self._version, lr, time.perf_counter() - began)
+
+    async def _updates(self, number: int, step: Step, lr: float) -> None:
+        """All updates of a step, those that failed as often as they are cut anew."""
+
+        def stuck(rank: int, answer: Any) -> str:
+            """The others wait in a call that this rank will never make: what it says is noted for the next trainer."""
+            reports = _reports_from_wire(answer)
+            raised = [fault for fault in reports[-1].failed if fault.raised] if reports else []
+            return step.note(rank, raised[0]._replace(update=len(reports) - 1 + raised[0].update)) if raised else ""
+
+        while step.shares(0):
+            shares = [_shares_to_wire(step.shares(rank)) for rank in range(len(self._ranks))]
+            told = [(number, own, lr, not step.updates_made) for own in shares]
+            answers = await self._each("train_step", told, stuck)
+            for reports in zip(*(_reports_from_wire(answer) for answer in answers), strict=True):
+                step.book(reports)
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         async with self._push:
@@ -101,8 +124,14 @@ class RankedTrainer:
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return await self._each(method, [arguments] * len(self._ranks))
 
-    async def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call all ranks, each with its own arguments; the answers by rank."""
+    async def _each(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        stuck: Callable[[int, Any], str] = lambda rank, answer: "",
+    ) -> list[Any]:
+        """Call all ranks, each with its own arguments; the answers by rank. `stuck` looks at each answer as it comes:
+        what it returns is why the ranks cannot go on."""
         if self._lost:
             raise TrainerError(f"the trainer has no ranks any more ({self._lost}); start it again")
         calls = [
@@ -110,12 +139,22 @@ class RankedTrainer:
             for rank, own in zip(self._ranks, arguments, strict=True)
         ]
         try:
-            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if not _failed(calls):
-                return [call.result() for call in calls]
-            if full := await _found_no_room(calls):
-                raise full
-            raise TrainerError(await self._give_up(calls))
+            seen: dict[int, None] = {}
+            while len(seen) < len(calls):
+                await asyncio.wait(
+                    [call for place, call in enumerate(calls) if place not in seen],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if _failed(calls):
+                    if full := await _found_no_room(calls):
+                        raise full
+                    raise TrainerError(await self._give_up(calls))
+                for place, call in enumerate(calls):
+                    if call.done() and place not in seen:
+                        seen[place] = None
+                        if reason := stuck(place, call.result()):
+                            raise TrainerError(await self._end_all(reason))
+            return [call.result() for call in calls]
         finally:
             for call in calls:
                 call.cancel()
@@ -129,9 +168,12 @@ class RankedTrainer:
             if not waiting or loop.time() >= until:
                 break
             await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
-        self._lost = str(calls[(dead or _failed(calls))[0]].exception())
+        return await self._end_all(str(calls[(dead or _failed(calls))[0]].exception()))
+
+    async def _end_all(self, reason: str) -> str:
+        self._lost = reason
         await asyncio.gather(*(rank.stop() for rank in self._ranks))
-        return self._lost
+        return reason
 
 
 def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:
@@ -159,10 +201,12 @@ class AsyncRank:
     async def vocab_size(self) -> int:
         return self._core.vocab_size
 
-    async def train_step(self, step: int, shares: Any, lr: float) -> Any:
-        loop = asyncio.get_running_loop()
-        reports = await loop.run_in_executor(self._work, self._core.train_step, step, _shares_from_wire(shares), lr)
-        return _reports_to_wire(reports)
+    async def train_step(self, step: int, shares: Any, lr: float, begin: bool) -> Any:
+        work = partial(self._core.train_step, step, _shares_from_wire(shares), lr, begin)
+        return _reports_to_wire(await asyncio.get_running_loop().run_in_executor(self._work, work))
+
+    async def end_step(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._work, self._core.end_step)
 
     async def publish(self, version: WeightVersion) -> WeightManifest | None:
         return await asyncio.get_running_loop().run_in_executor(self._push, self._core.publish, version, self._store)
@@ -186,11 +230,19 @@ def _shares_from_wire(shares: list[Any]) -> list[Share]:
 
 
 def _reports_to_wire(reports: Sequence[UpdateReport]) -> list[Any]:
-    return [[report.loss.shares, report.loss.maxima, report.grad_norm, report.skipped] for report in reports]
+    return [
+        [report.loss.shares, report.loss.maxima, report.grad_norm, report.skipped, [list(one) for one in report.failed]]
+        for report in reports
+    ]
 
 
 def _reports_from_wire(reports: list[Any]) -> list[UpdateReport]:
     return [
-        UpdateReport(loss=LossReport(shares=shares, maxima=maxima), grad_norm=norm, skipped=skipped)
-        for shares, maxima, norm, skipped in reports
+        UpdateReport(
+            loss=LossReport(shares=shares, maxima=maxima),
+            grad_norm=norm,
+            skipped=skipped,
+            failed=tuple(Failed(*one) for one in failed),
+        )
+        for shares, maxima, norm, skipped, failed in reports
     ]

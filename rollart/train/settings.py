@@ -48,6 +48,8 @@ class TrainerSettings:
     keep_checkpoints: int = 2
     probe: bool = True
     """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
+    set_aside_path: str = ""
+    """The file of what could not be trained on; empty: it is kept in memory only."""
     earlier: "tuple[tuple[int, TrainerSettings], ...]" = ()
     """(n, what the steps before n are trained with), n rising."""
 

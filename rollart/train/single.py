@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
 from rollart.model import load_model, named_weights, packed_scores, probe
+from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
     MODEL_DIR,
     OPTIMIZER,
@@ -34,7 +35,7 @@ from rollart.train.checkpoints import (
 from rollart.train.learner import Learner, Scorer
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
-from rollart.train.step import UpdateReport, check_step, plan_step
+from rollart.train.step import Step, check_step
 from rollart.train.versions import Versions
 from rollart.types import Batch, Probe, StepResult, WeightManifest, WeightVersion
 
@@ -62,6 +63,7 @@ class SingleTrainer:
             path = Path(settings.reference_path or settings.model_path)
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
         self._half_done = False
+        self._aside = Aside(settings.set_aside_path)
         self.restore("")
 
     @property
@@ -74,24 +76,24 @@ class SingleTrainer:
         return named_weights(self._network)
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One step on version `batch.step`. A batch without a sampled token leaves the weights as they are."""
+        """One step on version `batch.step`. What cannot be trained on is set aside; a batch of which nothing is left,
+        or without a sampled token, leaves the weights as they are."""
         self._check_whole()
         check_step(batch.step, self.version)
         began = time.perf_counter()
-        plan = plan_step(batch, self._settings, vocab_size=self._network.config.vocab_size, ranks=1)
+        step = Step(batch, self._settings, self._aside, vocab_size=self._network.config.vocab_size)
         # From here on `publish` reads this copy, and never the weights that are about to change.
         self._versions.of(self.version)
         lr = learning_rate(self._settings, batch.step)
-        reports: list[UpdateReport] = []
         try:
-            for report in self._learner.updates(batch.step, plan.shares[0], lr):
-                reports.append(report)
+            while shares := step.shares(0):
+                for report in self._learner.updates(batch.step, shares, lr, begin=not step.updates_made):
+                    step.book([report])
         except BaseException:
             self._optimizer.zero()
-            self._half_done = bool(reports)
+            self._half_done = bool(step.updates_made)
             raise
-        version = self._versions.advance()
-        return StepResult(version=version, metrics=plan.metrics([reports], lr, time.perf_counter() - began))
+        return step.result(self._versions.advance(), lr, time.perf_counter() - began)
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest:
         """Push the current or the previous version."""

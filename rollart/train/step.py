@@ -1,14 +1,16 @@
-"""What a train step is, whatever it runs on: who computes what, and the metrics of it all.
+"""What a train step is, whatever it runs on: who computes what, what is left out, and the metrics of it all.
 
-Owns: the cut of a batch into optimizer updates, ranks and micro-batches. `SingleTrainer` plans for one rank,
-`RankedTrainer` for several; the learner of each rank works its shares off.
+Owns: the cut of a batch into optimizer updates, ranks and micro-batches, and what becomes of data that cannot be
+trained on. `SingleTrainer` works a `Step` off on one rank, `RankedTrainer` on several.
 Invariants: in an update every rank has the same number of micro-batches (some may be empty), since sharded ranks must
 call the network together; every share knows the totals of the whole update, so that the ranks' gradients add up to
-those of one device.
+those of one device; a trajectory that is set aside has no part in any update from then on, and is noted (`Aside`)
+before the step goes on, so that the step leaves it out again whenever it is repeated.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +18,13 @@ import torch
 
 from rollart.errors import TrainerError
 from rollart.samples import filled
+from rollart.train.aside import Aside
 from rollart.train.losses import LossReport, LossSettings, Totals, batch_advantages, merge_reports
 from rollart.train.packing import bins, check_sample, deal
 from rollart.train.settings import TrainerSettings
-from rollart.types import Batch, Sample, WeightVersion
+from rollart.types import Batch, Sample, SetAside, StepResult, TrajectoryId, WeightVersion
+
+NOT_FINITE = "its loss is not a finite number"
 
 
 class Share(NamedTuple):
@@ -31,6 +36,19 @@ class Share(NamedTuple):
     """Micro-batches. An empty one is computed for company only, and adds nothing."""
 
 
+class Failed(NamedTuple):
+    """A micro-batch that cannot be trained on as it is."""
+
+    update: int
+    """So many updates after the one that is reported."""
+    part: int
+    reason: str
+    memory: bool = False
+    """There was not enough of it."""
+    raised: bool = False
+    """It was not computed to its end: other ranks may be waiting for this one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
     """What one optimizer update gave: on one rank, or over all."""
@@ -38,23 +56,131 @@ class UpdateReport:
     loss: LossReport
     grad_norm: float
     skipped: bool
+    """It was not made: the gradient is not finite. All ranks say the same."""
+    failed: tuple[Failed, ...] = ()
+    """Of this rank's micro-batches. Then the update is made again without what is at fault."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step, cut up."""
+class Step:
+    """One step under way. Ask for `shares`, `book` what the ranks report of each update, until none are left."""
 
-    step: int
-    shares: tuple[tuple[Share, ...], ...]
-    """By rank, then by update. Updates without a sample are left out."""
+    def __init__(
+        self, batch: Batch, settings: TrainerSettings, aside: Aside, *, vocab_size: int, ranks: int = 1
+    ) -> None:
+        self._batch = batch
+        self._settings = settings = settings.at(batch.step)
+        self._aside = aside
+        self._ranks = ranks
+        self.updates_made = 0
+        """Optimizer updates that changed the weights."""
+        self._booked: list[dict[str, float]] = []
+        self._done: list[tuple[Sample, ...]] = []
+        """Micro-batches of the updates that are over."""
+        self._left: list[list[list[list[Sample]]]] = []
+        """By update, by rank: micro-batches."""
+        reasons: dict[TrajectoryId, str] = {}
+        given = batch
+        if batch.groups:
+            given = filled(batch, skip_zero_variance=settings.skip_zero_variance, failed=reasons)
+        for sample in given.samples:
+            if wrong := check_sample(sample, vocab_size):
+                reasons[sample.trajectory] = wrong
+        if reasons:
+            aside.put(batch, reasons)
+        self._samples = [sample for sample in given.samples if sample.mask.any()]
+        self._plan()
 
-    def metrics(self, reports: Sequence[Sequence[UpdateReport]], lr: float, seconds: float) -> dict[str, float]:
-        """Of the step, from the ranks' reports, rank by rank: means over its updates (largest of `_max`, sum of
-        `skipped_updates`), and counts."""
-        updates = [_over_ranks(ranks) for ranks in zip(*reports, strict=True)]
+    def shares(self, rank: int) -> list[Share]:
+        """What this rank has to do, update by update. Empty when the step is over."""
+        found: list[Share] = []
+        for update in self._left:
+            samples = [sample for parts in update for part in parts for sample in part]
+            totals = Totals(tokens=sum(int(sample.mask.sum()) for sample in samples), sequences=len(samples))
+            most = max(len(parts) for parts in update)
+            own = [tuple(part) for part in update[rank]]
+            found.append(Share(totals, (*own, *[()] * (most - len(own)))))
+        return found
+
+    def book(self, reports: Sequence[UpdateReport]) -> None:
+        """What the ranks report of the next update. One that failed is cut anew, without what is at fault."""
+        failed = [(rank, fault) for rank, report in enumerate(reports) for fault in report.failed]
+        if failed:
+            self._cut_anew(failed)
+            return
+        self._booked.append(_over_ranks(reports))
+        self._done += [tuple(part) for parts in self._left.pop(0) for part in parts]
+        self.updates_made += not reports[0].skipped
+
+    def note(self, rank: int, failed: Failed) -> str:
+        """Write down what the next trainer has to do otherwise, where this one cannot go on; returns why."""
+        self._judge(rank, failed)
+        return (
+            f"a micro-batch of rank {rank} could not be computed ({failed.reason}); the next trainer will cut it anew"
+        )
+
+    def result(self, version: WeightVersion, lr: float, seconds: float) -> StepResult:
+        known = self._aside.reasons(self._batch.step)
+        ids = dict.fromkeys(
+            [member.id for group in self._batch.groups for member in group.members]
+            + [sample.trajectory for sample in self._batch.samples]
+        )
+        aside = tuple(SetAside(name, known[str(name)]) for name in ids if str(name) in known)
+        return StepResult(version=version, metrics=self._metrics(lr, seconds), set_aside=aside)
+
+    def _plan(self) -> None:
+        """Cut all of the step, less what was set aside."""
+        samples = _with_advantages(self._settings.loss, self._kept(self._samples))
+        hands = [deal(hand, self._ranks) for hand in deal(samples, self._settings.updates_per_step) if hand]
+        self._left = [[self._bins(part) for part in hand] for hand in hands]
+
+    def _kept(self, samples: Sequence[Sample]) -> list[Sample]:
+        known = self._aside.reasons(self._batch.step)
+        return [sample for sample in samples if str(sample.trajectory) not in known]
+
+    def _bins(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        tokens = self._aside.microbatch_tokens(self._batch.step, self._settings.microbatch_tokens)
+        return bins(samples, tokens, self._settings.temperatures)
+
+    def _cut_anew(self, failed: Sequence[tuple[int, Failed]]) -> None:
+        halves = [fault for fault in failed if not self._judge(*fault)]
+        if len(halves) < len(failed) and not self.updates_made:
+            self._booked.clear()
+            self._done.clear()
+            self._plan()
+        elif len(halves) < len(failed):  # what the updates made so far had is theirs, and a rank keeps its samples
+            left = [[self._bins(self._kept(list(chain(*parts)))) for parts in update] for update in self._left]
+            self._left = [update for update in left if any(update)]
+        else:
+            for rank, fault in sorted(halves, key=lambda found: -found[1].part):
+                parts = self._left[fault.update][rank]
+                part = parts[fault.part]
+                parts[fault.part : fault.part + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+
+    def _judge(self, rank: int, failed: Failed) -> bool:
+        """A single sample is set aside; a micro-batch too large for memory makes all smaller from here on. False for
+        one that is to be halved, to find the sample at fault."""
+        parts = self._left[failed.update][rank]
+        members = parts[failed.part] if failed.part < len(parts) else []
+        if not members:
+            raise TrainerError(f"step {self._batch.step}: a micro-batch without a sample failed: {failed.reason}")
+        if len(members) == 1:
+            reason = f"{failed.reason} (alone, {len(members[0].tokens)} tokens)" if failed.memory else failed.reason
+            self._aside.put(self._batch, {members[0].trajectory: reason})
+            return True
+        if failed.memory:
+            self._shrink(rank, failed)
+        return failed.memory
+
+    def _shrink(self, rank: int, failed: Failed) -> None:
+        """Halve the micro-batches: of this step, and of all that follow where it is memory that they lack."""
+        tokens = sum(len(sample.tokens) for sample in self._left[failed.update][rank][failed.part])
+        self._aside.shrink(self._batch.step, max(1, tokens // 2), failed.reason, lasting=failed.memory)
+
+    def _metrics(self, lr: float, seconds: float) -> dict[str, float]:
+        """Means over the updates (largest of `_max`, sum of `skipped_updates`), and counts."""
         merged: dict[str, float] = {}
-        for name in sorted({name for update in updates for name in update}):
-            values = [update[name] for update in updates if name in update]
+        for name in sorted({name for update in self._booked for name in update}):
+            values = [update[name] for update in self._booked if name in update]
             match name.rpartition("_")[2]:
                 case "max":
                     merged[name] = max(values)
@@ -62,13 +188,13 @@ class StepPlan:
                     merged[name] = sum(values)
                 case _:
                     merged[name] = sum(values) / len(values)
-        parts = [part for shares in self.shares for share in shares for part in share.parts if part]
-        samples = [sample for part in parts for sample in part]
+        merged["actor/updates"] = float(self.updates_made)
+        samples = [sample for part in self._done for sample in part]
         merged["perf/tokens"] = float(sum(len(sample.tokens) for sample in samples))
         merged["perf/sampled_tokens"] = float(sum(int(sample.mask.sum()) for sample in samples))
-        merged["perf/microbatches"] = float(len(parts))
+        merged["perf/microbatches"] = float(len([part for part in self._done if part]))
         if samples:
-            ages_N = self.step - np.concatenate([sample.versions[sample.mask] for sample in samples])
+            ages_N = self._batch.step - np.concatenate([sample.versions[sample.mask] for sample in samples])
             merged["actor/age_mean"], merged["actor/age_max"] = float(ages_N.mean()), float(ages_N.max())
         merged |= {"actor/lr": lr, "timing_s/train": seconds, "perf/tokens_per_s": merged["perf/tokens"] / seconds}
         return merged
@@ -82,27 +208,6 @@ def check_step(step: int, version: WeightVersion) -> None:
             f"step {step} {kind}, which is at version {version}; "
             f"send the batch of step {version}, or restore another checkpoint first"
         )
-
-
-def plan_step(batch: Batch, settings: TrainerSettings, *, vocab_size: int, ranks: int) -> StepPlan:
-    """Cut a batch up. Raises ValueError for samples that no trainer could use."""
-    settings = settings.at(batch.step)
-    if batch.groups:
-        batch = filled(batch, skip_zero_variance=settings.skip_zero_variance)
-    for sample in batch.samples:
-        check_sample(sample, vocab_size)
-    samples = _with_advantages(settings.loss, [sample for sample in batch.samples if sample.mask.any()])
-    updates = [hand for hand in deal(samples, settings.updates_per_step) if hand]
-    by_update = [_shares(hand, settings, ranks) for hand in updates]
-    return StepPlan(step=batch.step, shares=tuple(tuple(shares[rank] for shares in by_update) for rank in range(ranks)))
-
-
-def _shares(hand: Sequence[Sample], settings: TrainerSettings, ranks: int) -> list[Share]:
-    """One update's samples, rank by rank."""
-    totals = Totals(tokens=sum(int(sample.mask.sum()) for sample in hand), sequences=len(hand))
-    packed = [bins(part, settings.microbatch_tokens, settings.temperatures) for part in deal(hand, ranks)]
-    most = max(len(parts) for parts in packed)
-    return [Share(totals, tuple(tuple(part) for part in parts) + ((),) * (most - len(parts))) for parts in packed]
 
 
 def _with_advantages(settings: LossSettings, samples: list[Sample]) -> list[Sample]:

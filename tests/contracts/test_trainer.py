@@ -40,7 +40,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         log=log,
         faults=Faults((), log),
     )
-    return SimCluster(world, SimTrainSettings(), HARDWARE["h800"], 8, 1e9, Link(1e9), Faults((), log)), store
+    return SimCluster(world, SimTrainSettings(), HARDWARE["h800"], 8, 1e9, Link(1e9), Faults((), log), {}), store
 
 
 class TestSimTrainer(TrainerContract):

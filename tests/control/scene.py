@@ -36,6 +36,7 @@ from rollart.types import (
     Message,
     Observation,
     Score,
+    SetAside,
     Span,
     StepResult,
     SwapReport,
@@ -231,7 +232,8 @@ class ScriptedTrainer:
         if self.scene.after_step is not None:
             await self.scene.after_step(self, batch)
         self.well()
-        return StepResult(version=self.version, metrics={"loss": 0.5} | self.scene.metrics)
+        metrics = {"loss": 0.5} | self.scene.metrics
+        return StepResult(version=self.version, metrics=metrics, set_aside=self.scene.set_aside(batch))
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self.well()
@@ -364,6 +366,8 @@ class Scene:
     on_trainer_start: Callable[[int], Awaitable[None]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """What the trainer reports of each step beside its loss."""
+    set_aside: Callable[[Batch], tuple[SetAside, ...]] = lambda batch: ()
+    """What the trainer leaves out of each step."""
     on_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     after_step: Callable[[ScriptedTrainer, Batch], Awaitable[None]] | None = None
     on_publish: Callable[[ScriptedTrainer, WeightVersion], Awaitable[None]] | None = None

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,13 +30,14 @@ from rollart.errors import BoundaryError, ClusterError, TrainerError
 from rollart.models.tiny import make_tiny
 from rollart.ports import Trainer
 from rollart.train import fsdp2
+from rollart.train.aside import Aside
 from rollart.train.checkpoints import optimizer_files
 from rollart.train.fsdp2 import RankSettings, ShardedTrainer
 from rollart.train.losses import LossSettings
 from rollart.train.ranks import AsyncRank, RankedTrainer
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
-from rollart.train.step import plan_step
+from rollart.train.step import Step
 from rollart.types import Batch, StepResult, WeightManifest
 from rollart.weights.shm import ShmStore
 from rollart.wire import pack, unpack
@@ -70,6 +72,9 @@ def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
     )
 
 
+BAD = 13
+
+
 def batches(count: int, first: int = 0) -> list[Batch]:
     """Odd numbers of samples: one rank has a micro-batch less than the other."""
     return [make_batch(step, random_samples(step, 13)) for step in range(first, first + count)]
@@ -92,6 +97,7 @@ class Bench:
 async def ranked(settings: TrainerSettings, world_size: int, folder: Path) -> AsyncIterator[Bench]:
     plain = asdict(settings)
     loss = plain.pop("loss")
+    del plain["earlier"]
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     run_id = f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}"
@@ -120,7 +126,8 @@ class Here:
         return await getattr(self._rank, method)(*unpack(pack(list(arguments))))
 
     async def stop(self) -> None:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @asynccontextmanager
@@ -208,8 +215,8 @@ def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeyp
 
 
 def test_two_ranks_give_what_one_device_gives(shared: Shared) -> None:
-    shares = plan_step(batches(1)[0], shared.settings, vocab_size=VOCAB, ranks=2).shares
-    counts = [[len([part for part in share.parts if part]) for share in own] for own in shares]
+    step = Step(batches(1)[0], shared.settings, Aside(""), vocab_size=VOCAB, ranks=2)
+    counts = [[len([part for part in share.parts if part]) for share in step.shares(rank)] for rank in range(2)]
     assert counts[0] != counts[1], "one rank should have to keep the other company"
     shared.play(lambda bench: compare_with_single(bench, shared.settings))
 
@@ -237,8 +244,6 @@ def test_a_refused_call_leaves_the_ranks_as_they_are(shared: Shared) -> None:
         trainer: Trainer = bench.trainer
         with pytest.raises(TrainerError, match="step 7 is ahead"):
             await trainer.train_step(make_batch(7, []))
-        with pytest.raises(TrainerError, match=r"train step 0: ValueError: sample of trajectory g\.0\.0"):
-            await trainer.train_step(make_batch(0, [make_sample("g", [1, VOCAB], [0, 1])]))
         with pytest.raises(TrainerError, match=r"checkpoint /nowhere: no trainer.json there; give"):
             await trainer.restore("/nowhere")
         before = await bench.weights(0)
@@ -246,6 +251,121 @@ def test_a_refused_call_leaves_the_ranks_as_they_are(shared: Shared) -> None:
         assert_same(await bench.weights(1), before, within=0)
 
     shared.play(work)
+
+
+def test_two_ranks_set_aside_what_one_device_does(shared: Shared) -> None:
+    async def work(bench: Bench) -> None:
+        bad = [make_sample("bad", [1, VOCAB], [0, 1]), make_sample("worse", [1, 2], [0, 1], logprobs=[-1.0, -np.inf])]
+        batch = make_batch(0, [*random_samples(0, 13), *bad])
+        single = SingleTrainer(shared.settings)
+        found, expected = await bench.trainer.train_step(batch), single.train_step(batch)
+        assert [str(one.trajectory) for one in found.set_aside] == ["bad.0.0", "worse.0.0"]
+        assert found.set_aside == expected.set_aside
+        assert_same(await bench.weights(1), single.named_tensors(), within=1e-5)
+        nothing = await bench.trainer.train_step(make_batch(1, bad))
+        assert (nothing.version, len(nothing.set_aside)) == (2, 2)
+        assert_same(await bench.weights(2), await bench.weights(1), within=0)
+
+    shared.play(work)
+
+
+def broken_at(token: int, folder: Path) -> TrainerSettings:
+    """A model that makes no number of whatever follows this token."""
+    tiny_model(folder / "model", tied=False)
+    settings = settings_in(folder, updates_per_step=1, microbatch_tokens=200, set_aside_path=str(folder / "aside"))
+    model = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.nan
+    model.save_pretrained(settings.model_path)
+    return settings
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_a_sample_whose_loss_only_one_of_them_sees(tmp_path: Path) -> None:
+    """One rank's micro-batch is at fault: neither makes the update, both go on without the sample."""
+    settings = broken_at(BAD, tmp_path)
+    good = [
+        replace(one, tokens=np.where(one.tokens == BAD, 1, one.tokens).astype(np.int32))
+        for one in random_samples(0, 13)
+    ]
+    batch = make_batch(0, [*good, make_sample("bad", [1, BAD, 2, 3], [0, 0, 1, 1])])
+
+    async def work() -> tuple[StepResult, dict[str, Tensor]]:
+        async with ranked(settings, 2, tmp_path) as bench:
+            return await bench.trainer.train_step(batch), await bench.weights(1)
+
+    result, weights = asyncio.run(work())
+    assert [str(one.trajectory) for one in result.set_aside] == ["bad.0.0"]
+    assert "not a finite number" in result.set_aside[0].reason
+    assert result.metrics["actor/skipped_updates"] == 0
+    single = SingleTrainer(replace(settings, set_aside_path=""))
+    single.train_step(make_batch(0, good))
+    for name, tensor in single.named_tensors().items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, equal_nan=True)
+
+
+def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batches(tmp_path: Path) -> None:
+    """The rank that did cannot go on, nor can those that wait for it: what to do otherwise is noted for the next."""
+    settings = settings_in(tmp_path, microbatch_tokens=200, set_aside_path=str(tmp_path / "aside"))
+    batch = batches(1)[0]
+
+    async def work() -> None:
+        async with alone(settings, tmp_path) as bench:
+            learner = bench.trainer._ranks[0]._rank._core._learner  # type: ignore[attr-defined]
+            scorer = learner._scorer
+
+            def limited(tokens_T: Tensor, *rest: Any) -> Any:
+                if len(tokens_T) > 60:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return scorer(tokens_T, *rest)
+
+            learner._scorer = limited
+            with pytest.raises(TrainerError, match=r"rank 0 could not be computed \(out of memory.*the next trainer"):
+                await bench.trainer.train_step(batch)
+        async with alone(settings, tmp_path) as bench:
+            result = await bench.trainer.train_step(batch)
+            assert result.set_aside == ()
+            whole = SingleTrainer(replace(settings, set_aside_path="")).train_step(batch)
+            assert result.metrics["perf/microbatches"] > whole.metrics["perf/microbatches"]
+            assert result.metrics["perf/tokens"] == whole.metrics["perf/tokens"]
+
+    asyncio.run(work())
+
+
+class Waiting:
+    """A rank that is in a collective call, and will be until the other makes it too."""
+
+    pid = 1
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self._answers = answers
+        self.stopped = False
+
+    async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        if method not in self._answers:
+            await asyncio.get_running_loop().create_future()
+        return self._answers[method]
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_path: Path, memory: bool) -> None:
+    settings = settings_in(tmp_path, microbatch_tokens=200, set_aside_path=str(tmp_path / "aside"))
+    failed = [[{}, {}, 0.0, True, [[0, 0, "it broke", memory, True]]]]
+    batch = make_batch(0, [make_sample("one", [1, 2], [0, 1]), make_sample("two", [1, 2, 3], [0, 1, 1])])
+
+    async def work() -> None:
+        ranks = [Waiting({"vocab_size": VOCAB, "train_step": failed}), Waiting({"vocab_size": VOCAB})]
+        with pytest.raises(TrainerError, match="it broke"):
+            await RankedTrainer(settings, ranks).train_step(batch)
+        assert all(rank.stopped for rank in ranks)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    step = Step(batch, settings, Aside(settings.set_aside_path), vocab_size=VOCAB, ranks=2)
+    left = [sample for rank in range(2) for share in step.shares(rank) for part in share.parts for sample in part]
+    assert len(left) == 1, "the one sample of that rank's micro-batch is not tried a second time"
 
 
 def test_a_checkpoint_continues_with_two_ranks_with_one_and_on_one_device(shared: Shared) -> None:

@@ -95,7 +95,7 @@ def broken(sample: Sample, **values: object) -> Sample:
 
 def test_bad_samples_are_named() -> None:
     good = make_sample("g7", [1, 2, 3], [0, 1, 1])
-    check_sample(good, VOCAB)
+    assert check_sample(good, VOCAB) == ""
     cases = {
         "logprobs has 1 entries for 3": broken(good, logprobs=np.zeros(1, np.float32)),
         "first token": broken(good, mask=np.array([True, True, True])),
@@ -104,5 +104,4 @@ def test_bad_samples_are_named() -> None:
         "advantages has a value that is not finite": broken(good, advantages=np.array([0, 0, np.nan], np.float32)),
     }
     for text, sample in cases.items():
-        with pytest.raises(ValueError, match=f"trajectory g7.0.0.*{text}"):
-            check_sample(sample, VOCAB)
+        assert text in check_sample(sample, VOCAB)

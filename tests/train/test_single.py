@@ -162,6 +162,13 @@ def test_several_updates_anchor_to_the_steps_beginning(settings: TrainerSettings
     assert three.metrics["perf/tokens"] == one.metrics["perf/tokens"]
 
 
+def test_two_updates_anchor_to_the_steps_beginning_as_well(settings: TrainerSettings) -> None:
+    """Where each update had its own anchor, the ratio would be 1 and nothing would clip."""
+    loss = LossSettings(correction="decoupled", eps_low=1e-3, eps_high=1e-3)
+    trainer = SingleTrainer(replace(settings, updates_per_step=2, loss=loss))
+    assert trainer.train_step(make_batch(0, random_samples(2, 24))).metrics["actor/clipfrac"] > 0
+
+
 def test_kl_holds_the_policy_back(settings: TrainerSettings) -> None:
     free, _ = train_bandit(settings, 8)
     held, metrics = train_bandit(replace(settings, loss=LossSettings(kl_coef=5.0)), 8)
@@ -203,13 +210,32 @@ def test_batch_without_a_sampled_token_is_a_step(settings: TrainerSettings) -> N
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors().items())
 
 
+OVERFLOW = make_sample("g", [1, 2], [0, 1], advantage=1e30)
+"""Its loss is finite, its gradient's norm is not."""
+
+
 def test_overflow_skips_the_update(settings: TrainerSettings) -> None:
     trainer = SingleTrainer(replace(settings, loss=LossSettings(correction="decoupled")))
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
-    result = trainer.train_step(make_batch(0, [make_sample("g", [1, 2], [0, 1], advantage=3e38, logprobs=[0, -30])]))
+    result = trainer.train_step(make_batch(0, [OVERFLOW]))
     assert result.metrics["actor/skipped_updates"] == 1
     assert result.version == 1
+    assert result.set_aside == ()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors().items())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_nothing_of_a_skipped_update_stays(settings: TrainerSettings, bf16: bool) -> None:
+    """The step after it moves the weights as if there had been none."""
+    good = random_samples(3, 6)
+    settings = replace(settings, bf16=bf16, loss=LossSettings(correction="decoupled"))
+    after, alone = SingleTrainer(settings), SingleTrainer(settings)
+    after.train_step(make_batch(0, [OVERFLOW]))
+    alone.train_step(make_batch(0, []))
+    found, expected = after.train_step(make_batch(1, good)), alone.train_step(make_batch(1, good))
+    assert found.metrics["actor/skipped_updates"] == 0
+    assert found.metrics["actor/grad_norm"] == expected.metrics["actor/grad_norm"]
+    assert all(torch.equal(tensor, alone.named_tensors()[name]) for name, tensor in after.named_tensors().items())
 
 
 def test_step_that_fails_between_updates_needs_a_restore(
@@ -220,11 +246,11 @@ def test_step_that_fails_between_updates_needs_a_restore(
 
     def second_fails(*args: Any) -> UpdateReport:
         if next(calls) == 1:
-            raise MemoryError("no memory")
+            raise RuntimeError("the device is lost")
         return update(*args)
 
     monkeypatch.setattr(trainer._learner, "_update", second_fails)
-    with pytest.raises(MemoryError):
+    with pytest.raises(RuntimeError):
         trainer.train_step(make_batch(0, random_samples(0, 8)))
     for call in (lambda: trainer.train_step(make_batch(0, [])), trainer.save):
         with pytest.raises(TrainerError, match="restore first"):
@@ -385,8 +411,6 @@ def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
         assert (await push).version == 1
         assert all(torch.equal(store.pushed[0][1][name], tensor) for name, tensor in expected.items())
         assert await trainer.restore(await trainer.save()) == 2
-        with pytest.raises(TrainerError, match=r"train step 2: ValueError: sample of trajectory g\.0\.0"):
-            await trainer.train_step(make_batch(2, [make_sample("g", [1, VOCAB], [0, 1])]))
         with pytest.raises(TrainerError, match="step 7 is ahead"):
             await trainer.train_step(make_batch(7, []))
         adapter.close()
