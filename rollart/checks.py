@@ -20,7 +20,8 @@ from rollart.config.settings import TaskSettings
 from rollart.errors import BoundaryError, JobError
 from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
 from rollart.resources import refuse_unplaceable
-from rollart.setups import shape_of, task_variables
+from rollart.setups import task_variables
+from rollart.shapes import shape_of
 from rollart.trackers import check_trackers
 
 if TYPE_CHECKING:

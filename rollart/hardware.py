@@ -4,7 +4,7 @@ Used by affinity (which pool suits a task), by placement, and by the simulated e
 vendors'; the two efficiency constants turn them into what serving engines reach.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PREFILL_EFFICIENCY = 0.5
 """Share of peak matrix throughput that prefill reaches."""
@@ -61,6 +61,11 @@ class ModelShape:
     """Parameters used per token (less than all in a mixture of experts)."""
     kv_bytes_per_token: float
     bytes_per_param: float = 2.0
+
+    def held_in(self, bytes_per_param: float) -> "ModelShape":
+        """The same model in another precision."""
+        factor = bytes_per_param / self.bytes_per_param
+        return replace(self, bytes_per_param=bytes_per_param, kv_bytes_per_token=self.kv_bytes_per_token * factor)
 
     @property
     def weight_bytes(self) -> float:

@@ -20,7 +20,8 @@ from rollart.errors import JobError
 from rollart.policy.placement import Demand, engine_specs, further_specs
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
 from rollart.resources import demands, visible_devices
-from rollart.setups import engine_setups, shape_of, store_setup, task_variables, trainer_setup
+from rollart.setups import engine_setups, store_setup, task_variables, trainer_setup
+from rollart.shapes import DTYPE_BYTES, experts_in, shape_of
 from rollart.worlds import build_affinity, offers
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def real_world(
             run.close()
         (out / STORES).unlink(missing_ok=True)
 
+    held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
     world = World(
         cluster=cluster,
         engines=tuple(engine_specs(offers(job))),
@@ -101,7 +103,7 @@ def real_world(
         task_sets=task_sets,
         store=store,
         journal=journal,
-        affinity=build_affinity(job, shape_of(model_path)),
+        affinity=build_affinity(job, shape_of(model_path), held),
         further_engines=tuple(further_specs(offers(job))),
     )
     return RealWorld(world=world, close=close)
@@ -204,7 +206,7 @@ def refuse_mixtures_on_servers(job: Job) -> None:
     if not kinds:
         return
     config = _model_config(job)
-    if config.get("num_experts") or config.get("num_local_experts"):
+    if experts_in(config).num:
         raise JobError(
             f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
             "of yet; give another model, or set engines.type to embedded"

@@ -1,6 +1,5 @@
 """From a job to what each worker process is built from: plain data, read by `rollart.worker`."""
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.settings import EngineSettings
-from rollart.hardware import ModelShape
 
 
 def store_setup(job: Job, out: Path) -> dict[str, Any]:
@@ -141,19 +139,3 @@ def _trainer_setup(job: Job, out: Path, store: Mapping[str, Any]) -> dict[str, A
             "entropy_coef": train.entropy_coef,
         },
     }
-
-
-def shape_of(model_path: Path) -> ModelShape:
-    """What the roofline needs, from the model's own config."""
-    config = json.loads((model_path / "config.json").read_text())
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_size = config.get("head_dim") or hidden // heads
-    size = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
-    return ModelShape(
-        params=size / 4,
-        active_params=size / 4,
-        kv_bytes_per_token=2 * layers * kv_heads * head_size * 4,
-        bytes_per_param=4,
-    )

@@ -3,6 +3,8 @@
 `rollart.real` is the other world. What both need to see of a job (offers, shares, affinity) is here.
 """
 
+from collections.abc import Mapping
+
 from rollart.config.job import Job
 from rollart.config.sim import SimTaskSettings
 from rollart.control.coordinator import World
@@ -48,14 +50,16 @@ def task_shares(job: Job) -> dict[str, float]:
     )
 
 
-def build_affinity(job: Job, model: ModelShape) -> Affinity:
+def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None = None) -> Affinity:
+    """`held`: by pool, the bytes of a parameter in its engines, where that is not as in `model`."""
+    held = held or {}
     target = task_shares(job)
     pairs = pairs_of(job)
     speeds = [
         PoolSpeed(
             name=pool.name,
             hardware=HARDWARE[pool.hardware],
-            model=model,
+            model=model.held_in(held.get(pool.name, model.bytes_per_param)),
             engines=pool.engines.count,
             gpus=pool.engines.gpus,
             max_batch=pool.engines.max_batch,

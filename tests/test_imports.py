@@ -22,7 +22,20 @@ VALUES = SHARED | {"samples", "wire"}
 READERS = frozenset({"summary", "audit", "trackers", "explain"})
 PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
 ROOTS = frozenset(
-    {"worlds", "run", "training", "chaos", "bench", "worker", "resources", "real", "setups", "checks", "resume"}
+    {
+        "worlds",
+        "run",
+        "training",
+        "chaos",
+        "bench",
+        "worker",
+        "resources",
+        "real",
+        "setups",
+        "checks",
+        "resume",
+        "shapes",
+    }
 )
 """Composition: the few modules that know everything."""
 
