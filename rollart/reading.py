@@ -46,7 +46,7 @@ def show_listing(heads: Sequence[Head], found: int, *, dropped: int, first_is_go
 
 def show_trajectory(trajectory: ReadTrajectory, *, full: bool = False) -> None:
     """Head, turns, and what the environment said last."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     head = trajectory.head
     parts = ", ".join(f"{name} {value:.4g}" for name, value in head.parts.items())
     reward = "no reward" if head.reward is None else f"reward {head.reward:.4g}" + (f" ({parts})" if parts else "")
@@ -120,8 +120,9 @@ def visible(text: str) -> str:
 def _say(console: Console, role: str, content: str, *, full: bool) -> None:
     style = STYLES.get(role, "")
     text = visible(content if full else content[:CHARACTERS])
-    said = Text(f"[{role}] ", style=f"bold {style}".strip())
-    said.append(text.rstrip("\n"), style=style)
+    text = text.rstrip("\n")
+    said = Text(f"[{role}]" + ("\n" if "\n" in text else " "), style=f"bold {style}".strip())  # maps stay in shape
+    said.append(text, style=style)
     console.print(said)
     if not full and len(content) > CHARACTERS:
         console.print(Text(f"... {len(content) - CHARACTERS:,} more characters (--full shows them)", style="dim"))
