@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollart.agreement import own_attention, prove, prove_architecture
-from rollart.errors import WeightError
+from rollart.errors import JobError, WeightError
 from rollart.packed import fold
+from rollart.reduced import reduced_model
 from rollart.types import Probe
 
 ATTENTION = "rollart"
@@ -83,6 +84,21 @@ def load_model(
     model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
     return adopt(model)
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of ours without weights, float32 on the meta device. JobError for what we would compute wrongly."""
+    prove_packed_architecture(config)
+    if reduced_model(config) is None:
+        raise JobError(
+            f"{config.model_type}: no reduced model of it can be made to prove that it is computed rightly, and "
+            f"sharded weights cannot; train it with train.type=single, or {INSTEAD}"
+        )
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    prepare(model)
+    return model
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "packed": frozenset(),
     "reduced": frozenset(),
     "agreement": SHARED | {"reduced"},
-    "model": SHARED | {"packed", "agreement"},
+    "model": SHARED | {"packed", "agreement", "reduced"},
     "models": SHARED | {"tasks"},  # the tiny model's words come from its tasks
     "tasks": SHARED,
     **dict.fromkeys(ADAPTERS, VALUES),

@@ -17,9 +17,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from safetensors import safe_open
+from torch import Tensor
 
 from rollart.errors import TrainerError, writing
 from rollart.types import WeightVersion
@@ -99,6 +102,37 @@ def saved_version(reference: str) -> WeightVersion:
 def write_state(folder: Path, version: WeightVersion, *, bf16: bool) -> None:
     """Write what `saved_version` reads."""
     write_json(folder / TRAINER_FILE, {"format": FORMAT, "version": version, "bf16": bf16})
+
+
+class Saved(Mapping[str, Tensor]):
+    """The optimizer's tensors of a checkpoint, each read when it is asked for. The generator's state is apart."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for file in optimizer_files(folder):
+            with safe_open(file, framework="pt") as opened:
+                self._files |= dict.fromkeys(opened.keys(), file)
+        self._rng = self._files.pop(RNG)
+
+    @property
+    def rng(self) -> Tensor:
+        return self._read(self._rng, RNG)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._files[name], name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _read(self, file: Path, name: str) -> Tensor:
+        with safe_open(file, framework="pt") as opened:
+            return cast(Tensor, opened.get_tensor(name))
 
 
 def optimizer_files(folder: Path) -> list[Path]:

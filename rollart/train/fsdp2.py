@@ -8,12 +8,13 @@ and over a process group of its own; a checkpoint holds whole tensors, so that a
 so may the single-device trainer.
 """
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollart.errors import StoreFull, TrainerError, writing
+from rollart.errors import JobError, StoreFull, TrainerError, writing
 from rollart.model import (
     PROBE_LENGTH,
     PROBE_SEQUENCES,
     Scores,
     as_probe,
-    load_model,
+    empty_model,
     named_weights,
     packed_scores,
     probe_tokens,
@@ -48,7 +49,7 @@ from rollart.train.checkpoints import (
     write_json,
     write_state,
 )
-from rollart.train.gathering import Gathered, Shard, follow, own_rows
+from rollart.train.gathering import Gathered, Shard, follow, own_rows, spread
 from rollart.train.learner import Learner, Scorer
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
@@ -106,6 +107,15 @@ class ShardedNetwork(nn.Module):
         return packed_scores(self.network, tokens_T, lengths, temperature, wanted_T)
 
 
+class _Live(NamedTuple):
+    """What changes with every update: this rank's part of it, and what the whole says of the probe."""
+
+    sharded: ShardedNetwork
+    optimizer: MasterAdamW
+    learner: Learner
+    probe: Probe | None
+
+
 class ShardedTrainer:
     """The synchronous core of one rank. `train_step`, `save` and `restore` from one thread; `publish` from any."""
 
@@ -125,6 +135,7 @@ class ShardedTrainer:
         if settings.has_kl:
             path = Path(settings.reference_path or settings.model_path)
             self._reference = self._load_network(path).requires_grad_(False)
+        self._live: _Live | None = None
         self.restore("")
 
     @property
@@ -140,7 +151,8 @@ class ShardedTrainer:
     def end_step(self) -> None:
         """The weights as they are now are of the next version."""
         # The probe here, since it needs all ranks; nobody copies between the last update and `advance`.
-        self._probe = self._probe_of(self._sharded)
+        live = self._held()
+        self._live = live._replace(probe=self._probe_of(live.sharded))
         self._versions.advance()
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest | None:
@@ -181,6 +193,8 @@ class ShardedTrainer:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
         path = Path(reference or self._settings.model_path)
+        self._versions.reset(version, self._let_go)
+        gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
         at = self._settings
         optimizer = MasterAdamW(
@@ -192,12 +206,33 @@ class ShardedTrainer:
 
         probe = self._probe_of(sharded)
 
+        learner = Learner(at, sharded, self._reference, optimizer, self._device)
+
         def put_in_place() -> None:
-            self._sharded, self._optimizer, self._probe = sharded, optimizer, probe
+            self._live = _Live(sharded, optimizer, learner, probe)
 
         self._versions.reset(version, put_in_place)
-        self._learner = Learner(at, sharded, self._reference, optimizer, self._device)
         return version
+
+    def _let_go(self) -> None:
+        self._live = None
+
+    def _held(self) -> _Live:
+        if self._live is None:
+            raise TrainerError("the rank holds no weights: a restore failed, or is under way; restore first")
+        return self._live
+
+    @property
+    def _sharded(self) -> ShardedNetwork:
+        return self._held().sharded
+
+    @property
+    def _optimizer(self) -> MasterAdamW:
+        return self._held().optimizer
+
+    @property
+    def _learner(self) -> Learner:
+        return self._held().learner
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -217,14 +252,28 @@ class ShardedTrainer:
         return init_device_mesh(self._device.type, (at.world_size,))
 
     def _load_network(self, path: Path) -> ShardedNetwork:
-        """Read a model and keep this rank's shards. One rank after the other, so that only one holds it whole."""
-        sharded: ShardedNetwork | None = None
-        for turn in range(self._ranks):
-            if turn == self._rank:
-                sharded = ShardedNetwork(load_model(path, torch.float32), self._mesh, bf16=self._settings.bf16)
-                sharded.to(self._device)
-            dist.barrier(group=self._to_save)
-        assert sharded is not None
+        """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
+        another; nobody else ever holds it whole, and nobody in float32."""
+        network = empty_model(AutoConfig.from_pretrained(str(path)))
+        if not hasattr(network.base_model, "layers"):
+            raise JobError(
+                f"{network.config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of "
+                "its base model); train it with train.type=single, or choose another model"
+            )
+        sharded = ShardedNetwork(network, self._mesh, bf16=self._settings.bf16)
+        sharded.to_empty(device=self._device)
+        network.tie_weights()
+        source: PreTrainedModel | None = None
+        if self._rank == 0:
+            source = AutoModelForCausalLM.from_pretrained(str(path), dtype="auto")
+        with torch.no_grad():
+            for name, param in network.named_parameters():
+                whole = None if source is None else source.get_parameter(name)
+                _local(param).copy_(spread(whole, param.data, self._to_save))
+                if whole is not None:
+                    whole.data = whole.data.new_empty(0)  # handed out
+            for name, buffer in network.named_buffers():
+                buffer.copy_(spread(None if source is None else source.get_buffer(name), buffer, self._to_save))
         return sharded
 
     def _probe_of(self, sharded: ShardedNetwork) -> Probe | None:
@@ -232,7 +281,7 @@ class ShardedTrainer:
 
     def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
         dtype = torch.bfloat16 if self._settings.bf16 else None
-        return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._probe
+        return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._held().probe
 
     def _shards(self) -> dict[str, Shard]:
         return {name: Shard.of(tensor) for name, tensor in named_weights(self._sharded.network).items()}
@@ -306,6 +355,11 @@ class ShardedTrainer:
         if self._rank == 0 and folder is not None:
             copy_tokenizer(Path(self._settings.model_path), folder / MODEL_DIR)
             write_state(folder, self._versions.current, bf16=bf16)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, to write to."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_like(param: nn.Parameter, local: Tensor) -> DTensor:

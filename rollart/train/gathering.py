@@ -1,8 +1,10 @@
-"""Whole tensors out of shards, one at a time: how a sharded model is published and saved.
+"""Whole tensors out of shards, and shards out of whole tensors, one at a time: how a sharded model is published, saved
+and loaded.
 
 Rank 0 leads: its `Gathered` is a mapping from names to whole tensors on the CPU, each put together when it is asked
 for and held by nobody but the asker. The other ranks `follow`: they hand over the shard that rank 0 names, until it
-says that it has enough. So no rank ever holds the whole model, and whoever writes it decides order and pace.
+says that it has enough. So no rank ever holds the whole model, and whoever writes it decides order and pace. `spread`
+is the way back: rank 0 has a whole tensor, and each rank gets its rows.
 Invariant: all ranks have the same names with the same shapes; one group serves one gathering at a time.
 """
 
@@ -81,6 +83,27 @@ def follow(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
     names = list(shards)
     while (place := _hear(group)) != ENOUGH:
         _gather(shards[names[place]], group)
+
+
+def spread(whole: Tensor | None, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part, on the CPU, of a tensor that rank 0 has (`whole`; None elsewhere). `like` says how it is cut: a
+    sharded tensor by rows, any other not at all."""
+    if not isinstance(like, DTensor):
+        copy = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole.to(like.dtype).contiguous()
+        dist.broadcast(copy, src=0, group=group)
+        return copy
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    most = -(-like.shape[0] // ranks)
+    own = torch.empty((most, *like.shape[1:]), dtype=torch.float32)
+    pieces: list[Tensor] | None = None
+    if rank == 0:
+        assert whole is not None
+        padded = torch.zeros((ranks * most, *like.shape[1:]), dtype=torch.float32)
+        padded[: like.shape[0]] = whole
+        pieces = list(torch.split(padded, most))
+    dist.scatter(own, pieces, src=0, group=group)
+    rows = own_rows(like.shape[0], rank, ranks)
+    return own[: rows.stop - rows.start]
 
 
 def _say(place: int, group: dist.ProcessGroup) -> None:

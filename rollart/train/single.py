@@ -3,19 +3,21 @@
 Owns: the policy's weights, the optimizer, and the version number (steps done). `SingleTrainer` is synchronous;
 `AsyncTrainer` puts it behind the `Trainer` port, with publishing in a thread of its own, beside the next step.
 Invariants: step n runs once, on version n, and gives version n + 1; the weights of the current and of the previous
-version can be published, again and again, whatever step is under way; `restore(save())` continues bit for bit.
+version can be published, again and again, whatever step is under way; `restore(save())` continues bit for bit, and lets
+go of the old network and optimizer before it reads the new ones.
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,8 +29,8 @@ from rollart.train.checkpoints import (
     OPTIMIZER,
     RNG,
     Checkpoints,
+    Saved,
     copy_tokenizer,
-    optimizer_files,
     saved_version,
     write_state,
 )
@@ -48,6 +50,14 @@ class Store(Protocol):
     ) -> WeightManifest: ...
 
 
+class _Live(NamedTuple):
+    """What changes with every update."""
+
+    network: PreTrainedModel
+    optimizer: MasterAdamW
+    learner: Learner
+
+
 class SingleTrainer:
     """The synchronous core. `train_step`, `save` and `restore` from one thread; `publish` from any."""
 
@@ -64,6 +74,7 @@ class SingleTrainer:
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
         self._half_done = False
         self._aside = Aside(settings.set_aside_path)
+        self._live: _Live | None = None
         self.restore("")
 
     @property
@@ -108,25 +119,47 @@ class SingleTrainer:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
         path = Path(reference or self._settings.model_path)
+        self._versions.reset(version, self._let_go)
+        gc.collect()  # networks refer to themselves
         network = self._load_network(path / MODEL_DIR if reference else path)
         optimizer = self._new_optimizer(network)
         if reference:
-            tensors = {key: tensor for file in optimizer_files(path) for key, tensor in load_file(file).items()}
-            torch.set_rng_state(tensors.pop(RNG))
-            optimizer.load(tensors)
+            saved = Saved(path)
+            torch.set_rng_state(saved.rng)
+            optimizer.load(saved)
             self._checkpoints.use(path)
 
+        learner = Learner(self._settings, partial(packed_scores, network), self._reference, optimizer, self._device)
+
         def put_in_place() -> None:
-            self._network, self._optimizer = network, optimizer
+            self._live = _Live(network, optimizer, learner)
 
         self._versions.reset(version, put_in_place)
-        self._learner = Learner(
-            self._settings, partial(packed_scores, network), self._reference, optimizer, self._device
-        )
         self._half_done = False
         return version
 
+    def _let_go(self) -> None:
+        self._live = None
+
+    def _held(self) -> _Live:
+        if self._live is None:
+            raise TrainerError("the trainer holds no weights: a restore failed, or is under way; restore first")
+        return self._live
+
+    @property
+    def _network(self) -> PreTrainedModel:
+        return self._held().network
+
+    @property
+    def _optimizer(self) -> MasterAdamW:
+        return self._held().optimizer
+
+    @property
+    def _learner(self) -> Learner:
+        return self._held().learner
+
     def _check_whole(self) -> None:
+        self._held()
         if self._half_done:
             raise TrainerError(f"step {self.version} failed half-way, so the weights are of no version; restore first")
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
@@ -23,10 +24,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rollart import model
-from rollart.errors import BoundaryError, ClusterError, TrainerError
+from rollart.errors import BoundaryError, ClusterError, JobError, TrainerError
 from rollart.models.tiny import make_tiny
 from rollart.ports import Trainer
 from rollart.train import fsdp2
@@ -212,6 +213,55 @@ def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeyp
             await compare_with_single(bench, settings)
 
     asyncio.run(work())
+
+
+def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is sharded before it has weights; rank 0 reads them in the files' type; the old one goes first."""
+    settings = settings_in(tmp_path, loss=LossSettings())
+    auto: Any = AutoModelForCausalLM
+    read, init = auto.from_pretrained, fsdp2.ShardedNetwork.__init__
+    seen: list[Any] = []
+
+    def reading(path: str, **options: Any) -> Any:
+        assert alive() == 0, "the old shards and moments are still held"
+        seen.append(options["dtype"])
+        return read(path, **options)
+
+    def sharding(own: fsdp2.ShardedNetwork, network: Any, *arguments: Any, **options: Any) -> None:
+        seen.append({param.device.type for param in network.parameters()})
+        init(own, network, *arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
+    monkeypatch.setattr(fsdp2.ShardedNetwork, "__init__", sharding)
+    old: list[weakref.ref[Tensor]] = []
+
+    def alive() -> int:
+        return sum(one() is not None for one in old)
+
+    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
+    trainer = ShardedTrainer(settings, at)
+    try:
+        trainer.train_step(0, Step(batches(1)[0], settings, Aside(""), vocab_size=VOCAB).shares(0), 0.1, True)
+        trainer.end_step()
+        reference = trainer.save()
+        old += [weakref.ref(param) for param in trainer._sharded.parameters()]
+        old += [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+        assert old
+        assert trainer.restore(reference) == 1
+    finally:
+        trainer.close()
+    assert seen == [{"meta"}, "auto"] * 2
+
+
+def test_a_model_whose_layers_are_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    GPT2Config(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
+    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
+    try:
+        with pytest.raises(JobError, match=r"gpt2: its layers .* train.type=single"):
+            ShardedTrainer(settings_in(tmp_path, loss=LossSettings()), at)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_ranks_give_what_one_device_gives(shared: Shared) -> None:

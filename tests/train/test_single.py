@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
+from rollart.model import load_model
 from rollart.ports import Trainer
-from rollart.train import checkpoints
+from rollart.train import checkpoints, single
 from rollart.train.losses import LossSettings
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
@@ -416,3 +418,67 @@ def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
         adapter.close()
 
     asyncio.run(scenario())
+
+
+def test_a_restore_holds_one_network_and_optimizer_at_a_time(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = SingleTrainer(settings)
+    trainer.train_step(make_batch(0, random_samples(0, 4)))
+    trainer.publish(0, MemoryStore())
+    reference = trainer.save()
+    network = [weakref.ref(parameter) for parameter in trainer._network.parameters()]
+    moments = [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+    load, alive = load_model, []
+
+    def watched(*arguments: Any) -> Any:
+        alive.append([sum(one() is not None for one in kind) for kind in (network, moments)])
+        return load(*arguments)
+
+    monkeypatch.setattr(single, "load_model", watched)
+    assert network
+    assert moments
+    assert trainer.restore(reference) == 1
+    assert alive == [[0, 0]]
+
+
+def test_a_restore_that_fails_leaves_no_weights_and_another_one_helps(settings: TrainerSettings) -> None:
+    trainer = SingleTrainer(settings)
+    trainer.train_step(make_batch(0, random_samples(0, 4)))
+    reference = Path(trainer.save())
+    (reference / "optimizer.safetensors").write_bytes(b"damaged")
+    with pytest.raises(Exception, match="Error while deserializing"):
+        trainer.restore(str(reference))
+    for use in (
+        lambda: trainer.train_step(make_batch(1, [])),
+        lambda: trainer.publish(1, MemoryStore()),
+        lambda: trainer.save(),
+    ):
+        with pytest.raises(TrainerError, match=r"holds no weights.*restore"):
+            use()
+    assert trainer.restore("") == 0
+    assert trainer.train_step(make_batch(0, random_samples(0, 4))).version == 1
+
+
+def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SingleTrainer(settings)
+    trainer.train_step(make_batch(0, random_samples(0, 4)))
+    reference, expected = trainer.save(), {name: one.clone() for name, one in trainer._optimizer.tensors().items()}
+    alive, peak = [0], [0]
+    read = checkpoints.Saved.__getitem__
+
+    def gone() -> None:
+        alive[0] -= 1
+
+    def counted(saved: checkpoints.Saved, name: str) -> Tensor:
+        tensor = read(saved, name)
+        alive[0] += 1
+        peak[0] = max(peak[0], alive[0])
+        weakref.finalize(tensor, gone)
+        return tensor
+
+    monkeypatch.setattr(checkpoints.Saved, "__getitem__", counted)
+    trainer.restore(reference)
+    assert 1 <= peak[0] <= 6, "the three moments of one weight, and of the one before it"
+    for name, tensor in trainer._optimizer.tensors().items():
+        assert torch.equal(tensor, expected[name])
