@@ -136,12 +136,7 @@ class FileRecorder:
         while self._queue and taken_bytes < FRAME_BYTES:
             given_bytes, item = self._queue.popleft()
             taken_bytes += given_bytes
-            if isinstance(item, Played):
-                attempts += self._encode(frame, item)
-            elif item[0] == "ended":
-                frame.ended(item[1], item[2])
-            else:
-                frame.trained(item[1], item[2])
+            attempts += self._encode(frame, item)
         try:
             if frame:
                 self._files.write(frame.whole())
@@ -150,13 +145,20 @@ class FileRecorder:
             self._lose(attempts, f"{type(error).__name__}: {error}")
         self._taken_bytes += taken_bytes
 
-    def _encode(self, frame: Frame, played: Played) -> bool:
+    def _encode(self, frame: Frame, item: Played | Settled) -> int:
+        """How many attempts it added: one, or none."""
+        attempt = isinstance(item, Played)
         try:
-            frame.played(played, self._zero_s)
+            if isinstance(item, Played):
+                frame.played(item, self._zero_s)
+            elif item[0] == "ended":
+                frame.ended(item[1], item[2])
+            else:
+                frame.trained(item[1], item[2])
         except Exception as error:  # whatever users put into a message, it costs this attempt only
-            self._lose(1, f"one cannot be encoded ({type(error).__name__}: {error})")
-            return False
-        return True
+            self._lose(attempt, f"one cannot be encoded ({type(error).__name__}: {error})")
+            return 0
+        return int(attempt)
 
     def _lose(self, attempts: int, why: str) -> None:
         self._lost += attempts

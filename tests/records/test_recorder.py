@@ -342,3 +342,18 @@ def test_trajectories_are_found_and_ordered(tmp_path: Path, wanted: Wanted, orde
     archive = Archive(tmp_path)
     assert [head.id for head in archive.find(wanted, order)] == found
     assert [head.id for head in archive.find(wanted, order, 1)] == found[:1]
+
+
+def test_an_advantage_that_is_no_number_costs_its_row_only(tmp_path: Path) -> None:
+    strange = batch(3, ("g1", [trajectory()]))
+    object.__setattr__(strange.groups[0], "advantages", (object(),))
+    warnings: list[str] = []
+
+    def work(keep: FileRecorder) -> None:
+        keep.trained(strange)
+        keep.played(played("after"))
+
+    recorder = write(tmp_path, work, warn=warnings.append)
+    assert ids(tmp_path) == ["after.0.0"]
+    assert recorder.dropped == 0
+    assert "cannot be encoded" in warnings[0]
