@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollart.errors import StoreFull
 from rollart.model import Scores
+from rollart.train.journal import FileJournal
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.types import (
@@ -137,7 +138,10 @@ def test_a_log_probability_that_is_no_number_sets_its_trajectory_aside_and_the_r
         return Batch(step=0, serving=0, groups=(group,))
 
     trainer, expected = SingleTrainer(settings), SingleTrainer(settings)
-    result = trainer.train_step(batch(good[0], bad, good[1]))
+    journal = FileJournal(Path(settings.checkpoint_dir).parent / "journal")
+    journal.write_batch(batch(good[0], bad, good[1]))
+    [replayed] = journal.batches(0)
+    result = trainer.train_step(replayed)
     expected.train_step(batch(*good))
     assert names(result) == ["g0.1.0"]
     assert "logprobs has a value that is not finite" in result.set_aside[0].reason
