@@ -499,6 +499,9 @@ class LimitSettings(Settings):
     """How long to wait for room where the disk or the weight store is full, trying again, before the job stops."""
     stall_s: Positive = 900.0
     """Nothing has moved for this long: the watchdog names who waits on whom."""
+    lag_s: Positive = 120.0
+    """An engine, a task or a trajectory that has not moved for this long, and for ten times longer than its peers, is
+    named in a warning."""
 
     @model_validator(mode="after")
     def _engine_before_request(self) -> Self:

@@ -85,7 +85,7 @@ class Coordinator:
         self.waits = Waits()
         self.crew = Crew()
         self._room = Room(self.waits, log, limit_s=job.limits.store_full_s)
-        self.watchdog = Watchdog(self.waits, log, job.limits.stall_s)
+        self.watchdog = Watchdog(self.waits, log, stall_s=job.limits.stall_s, lag_s=job.limits.lag_s)
         self._evaluating = self.waits.on("evaluation")
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         """Done when the user wants the job to stop."""
@@ -281,6 +281,7 @@ class Coordinator:
             swap_limit_s=limits.swap_s,
             start_limit_s=limits.start_s,
             progress_limit_s=limits.progress_s,
+            look_s=min(limits.progress_s, limits.lag_s) / 4,
             repair=self._repair,
         )
         self.crew.spawn(self.fleet.watch(), background=True)
@@ -303,6 +304,9 @@ class Coordinator:
             world.recorder,
         )
         self.rollout.manager = manager
+        self.watchdog.parts = self.fleet.parts
+        if job.rollout.stepping == "asynchronous":  # in lockstep all wait for the slowest, by design
+            self.watchdog.parts = lambda: self.fleet.parts() + manager.movement.parts(self.fleet.engine_of())
         for spec in world.further_engines:
             self.fleet.expect(spec)
         self.evaluation = Evaluation(job, world.task_sets, placing, manager, self._log)

@@ -13,6 +13,7 @@ from typing import Protocol
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.crew import Crew
+from rollart.control.movement import Movement, Mover
 from rollart.control.notes import Notes
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta
@@ -56,6 +57,7 @@ class Run:
         "key",
         "last_engine",
         "min_version",
+        "mover",
         "notes",
         "order",
         "prefix",
@@ -95,6 +97,8 @@ class Run:
         """An answer the environment has not replied to yet, and how long it took and was waited for."""
         self.notes: Notes | None = None
         """Where attempts are kept for people to read."""
+        self.mover: Mover
+        """When it moved last. Set as it begins."""
         self.started_s = 0.0
         self.stopped: tuple[Status, str] | None = None
         self._task: asyncio.Task[object] | None = None
@@ -243,6 +247,7 @@ class EnvManager:
         self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
         self._queueing = waits.on("a reward slot")
         rewards_at_once = job.rewards.workers if job.rewards.type == "local" else job.rewards.concurrency
+        self.movement = Movement()
         self._scorers = asyncio.Semaphore(rewards_at_once)
         """Waiting for one's turn does not count towards the limit of a reward call."""
 
@@ -256,6 +261,7 @@ class EnvManager:
             {"id": run.key, "task": run.task.id, "pool": run.order[0], "eval": run.evaluation, "cause": run.cause},
         )
         score: Score | None = None
+        run.mover = self.movement.begin(run.key, run.task.domain)
         try:
             run.enter()
             status = await self._play(run)
@@ -270,11 +276,13 @@ class EnvManager:
             status, reason = run.stopped
         finally:
             run.leave()
+            self.movement.end(run.mover)
         return self._finished(run, status, reason, score)
 
     async def _play(self, run: Run) -> Status:
         with boundary(EnvError, "env.open"):
             env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
+        self.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.open_s = self._loop.time() - run.started_s
         try:
@@ -290,6 +298,7 @@ class EnvManager:
         began_s = self._loop.time()
         with boundary(EnvError, "env.reset"):
             observation = _checked(await self._resetting.guard(run.key, env.reset()))
+        self.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.reset_s = self._loop.time() - began_s
             run.notes.shown = observation.messages
@@ -301,7 +310,8 @@ class EnvManager:
             run.notes.text = action
         with _STEP:
             observation = _checked(await self._stepping.guard(run.key, env.step(action)))
-        run.settle(observation.reward, self._loop.time() - began_s)
+        self.movement.moved(run.mover)
+        run.settle(observation.reward, run.mover.moved_s - began_s)
         if run.notes is not None:
             run.notes.shown = observation.messages
         return observation
@@ -343,7 +353,8 @@ class EnvManager:
             run.born = completion.spans[0].version
         run.min_version = completion.spans[-1].version
         run.prefix = prefix.answered(completion)
-        run.said = (context, fresh, completion, self._loop.time() - began_s, sent_s - began_s)
+        self.movement.moved(run.mover)
+        run.said = (context, fresh, completion, run.mover.moved_s - began_s, sent_s - began_s)
         return completion
 
     def _sampling(self, settings: TaskSettings, room: int) -> Sampling:
@@ -371,7 +382,8 @@ class EnvManager:
         asked_s = self._loop.time()
         while True:
             await self._queueing.guard(run.key, self._scorers.acquire())
-            began_s = self._loop.time()
+            self.movement.moved(run.mover)
+            began_s = run.mover.moved_s
             try:
                 with boundary(RewardError, "reward"):
                     score = _checked_score(await self._scoring.guard(run.key, self._rewards.score(trajectory)))

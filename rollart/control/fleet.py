@@ -26,6 +26,7 @@ from rollart.errors import (
 )
 from rollart.events import LogHandle
 from rollart.policy.redundancy import backoff_s
+from rollart.policy.stalls import Part
 from rollart.policy.swap import waves
 from rollart.ports import Cluster, Engine
 from rollart.types import EngineSpec, EngineView, SwapReport, WeightManifest, WeightVersion
@@ -33,8 +34,6 @@ from rollart.types import EngineSpec, EngineView, SwapReport, WeightManifest, We
 REPAIRS = 3
 """How often the trainer is asked to push a version again before an engine that cannot load it is given up."""
 
-LOOKS = 4
-"""How often an engine's progress is looked at within the limit."""
 NOBODY = ""
 """The id of no request: aborting it stops nothing, and tells how far the engine has come."""
 
@@ -62,7 +61,6 @@ class Seat:
         "gone",
         "looking",
         "moved",
-        "moved_s",
         "refused",
         "restarts",
         "served",
@@ -87,10 +85,8 @@ class Seat:
         """Requests answered, by whichever engine sat here."""
         self.moved: tuple[int, int] = (0, 0)
         """How far it had come when it was looked at last: answers, and the engine's own count."""
-        self.moved_s = 0.0
-        """When it was last seen to have moved, or to have nothing to do."""
         self.still = 0
-        """Looks in a row that found it where it was."""
+        """Looks in a row that found it where it was; none is made while it takes new weights."""
         self.looking = False
 
 
@@ -108,9 +104,12 @@ class Fleet:
         swap_limit_s: float,
         start_limit_s: float,
         progress_limit_s: float,
+        look_s: float,
         repair: Repair,
     ) -> None:
         self.progress_limit_s = progress_limit_s
+        self._look_s = look_s
+        """Between two looks at an engine's progress."""
         self.seats = {spec.id: Seat(spec, engine) for spec, engine in engines.items()}
         self.pools: dict[str, list[EngineView]] = {}
         for seat in self.seats.values():
@@ -126,7 +125,6 @@ class Fleet:
         self._swaps = waits.on("engine.swap", swap_limit_s)
         self._starts = waits.on("engine.start", start_limit_s)
         self._looks = waits.on("engine.progress", progress_limit_s)
-        self._loop = asyncio.get_running_loop()
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
@@ -170,11 +168,11 @@ class Fleet:
     async def watch(self) -> None:
         """Look at the engines for ever; a background task."""
         while True:
-            await asyncio.sleep(self.progress_limit_s / LOOKS)
+            await asyncio.sleep(self._look_s)
             for seat in self.seats.values():
-                if not (seat.view.serving and seat.calls):
-                    seat.still, seat.moved_s = 0, self._loop.time()
-                elif not seat.looking:
+                if not seat.calls:
+                    seat.still = 0
+                elif seat.view.serving and not seat.looking:
                     seat.looking = True
                     self._crew.spawn(self._look(seat), background=True)
 
@@ -194,15 +192,27 @@ class Fleet:
             return
         moved = (seat.served, came)
         if moved != seat.moved:
-            seat.still, seat.moved, seat.moved_s = 0, moved, self._loop.time()
+            seat.moved, seat.still = moved, 0
             return
         seat.still += 1
-        if seat.still > LOOKS:
+        if seat.still * self._look_s > self.progress_limit_s:  # its first request may have come just before a look
             self.down(
                 seat,
                 f"{seat.spec.id}: computed nothing for {self.progress_limit_s:g} s with {len(seat.calls)} requests "
                 "under way (limits.progress_s)",
             )
+
+    def parts(self) -> list[Part]:
+        """The engines that take requests, as they stand."""
+        return [
+            Part(kind="engine", name=seat.spec.id, still_s=seat.still * self._look_s if seat.calls else 0.0)
+            for seat in self.seats.values()
+            if seat.view.serving
+        ]
+
+    def engine_of(self) -> dict[str, str]:
+        """The engine that each attempt's call is in."""
+        return {id.rpartition("/")[0]: seat.spec.id for seat in self.seats.values() for id in seat.calls}
 
     async def _revive(self, seat: Seat, cause: int) -> None:
         """Start the engine again, give it the current weights, and put it back; or give it up."""

@@ -103,6 +103,10 @@ class WaitList:
         wait = min(self._waits, key=lambda wait: wait.since_s, default=None)
         return None if wait is None else Waiting(wait.who, self.what, wait.since_s)
 
+    def holds(self, who: str) -> bool:
+        """Whether this one waits here, or a call of its."""
+        return any(wait.who == who or wait.who.startswith(f"{who}/") for wait in self._waits)
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -127,6 +131,10 @@ class Waits:
 
     def counts(self) -> dict[str, int]:
         return {name: len(waits) for name, waits in self._lists.items() if len(waits)}
+
+    def what(self, who: str) -> str:
+        """What this one waits on; empty where nothing is known."""
+        return next((name for name, waits in self._lists.items() if waits.holds(who)), "")
 
     def report(self, now_s: float) -> str:
         """Who waits on what, in one sentence each."""

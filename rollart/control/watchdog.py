@@ -1,31 +1,76 @@
-"""Nothing hangs silently: when nothing has moved for too long, says who waits on whom since when."""
+"""Nothing hangs silently: says who waits on whom when nothing has moved for too long, and names an engine, a task or a
+trajectory that stands still while its peers move."""
 
 import asyncio
+import math
+from collections.abc import Callable, Sequence
 
 from rollart.control.waits import Waits
 from rollart.events import LogHandle
+from rollart.policy.stalls import Lag, Part, lagging, to_name
 
 
 class Watchdog:
     """A background task; its own reports do not count as movement."""
 
-    def __init__(self, waits: Waits, log: LogHandle, stall_s: float) -> None:
+    def __init__(self, waits: Waits, log: LogHandle, *, stall_s: float, lag_s: float) -> None:
         self._waits = waits
         self._log = log
         self._stall_s = stall_s
+        self._lag_s = lag_s
         self._loop = asyncio.get_running_loop()
+        self._named: dict[str, float] = {}
+        """Part that stands still -> for how long it had when it was named."""
+        self._named_s = -math.inf
+        """When a trajectory was named last."""
+        self._reported_s = -1.0
+        self.parts: Callable[[], Sequence[Part]] = lambda: ()
+        """What the job consists of now."""
 
     async def run(self) -> None:
         moved_s = self._log.last_s
-        reported_s = -1.0
+        stalled_s = -1.0
         while True:
-            await asyncio.sleep(self._stall_s / 3)
-            if self._log.last_s != reported_s:
+            await asyncio.sleep(min(self._stall_s, self._lag_s) / 3)
+            if self._log.last_s != self._reported_s:
                 moved_s = self._log.last_s
             now_s = self._loop.time()
-            if now_s - max(moved_s, reported_s) >= self._stall_s:
+            if now_s - max(moved_s, stalled_s) >= self._stall_s:
                 self.report("stall", f"nothing has moved for {now_s - moved_s:.0f} s")
-                reported_s = now_s
+                stalled_s = self._reported_s = now_s
+            elif moved_s > now_s - self._stall_s:
+                self._name_parts()
+
+    def _name_parts(self) -> None:
+        found = lagging(self.parts(), self._lag_s)
+        still = {lag.part.name for lag in found}
+        self._named = {name: for_s for name, for_s in self._named.items() if name in still}
+        now_s = self._loop.time()
+        for lag in to_name(found, self._named, now_s - self._named_s, self._lag_s):
+            self._named[lag.part.name] = lag.part.still_s
+            if lag.part.kind == "trajectory":
+                self._named_s = now_s
+            self._name(lag)
+            self._reported_s = now_s
+
+    def _name(self, lag: Lag) -> None:
+        part = lag.part
+        what = self._waits.what(part.name)
+        peers = f"trajectories of {part.among}" if part.among else f"{part.kind}s"
+        text = f"{part.kind} {part.name} has not moved for {part.still_s:.0f} s, far longer than other {peers}" + (
+            f"; it waits on {what}" if what else ""
+        )
+        cause = self._log.emit(
+            "lagging",
+            {
+                "kind": part.kind,
+                "name": part.name,
+                "for_s": round(part.still_s, 3),
+                "peers_s": round(lag.peers_s, 3),
+                "what": what,
+            },
+        )
+        self._log.emit("warning", {"text": text, "cause": cause})
 
     def report(self, kind: str, text: str) -> str:
         """Write who waits, and return it in words."""

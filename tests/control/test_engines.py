@@ -508,6 +508,7 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
             swap_limit_s=50.0,
             start_limit_s=50.0,
             progress_limit_s=40.0,
+            look_s=10.0,
             repair=no_repair,
         )
         crew.spawn(fleet.watch(), background=True)

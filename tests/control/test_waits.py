@@ -420,7 +420,7 @@ def test_the_watchdog_says_what_it_knows_when_asked() -> None:
         waits = Waits()
         task = asyncio.ensure_future(waits.on("a key").guard("Ben", for_ever()))
         await asyncio.sleep(4.0)
-        words = Watchdog(waits, LogHandle(log), 100.0).report("stall", "nothing moves")
+        words = Watchdog(waits, LogHandle(log), stall_s=100.0, lag_s=100.0).report("stall", "nothing moves")
         assert words == "nothing moves: Ben waits on a key since 4.0 s"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
