@@ -489,7 +489,7 @@ class LimitSettings(Settings):
     """Restarts in a row before an engine leaves the rotation; a served request resets the count."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts in a row before the job stops; a finished step resets the count."""
-    task_failures: Count = 5
+    task_failures: Annotated[int, Field(ge=1, le=1000)] = 5
     """Groups (or draws) of one task that fail in a row before the task is taken out of the mix."""
     task_probe_s: Positive = 10.0
     """Then one group of it is tried again after this long; doubled each time, up to 10 minutes."""
