@@ -1,7 +1,6 @@
 """What a run came to: a fold over its events, live or afterwards. `docs/summary.md` says what each field means."""
 
-import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +8,7 @@ from rollart.costs import Costs
 from rollart.events import Event, Last, Max, Mean, Metrics, Sum
 from rollart.summary_evals import Evaluations
 from rollart.summary_tasks import Failures, TaskBooks
+from rollart.summary_timings import RewardTimes, WeightTimes, spread
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
 MOST_PARTS = 32
@@ -74,16 +74,10 @@ class Summary:
         self._tasks: dict[str, _Task] = {}
         self._ages: dict[int, int] = {}
         self._max_age = self._max_steps = 0
-        self._straddled = 0
         self._waste = {name: [0, 0] for name in WASTE}
         self._trained_tokens = 0
         self._sampled_tokens = 0
-        self._push_began: dict[int, float] = {}
-        self._pushes: list[float] = []
-        self._pulls: list[float] = []
-        self._exposed: list[float] = []
-        self._swap_began = 0.0
-        self._reward = {"calls": 0, "failed": 0, "seconds": 0.0, "cold_starts": 0, "cold_start_s": 0.0}
+        self._reward = RewardTimes()
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
         self._failures = Failures()
@@ -102,13 +96,17 @@ class Summary:
         self._reason = ""
         self._metrics = Metrics()
         self._books = TaskBooks(self._metrics)
+        self._weights = WeightTimes(self._metrics)
         self.row: Mapping[str, float] | None = None
         """Metrics of the step that just ended; whoever writes `metrics.jsonl` takes it."""
-        self._handlers = {
+        self._handlers: dict[str, Callable[[Event], None]] = {
             name.removeprefix("_on_").replace("_", "."): getattr(self, name)
             for name in dir(self)
             if name.startswith("_on_")
         }
+        self._handlers |= dict.fromkeys(("push", "pushed", "swap.start", "swap.end", "engine.swap"), self._weights.read)
+        self._handlers |= dict.fromkeys(("breaker.open", "breaker.probe", "breaker.close"), self._books.breaker)
+        self._handlers |= {"ready": self._books.ready, "eval": self._evals.read}
 
     def read(self, event: Event) -> None:
         self._last_s = event["t"]
@@ -207,18 +205,6 @@ class Summary:
         if not event["eval"]:
             self._books.failed(event["task"], event["reason"])
 
-    def _on_breaker_open(self, event: Event) -> None:
-        self._books.breaker(event)
-
-    def _on_breaker_probe(self, event: Event) -> None:
-        self._books.breaker(event)
-
-    def _on_breaker_close(self, event: Event) -> None:
-        self._books.breaker(event)
-
-    def _on_ready(self, event: Event) -> None:
-        self._books.ready(event)
-
     def _on_late(self, event: Event) -> None:
         self._late += 1
 
@@ -277,37 +263,15 @@ class Summary:
             self._metrics.add(name, Last(value))
         self.row = {"step": event["step"], "time_s": event["t"], **self._metrics.row()}
 
-    def _on_push(self, event: Event) -> None:
-        self._push_began[event["version"]] = event["t"]
-
-    def _on_pushed(self, event: Event) -> None:
-        began_s = self._push_began.pop(event["version"], None)
-        if began_s is not None:
-            self._pushes.append(event["t"] - began_s)
-
-    def _on_swap_start(self, event: Event) -> None:
-        self._swap_began = event["t"]
-
-    def _on_swap_end(self, event: Event) -> None:
-        self._metrics.add("timing_s/swap", Last(event["t"] - self._swap_began))
-
-    def _on_engine_swap(self, event: Event) -> None:
-        self._pulls.append(event["pull_s"])
-        self._exposed.append(event["exposed_s"])
-        self._straddled += event["in_flight"]
-
     def _on_reward(self, event: Event) -> None:
-        self._reward["calls"] += 1
-        self._reward["seconds"] += event["busy_s"] or event["s"] - event["cold_s"]
-        self._reward["cold_starts"] += event["cold_s"] > 0
-        self._reward["cold_start_s"] += event["cold_s"]
+        self._reward.scored(event)
         self._costs.reward(event)
         work = self._live.get(event["id"])
         if work is not None and "parts" in event:
             work.parts = event["parts"]
 
     def _on_reward_failed(self, event: Event) -> None:
-        self._reward["failed"] += 1
+        self._reward.failed()
         self._costs.reward(event)
         self._failures.add("reward", event["id"], event["reason"])
 
@@ -370,9 +334,6 @@ class Summary:
         self._new.clear()
         self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
 
-    def _on_eval(self, event: Event) -> None:
-        self._evals.read(event)
-
     def _on_finished(self, event: Event) -> None:
         self._state = "finished"
 
@@ -424,7 +385,7 @@ class Summary:
             "reason": self._reason,
             "steps": len(self._steps),
             "time_s": round(self._last_s, 3),
-            "step_time_s": _spread(self._steps),
+            "step_time_s": spread(self._steps),
             "throughput_tokens_per_s": round(self._trained_tokens / seconds, 3),
             "sampled_tokens_per_s": round(self._sampled_tokens / seconds, 3),
             "trajectories": dict(sorted(self._statuses.items())),
@@ -433,7 +394,7 @@ class Summary:
                 "max": self._max_age,
                 "max_steps": self._max_steps,
                 "histogram": {str(age): self._ages[age] for age in sorted(self._ages)},
-                "in_flight_over_swaps": self._straddled,
+                "in_flight_over_swaps": self._weights.in_flight,
             },
             "waste": {how: {"trajectories": count, "tokens": tokens} for how, (count, tokens) in self._waste.items()},
             "groups": {
@@ -445,13 +406,8 @@ class Summary:
                 "late_results": self._late,
             },
             "pools": self._costs.pool_rows(self._last_s),
-            "weights": {
-                "push_s": _mean(self._pushes),
-                "pull_s": _mean(self._pulls),
-                "exposed_s": _mean(self._exposed),
-                "swaps": len(self._exposed),
-            },
-            "reward": self._reward_row(seconds),
+            "weights": self._weights.row(),
+            "reward": self._reward.row(self._job, seconds),
             "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
             "cost": self._cost(),
             "evaluations": self._evals.rows,
@@ -460,19 +416,6 @@ class Summary:
             "failures": self._failures.rows(),
             "faults": dict(sorted(self._faults.items())),
             "warnings": self._warnings,
-        }
-
-    def _reward_row(self, seconds: float) -> dict[str, Any]:
-        calls = self._reward["calls"]
-        workers = self._job.get("reward_workers")
-        return {
-            "type": self._job.get("rewards"),
-            "calls": calls,
-            "failed": self._reward["failed"],
-            "mean_s": round(self._reward["seconds"] / calls, 6) if calls else 0.0,
-            "cold_starts": self._reward["cold_starts"],
-            "cold_start_s": round(self._reward["cold_start_s"], 3),
-            "utilisation": round(self._reward["seconds"] / (seconds * workers), 4) if workers else None,
         }
 
     def _task_row(self, name: str, trained: int) -> dict[str, Any]:
@@ -515,18 +458,3 @@ class Summary:
 
 def _domain(task_id: str) -> str:
     return task_id.split("/", 1)[0]
-
-
-def _mean(values: list[float]) -> float:
-    return round(sum(values) / len(values), 4) if values else 0.0
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"mean": 0.0, "p50": 0.0, "p95": 0.0}
-    ordered = sorted(values)
-    return {
-        "mean": round(statistics.fmean(values), 4),
-        "p50": round(statistics.median(values), 4),
-        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
-    }
