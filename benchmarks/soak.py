@@ -58,7 +58,10 @@ class Soak:
     """Role -> (seconds since the start, MB); workers of environments as one role, the largest of them."""
 
     def drive(self) -> None:
-        """Do to the job what is due, until it ends."""
+        """Do to the job what is due, until it ends. The schedule begins with the first step."""
+        metrics = self.out / "metrics.jsonl"
+        while self.train.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(1.0)
         began_s = time.monotonic()
         minute_s = self.minutes * 60 / 30  # the schedule is written for half an hour
         due: list[tuple[float, Callable[[], None]]] = [
