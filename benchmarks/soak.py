@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -225,6 +226,7 @@ def main() -> int:
 
 def start(minutes: float, steps: int, model: Path, disk: Path) -> Soak:
     server = reward_server()
+    wait_until_it_listens()
     out = disk / "run"
     command = [*ROLLART, "train", str(JOB), f"model.path={model}", f"train.steps={steps}", f"evaluation.every={steps}"]
     train = subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -241,6 +243,15 @@ def reward_server() -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def wait_until_it_listens() -> None:
+    """`rollart train` looks at the reward's address before it starts."""
+    for _ in range(300):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", PORT), timeout=1.0):
+            return
+        time.sleep(0.2)
+    raise SystemExit("soak: the reward server did not start within a minute")
 
 
 @contextlib.contextmanager
