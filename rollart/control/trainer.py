@@ -104,9 +104,13 @@ class TrainerDriver:
         self._log.emit("warning", {"text": text})
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
-        if version < self._oldest:
-            raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
-        return await self._call(f"publish {version}", lambda trainer: trainer.publish(version))
+        async def push(trainer: Trainer) -> WeightManifest:
+            # Asked of each trainer anew: one that was rebuilt from a later checkpoint may not hold it any more.
+            if version < self._oldest:
+                raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
+            return await trainer.publish(version)
+
+        return await self._call(f"publish {version}", push)
 
     async def save(self) -> str:
         return await self._call("save", lambda trainer: trainer.save())
@@ -144,6 +148,8 @@ class TrainerDriver:
             except StoreFull as error:
                 await self._room.wait(who, error)
                 continue
+            except VersionGone:
+                raise
             except BoundaryError as error:
                 await self._recover(life, str(error))
                 continue

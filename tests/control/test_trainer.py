@@ -284,6 +284,35 @@ def test_a_version_the_new_trainer_did_not_make_does_not_stop_the_job() -> None:
     assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
 
 
+def test_a_trainer_lost_in_a_repair_is_not_asked_for_what_its_successor_does_not_hold() -> None:
+    """An engine finds a bucket of version 1 damaged when the checkpoint of 2 is there; the trainer dies as it pushes
+    1 again, and its successor begins at 2."""
+    scene = Scene(
+        scene_job(train__steps=6, checkpoint__every=2, rollout={"groups_per_step": 2, "swap": "when_published"})
+    )
+    asked: list[WeightVersion] = []
+
+    async def damaged_late(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if engine is scene.engine("fast-0") and manifest.version == 1 and len(asked) == 1:
+            await asyncio.sleep(40.0)
+            assert scene.trainers[-1].version == 2
+            raise WeightError("bucket 0 is damaged")
+
+    async def die_at_the_second(trainer: ScriptedTrainer, version: WeightVersion) -> None:
+        if version == 1:
+            asked.append(version)
+            if len(asked) == 2:
+                trainer.dead = "in the repair"
+                trainer.well()
+
+    scene.on_publish = die_at_the_second
+    scene.on_swap = damaged_late
+    played = scene.play()
+    assert asked == [1, 1]
+    assert played.finished, played.error
+    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+
+
 def test_steps_that_train_on_nothing_are_told_of_once() -> None:
     scene = Scene(scene_job(train__steps=12), metrics={"perf/tokens": 0.0})
     (told,) = scene.play().of("warning")
