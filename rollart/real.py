@@ -117,10 +117,13 @@ def refuse_what_is_not_there(job: Job) -> None:
                 f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
                 "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
             )
+        if pool.engines is not None and pool.engines.type == "embedded" and pool.engines.gpus > 1:
+            raise JobError(
+                f"pools.{pool.name}.engines.gpus: {pool.engines.gpus}, but an embedded engine computes on one device; "
+                "set it to 1 and raise engines.count, or set engines.type to vllm or sglang"
+            )
     _refuse_missing_cores(job)
     _refuse_missing_variables(job)
-    if job.weights.type == "mooncake":
-        raise JobError("weights.type: `rollart train` has no 'mooncake' yet; set weights.type=files, or shm")
     for pool in job.pools:
         if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
             raise JobError(

@@ -83,6 +83,31 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("unknown train pool", ["train.pool=comput"], "train.pool:", "did you mean 'compute'?"),
     ("http without url", ["rewards.type=http"], "rewards.url:", "as url: http://127.0.0.1:8080"),
     ("local with url", ["rewards.url=http://a"], "rewards.url:", "set rewards.type to http, or remove it"),
+    ("concurrency of local rewards", ["rewards.concurrency=8"], "rewards.concurrency:", "only with rewards.type http"),
+    (
+        "workers of http rewards",
+        ["rewards={type: http, url: 'http://a', workers: 8}"],
+        "rewards.workers:",
+        "only with rewards.type local",
+    ),
+    ("no such store", ["weights.type=mooncake"], "weights.type:", "set weights.type to files, or shm"),
+    ("wait without ray", ["cluster.wait_s=5"], "cluster.wait_s:", "only with cluster.type ray"),
+    ("check without ray", ["cluster.check=false"], "cluster.check:", "cluster.type ray and an address"),
+    ("resource without ray", ["pools.0.resource=a"], "pools.0.resource:", "only with cluster.type ray"),
+    ("workers without ray", ["pools.1.slots_per_worker=8"], "pools.1.slots_per_worker:", "cluster.type ray and slots"),
+    ("isolation of nothing", ["pools.0.isolation=inline"], "pools.0.isolation:", "only with slots"),
+    ("link without a pair", ["pools.0.engines.kv_link_gb_s=9"], "pools.0.engines.kv_link_gb_s:", "engines.prefill"),
+    ("project without wandb", ["track.project=a"], "track.project:", "only with track.wandb offline or online"),
+    ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),
+    ("top_p of greedy play", ["tasks.0.temperature=0", "tasks.0.top_p=0.5"], "tasks.0.top_p:", "a temperature above 0"),
+    ("cold start of local rewards", ["sim.reward.idle_s=1"], "sim.reward.idle_s:", "only with rewards.type http"),
+    ("tail without a share", ["sim.tasks.maths.reset_tail_s=1"], "sim.tasks.maths.reset_tail_s:", "a reset_tail above"),
+    (
+        "constant spread",
+        ["sim.tasks.maths.turns={mean: 4, sigma: 2}"],
+        "sim.tasks.maths.turns.sigma:",
+        "set kind, or remove it",
+    ),
     ("quotas too large", ["tasks.0.quota=17"], "tasks:", "lower them or raise groups_per_step"),
     ("quotas leave nothing", ["tasks.0.quota=16"], "tasks:", "lower one, or raise rollout.groups_per_step"),
     ("quotas too small", ["tasks.0.quota=3", "tasks.1.quota=3"], "tasks:", "make them equal"),
@@ -401,13 +426,8 @@ def test_unlikely_settings_are_warned_about(overrides: list[str], message: str, 
     assert message in found[0]
 
 
-def test_vllm_takes_stop_strings_and_a_top_p_that_greedy_play_does_not_read(tmp_path: Path) -> None:
-    job = load(
-        tmp_path,
-        "pools.0.engines.type=vllm",
-        "tasks.0.stop=[</answer>]",
-        "tasks.1={name: b, temperature: 0, top_p: 0.5}",
-    )
+def test_vllm_takes_stop_strings(tmp_path: Path) -> None:
+    job = load(tmp_path, "pools.0.engines.type=vllm", "tasks.0.stop=[</answer>]")
     assert job.tasks[0].stop == ("</answer>",)
 
 

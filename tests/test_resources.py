@@ -12,6 +12,7 @@ from rollart.cli import main
 from rollart.cluster import machine
 from rollart.config.job import Job
 from rollart.config.load import build_job
+from rollart.config.settings import ClusterSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.policy.placement import fit
@@ -30,6 +31,7 @@ JOB: dict[str, Any] = {
         {"name": "environments", "hardware": "cpu", "slots": 65, "slots_per_worker": 32},
     ],
     "train": {"pool": "compute", "threads": 2},
+    "cluster": {"type": "ray"},  # of this machine alone
 }
 
 
@@ -188,7 +190,8 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = N
 
 def local(*pools: dict[str, Any], **train: Any) -> Job:
     tasks = [{"name": "lake", "use": "rollart.tasks.frozen_lake", "affinity": pools[0]["name"]}]
-    return build_job({**JOB, "tasks": tasks, "pools": [*pools, {"name": "rooms", "slots": 1}], "train": train})
+    rooms = {"name": "rooms", "slots": 1}
+    return build_job({**JOB, "tasks": tasks, "pools": [*pools, rooms], "train": train, "cluster": {"type": "local"}})
 
 
 EMBEDDED = {"name": "own", "hardware": "h200", "engines": {"count": 2, "device": "cuda"}}
@@ -275,7 +278,7 @@ def test_ray_and_attached_servers_are_given_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_one_process_cannot_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 4)
-    job = local(EMBEDDED).model_copy(update={"cluster": build_job({**JOB, "cluster": {"type": "inline"}}).cluster})
+    job = local(EMBEDDED).model_copy(update={"cluster": ClusterSettings(type="inline")})
     with pytest.raises(JobError, match=r"cluster.type: inline has one process, and own-0, own-1 would each see GPUs"):
         resources.refuse_unplaceable(job)
 

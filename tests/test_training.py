@@ -38,7 +38,7 @@ JOB = {
             )
             for kind in ("embedded", "vllm", "sglang")
         ),
-        ({"weights": {"type": "mooncake"}}, "weights.type"),
+        ({"pools": [{"name": "cpu", "engines": {"gpus": 2}, "slots": 8}]}, "pools.cpu.engines.gpus"),
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
@@ -77,7 +77,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("engines", "text"),
     [
-        ({"type": "vllm", "device": "cuda:0"}, r"^engines\.device: only embedded engines read it; remove it"),
+        ({"type": "vllm", "cores": [0]}, r"^engines\.cores: only embedded engines read it; remove it"),
         ({"type": "sglang", "keep_kv": True}, r"^engines\.keep_kv: only embedded"),
         ({"type": "vllm", "step_tokens": 64}, r"^engines\.step_tokens: only embedded"),
         ({"step_tokens": 255, "max_batch": 256}, r"^engines\.step_tokens: 255 is less than one token for each request"),

@@ -29,6 +29,7 @@ from rollart.config.settings import (
     WeightSettings,
 )
 from rollart.config.sim import SimSettings
+from rollart.config.unused import unused
 from rollart.hardware import HARDWARE, MODELS
 
 
@@ -170,6 +171,7 @@ def _problems(job: Job) -> list[str]:
             f"{job.rollout.groups_per_step}; make them equal, or give one task a weight instead"
         )
     found += _cluster_problems(job)
+    found += unused(job)
     rollout = job.rollout
     if rollout.staleness == 0 and rollout.swap != "between_batches":
         found.append(

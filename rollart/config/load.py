@@ -222,7 +222,8 @@ def _explain(error: ValidationError) -> str:
         case "missing":
             return f"{key}: missing; add it (see docs/job.md for what it means)"
         case "value_error":
-            return re.sub(r"^Value error, ", "", first["msg"])
+            text = re.sub(r"^Value error, ", "", first["msg"])
+            return f"{key}{text}" if text.startswith(".") else text  # said by settings that stand at many places
         case "literal_error":
             options = str(first.get("ctx", {}).get("expected", "")).replace("'", "")
             near = nearest(str(given), [option.strip() for option in re.split(r",| or ", options)])

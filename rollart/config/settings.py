@@ -57,6 +57,13 @@ class Spread(Settings):
     def _number(cls, value: Any) -> Any:
         return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
+    @model_validator(mode="after")
+    def _is_spread(self) -> Self:
+        for key in ("sigma", "low", "high") if self.kind == "constant" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f".{key}: kind constant is its mean, and nothing else; set kind, or remove it")
+        return self
+
     def value(self, uniform: float) -> float:
         """The value that this share of all draws, in (0, 1), lie below: a draw, where the share is random."""
         if self.kind == "constant":
@@ -169,7 +176,8 @@ class EngineSettings(Settings):
     """Cluster `ray`: engines beyond `count`, up to this many in all, join when a machine of the pool's kind has room
     for them and leave with it. Default: `count`, no more."""
     gpus: Count = 1
-    """GPUs of one engine: tensor parallel. Servers on this machine have them to themselves."""
+    """GPUs of one engine: tensor parallel. Servers on this machine have them to themselves. An `embedded` engine has
+    one; more are refused by `rollart train`."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
     prefill: str | None = None
@@ -387,13 +395,16 @@ class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
     type: Literal["shm", "files", "mooncake"] = "shm"
-    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share."""
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `mooncake` is
+    not there yet, and refused."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
     def _path_is_read(self) -> Self:
+        if self.type == "mooncake":
+            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
         if self.path is not None and self.type != "files":
             raise ValueError(
                 f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"

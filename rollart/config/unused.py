@@ -1,0 +1,51 @@
+"""Keys that a job gives and that nothing would read, because of what another key says: each is refused with the reason.
+
+What a single section shows is refused there, in `settings.py` and `sim.py`; what only real runs do not read, in
+`rollart/real.py`. A key given its default is let through, as a resolved job has them all.
+`tests/test_keys.py` finds keys that are missing here.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from rollart.config.job import Job
+
+
+def unused(job: "Job") -> list[str]:
+    """One sentence for each key that has no effect."""
+    return [
+        f"{place}.{key}: has an effect only with {needs}; change that, or remove it"
+        for place, settings, keys, is_read, needs in _rows(job)
+        if not is_read
+        for key in keys.split()
+        if getattr(settings, key) != type(settings).model_fields[key].get_default(call_default_factory=True)
+    ]
+
+
+def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
+    """Place, its settings, keys, whether they are read in this job, and what they need to be."""
+    ray = job.cluster.type == "ray"
+    http = job.rewards.type == "http"
+    yield "rewards", job.rewards, "concurrency", http, "rewards.type http"
+    yield "rewards", job.rewards, "workers", not http, "rewards.type local"
+    yield "cluster", job.cluster, "wait_s", ray, "cluster.type ray"
+    yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
+    yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    for position, task in enumerate(job.tasks):
+        place = f"tasks.{position}"
+        yield place, task, "weight", task.quota is None, "no quota, which is the task's share"
+        yield place, task, "top_p top_k", task.temperature > 0, "a temperature above 0"
+    for position, pool in enumerate(job.pools):
+        place = f"pools.{position}"
+        yield place, pool, "resource", ray, "cluster.type ray"
+        yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
+        yield place, pool, "isolation", pool.slots is not None, "slots"
+        if pool.engines is not None:
+            pair = pool.engines.prefill is not None
+            yield f"{place}.engines", pool.engines, "kv_link_gb_s", pair, "engines.prefill"
+    yield "sim.reward", job.sim.reward, "cold_start_s idle_s", http, "rewards.type http"
+    for name, behaviour in job.sim.tasks.items():
+        yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"
