@@ -6,6 +6,7 @@ them in the slow tests.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,10 @@ def default_config(kind: str) -> PreTrainedConfig | None:
 def examine(kind: str) -> Row:
     """Prove one architecture, both ways."""
     config = default_config(kind)
-    if config is None or reduced_model(config) is None:
-        return Row(kind=kind, trainer=None, engine=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if config is None or reduced_model(config) is None:
+            return Row(kind=kind, trainer=None, engine=None)
     trainer = _fault(prove_packed_architecture, config)
     return Row(kind=kind, trainer=trainer, engine=trainer or _fault(prove_steps_architecture, config))
 

@@ -108,6 +108,7 @@ def test_an_architecture_is_right_or_refused_with_the_reason(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # each architecture has its own
 def test_none_of_all_architectures_is_silently_wrong() -> None:
     rows = []
     for kind in KINDS:
