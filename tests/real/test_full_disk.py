@@ -1,0 +1,69 @@
+"""The run directory's own small file system gets full in the middle of a job, and later has room again."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.real.harness import job, running
+
+DISK_MB = 200
+LEFT_MB = 1
+"""Enough for events and batches; a checkpoint or a version of the weights takes more."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, where one may be mounted."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all room but a little."""
+    free = os.statvfs(path.parent)
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - LEFT_MB * 1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["files", "shm"])
+def test_a_full_disk_costs_a_job_time_and_nothing_else(model: Path, disk: Path, weights: str) -> None:
+    raw = job(model, weights={"type": weights, "bucket_mb": 1}, checkpoint={"every": 1})
+    with running(disk, raw) as run:
+        run.step(2)
+        fill(disk / "filler")
+        run.until(lambda events: any(event["e"] == "store.full" for event in events), "full store")
+        (disk / "filler").unlink()
+        assert run.wait() == 0, run.said
+        run.ended_well(8)
+        events = run.events()
+    full = [event for event in events if event["e"] == "store.full"]
+    assert all("No space left on device" in event["reason"] for event in full)
+    assert len([event for event in events if event["e"] == "store.room"]) == len(full)
+    assert not [event for event in events if event["e"] in ("trainer.down", "replay")]
+
+
+@pytest.mark.slow
+def test_a_disk_that_stays_full_stops_the_job_which_can_be_resumed(model: Path, disk: Path) -> None:
+    raw = job(model, checkpoint={"every": 1}, limits={"backoff_s": 0.1, "store_full_s": 6.0})
+    with running(disk, raw) as run:
+        run.step(2)
+        fill(disk / "filler")
+        assert run.wait() == 1
+        assert "no room to write for 6 s (limits.store_full_s)" in run.said
+        (disk / "filler").unlink()
+        run.start("--resume", str(run.out))
+        assert run.wait() == 0, run.said
+        run.ended_well(8)
