@@ -1,13 +1,13 @@
 """The run directory's own small file system gets full in the middle of a job, and later has room again."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.real.harness import job, running
+from tests.small_disk import small_disk
 
 DISK_MB = 200
 LEFT_MB = 1
@@ -16,18 +16,8 @@ LEFT_MB = 1
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, where one may be mounted."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(path)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    with small_disk(tmp_path / "disk", f"{DISK_MB}m"):
+        yield tmp_path / "disk"
 
 
 def fill(path: Path) -> None:

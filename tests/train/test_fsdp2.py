@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rollart import model
-from rollart.errors import BoundaryError, ClusterError, JobError, TrainerError
+from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
 from rollart.models.tiny import make_tiny
 from rollart.ports import Trainer
 from rollart.train import fsdp2
@@ -44,6 +44,7 @@ from rollart.weights.shm import ShmStore
 from rollart.wire import pack, unpack
 from rollart.worker import _ranked_trainer
 from tests.contracts.trainer import TrainerBench, TrainerContract
+from tests.small_disk import small_disk
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
 
 T = TypeVar("T")
@@ -282,6 +283,25 @@ def test_a_version_is_published_beside_the_next_step_and_again_after_it(shared: 
         with pytest.raises(TrainerError, match=r"version 1 is not held.*held: \[2, 3\]"):
             await bench.trainer.publish(1)
         assert_same(await bench.weights(2), after, within=0)
+
+    shared.play(work)
+
+
+def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
+    """Rank 0 writes for all; the others must not be left waiting for it."""
+
+    async def work(bench: Bench) -> None:
+        checkpoints = Path(shared.settings.checkpoint_dir)
+        for size in ("4k", "40k"):  # no room for a folder; for a part of it
+            with small_disk(checkpoints, size), pytest.raises(StoreFull, match="No space left"):
+                await bench.trainer.save()
+        with small_disk(bench.store._dir, "8k"), pytest.raises(StoreFull, match="No space left"):
+            await bench.trainer.publish(0)
+        assert not bench.trainer._lost
+        [batch] = batches(1)
+        assert (await bench.trainer.train_step(batch)).version == 1
+        assert await bench.trainer.save()
+        assert await bench.weights(1)
 
     shared.play(work)
 
