@@ -329,3 +329,15 @@ def test_long_and_short_tasks_share_the_batches_as_they_should() -> None:
         for task in event["tasks"]:
             counts[task.split("/")[0]] += 1
     assert counts["long"] / (counts["long"] + counts["short"]) == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_version_that_two_ask_for_is_swapped_in_once() -> None:
+    """The push of the last version and the evaluation that waits for it; after a kill the push and the resumed job."""
+    scene = Scene(scene_job(rollout__swap="when_published", evaluation__every=1, evaluation__episodes=1))
+    played = scene.play(kills=[lambda event: event["e"] == "step.end" and event["step"] == 1])
+    assert played.finished
+    resumed = played.one("resumed")["n"]
+    for later in (False, True):
+        swaps = [event["version"] for event in played.of("swap.start") if (event["n"] > resumed) == later]
+        assert swaps == sorted(set(swaps))
+    assert swaps[-1] == 3

@@ -34,6 +34,10 @@ def test_admission_keeps_the_shares_and_walks_each_task_set_in_order() -> None:
         assert Counter(name for name, _ in given_out[:end])["b"] == end // 4
 
 
+def test_the_first_group_is_of_the_task_with_the_largest_share() -> None:
+    assert mix({"small": 0.25, "large": 0.75}).next() == ("large", 0)
+
+
 def test_admission_makes_up_for_groups_that_died() -> None:
     tasks = mix(HALVES)
     for _ in range(4):
@@ -62,6 +66,12 @@ def test_a_batch_may_differ_from_the_shares_within_the_tolerance_and_no_further(
     assert tasks.pick({"a": 9, "b": 2}) == {"a": 6, "b": 2}
     assert tasks.pick({"a": 9, "b": 1}) is None
     assert tasks.pick({"a": 9}) is None
+
+
+def test_a_batch_may_always_be_one_group_off() -> None:
+    """A tolerance of less than a group would let a batch wait for ever for the one group that is missing."""
+    assert mix({"a": 0.5, "b": 0.5}, size=4, tolerance=0.0).pick({"a": 3, "b": 1}) == {"a": 3, "b": 1}
+    assert mix({"a": 0.5, "b": 0.5}, size=4, tolerance=0.0).pick({"a": 4, "b": 0}) is None
 
 
 def test_what_one_batch_owes_the_next_one_pays() -> None:
