@@ -47,6 +47,14 @@ def test_it_goes_on_from_what_the_request_said_itself() -> None:
     assert drafts.guess(seq, 10) == [5, 6]
 
 
+def test_what_was_learnt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.engines.drafts.MOST_CONTEXTS", 50)
+    drafts = Drafts()
+    for number in range(200):
+        drafts.learn(sequence(), list(range(number, number + 4)))
+        assert len(drafts._next) <= 50
+
+
 def rounds(engine: EmbeddedEngine, temperature: float) -> tuple[list[GenerateRequest], list[Completion], list[int]]:
     """The same five prompts again and again; requests, answers, and the steps of each round."""
     rng = np.random.default_rng(1)

@@ -169,3 +169,17 @@ def test_what_a_stop_string_costs_grows_with_the_answer_and_no_faster(text: str)
         said.append(token % 7)
         assert not finder.ends(said, ("x" + text + "\n", "aab\n", "bcdefg "))
     assert decoded < 4000 * 60
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
+def test_a_token_that_was_left_out_is_not_drawn_at_the_edges(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first token nor the last has any weight; random numbers may be as small and as large as these."""
+    monkeypatch.setattr(Sequence, "uniform", lambda self, ahead=0: uniform)
+    tokens, logprobs = draw(LOGITS, 3, temperature=1.0, top_k=1)
+    assert set(tokens) == {1}
+    assert np.isfinite(logprobs).all()
+
+
+def test_the_most_likely_token_stays_however_little_is_kept() -> None:
+    tokens, _ = draw(LOGITS, 20, temperature=1.0, top_p=0.0)
+    assert set(tokens) == {1}
