@@ -239,7 +239,7 @@ def test_the_command_to_go_on_is_printed_and_works_as_printed(
     words = shlex.split(printed.removeprefix("rollart: to go on: "))
     main([*words[1:], "--json"])
     assert [where for where, _, _ in asked] == [out, out]
-    monkeypatch.setattr("rollart.cli._run_dir", lambda *_: tmp_path / "new")
+    monkeypatch.setattr("rollart.commands.runs.run_dir", lambda *_: tmp_path / "new")
     main(["train", str(REAL), "--json"])
     assert "to go on" not in capsys.readouterr().err.splitlines()[-1], "there is nothing yet to go on from"
 
@@ -289,7 +289,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
 
 
 def test_a_missing_package_of_somebody_else_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.cli._check", lambda arguments: __import__("nobodys_package"))
+    monkeypatch.setattr("rollart.commands.looks.check", lambda arguments: __import__("nobodys_package"))
     with pytest.raises(ModuleNotFoundError, match="nobodys_package"):
         main(["check", "job.yaml"])
 
