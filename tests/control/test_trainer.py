@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollart.errors import JobStopped, TrainerError, WeightError
+from rollart.errors import JobStopped, TrainerError, VersionGone, WeightError
 from rollart.types import Batch, EngineSpec, WeightManifest, WeightVersion
 from tests.control.scene import TRAIN_S, Played, Scene, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
 
@@ -323,3 +323,50 @@ def test_steps_that_train_on_nothing_are_told_of_once() -> None:
 
     scene = Scene(scene_job(train__steps=12), on_step=now_and_then)
     assert not scene.play().of("warning")
+
+
+def pushes_at(scene: Scene, played_kind: str, **fields: Any) -> dict[int, str]:
+    """Whether each version can be pushed once more, asked at the first such event."""
+    found: dict[int, str] = {}
+
+    async def ask() -> None:
+        assert scene.coordinator is not None
+        trainer = scene.coordinator.trainer
+        for version in range(trainer.version + 1):
+            try:
+                found[version] = f"version {(await trainer.publish(version)).version}"
+            except VersionGone:
+                found[version] = "gone"
+
+    scene.when(
+        lambda event: event["e"] == played_kind and all(event.get(key) == value for key, value in fields.items()),
+        lambda: scene.coordinator is not None and scene.coordinator.crew.spawn(ask()),
+    )
+    return found
+
+
+def test_the_newest_version_and_the_one_before_can_be_pushed_again_and_older_ones_are_gone() -> None:
+    scene = Scene(scene_job(train__steps=5))
+    found = pushes_at(scene, "step.end", version=3)
+    played = scene.play()
+    assert found == {0: "gone", 1: "gone", 2: "version 2", 3: "version 3"}
+    assert played.finished
+    assert not played.of("trainer.down"), "to be asked for what it does not hold is no trainer's death"
+
+
+def test_a_rebuilt_trainer_holds_what_it_has_learnt_again_and_nothing_older() -> None:
+    scene = Scene(scene_job(train__steps=5), **crash_at(3, "during"))  # type: ignore[arg-type]
+    found = pushes_at(scene, "trainer.up")
+    played = scene.play()
+    assert found == {0: "gone", 1: "gone", 2: "version 2", 3: "version 3"}
+    assert played.finished
+    assert len(played.of("trainer.down")) == 1
+
+
+def test_a_resumed_trainer_holds_no_version_before_its_checkpoint() -> None:
+    scene = Scene(scene_job(train__steps=3))
+    found = pushes_at(scene, "resumed")
+    played = scene.play(kills=[lambda event: event["e"] == "checkpoint" and event["step"] == 3])
+    assert found == {0: "gone", 1: "gone", 2: "gone", 3: "version 3"}
+    assert played.finished
+    assert not played.of("trainer.down")
