@@ -183,3 +183,18 @@ def test_a_token_that_was_left_out_is_not_drawn_at_the_edges(uniform: float, mon
 def test_the_most_likely_token_stays_however_little_is_kept() -> None:
     tokens, _ = draw(LOGITS, 20, temperature=1.0, top_p=0.0)
     assert set(tokens) == {1}
+
+
+def test_a_stop_string_of_many_tokens_is_found() -> None:
+    """One token a letter: what is looked at grows with the stop string."""
+    finder = StopFinder(lambda tokens: "".join(map(chr, tokens)))
+    stop = "the end of this answer, and of all"
+    said = [ord(letter) for letter in "and so on " + stop]
+    assert [end for end in range(1, len(said) + 1) if finder.ends(said[:end], (stop,))] == [len(said)]
+
+
+def test_a_stop_string_that_ends_with_a_space_is_found_where_single_tokens_lose_theirs() -> None:
+    """As decoders do that strip what they begin with."""
+    words = ["so", " be", " it"]
+    finder = StopFinder(lambda tokens: "".join(words[token] for token in tokens).lstrip())
+    assert [finder.ends([0, 1, 2][:end], ("be ",)) for end in (1, 2, 3)] == [False, False, True]
