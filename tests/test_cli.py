@@ -135,6 +135,13 @@ def test_the_command_line_starts_light() -> None:
     assert loaded & {"pydantic", "numpy", "rich", "torch"} == set()
 
 
+def test_plans_are_not_kept_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The runs of a plan before would be in the way, and count as failures of this one."""
+    words = ["sim", str(ROOT / "jobs" / "chaos.yaml"), "--chaos", "1", "--workers", "1", "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"rollart: --out: {tmp_path} exists")
+
+
 def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "control", "--workers", "2"]) == 2
     assert "bench affinity" in capsys.readouterr().err

@@ -64,6 +64,8 @@ def _chaos(arguments: argparse.Namespace) -> int:
     from rollart.chaos import run_plans
     from rollart.run import say
 
+    if arguments.out is not None and arguments.out.exists():
+        raise JobError(f"--out: {arguments.out} exists; give a directory that does not, or remove it")
     report = run_plans(
         arguments.job,
         tuple(arguments.overrides),
