@@ -136,7 +136,8 @@ class Audit:
             self._hit[event["target"].rpartition("/")[0]] = event["n"]
             self._spoilt[event["target"]] = None
         elif event["fault"] == "failing_task":
-            self._outages[event["target"]] = event["t"] + event["for_s"]
+            until_s = event["t"] + event["for_s"]
+            self._outages[event["target"]] = max(until_s, self._outages.get(event["target"], 0.0))
         elif event["fault"] == "untrainable_batch":
             self._untrainable[int(event["target"].removeprefix("step "))] = True
 

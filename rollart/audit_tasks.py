@@ -33,12 +33,15 @@ class TaskBooks:
         self._tasks: dict[str, _Task] = {}
         self._at_checkpoint: dict[str, _Task] = {}
         self._task_of: dict[str, str] = {}
+        self._alive: dict[str, None] = {}
+        """Groups admitted and not ended."""
         self._reopening: dict[str, None] = {}
         self._handlers: dict[str, Callable[[Event], None]] = {
             "run": self._run,
             "admit": self._admitted,
             "ready": self._ready,
             "group": self._ended,
+            "batch": self._trained,
             "draw.failed": self._undrawn,
             "breaker.open": self._opened,
             "breaker.probe": self._probed,
@@ -61,6 +64,7 @@ class TaskBooks:
     def _admitted(self, event: Event) -> None:
         group, name = event["group"], event["task"].split("/", 1)[0]
         self._task_of[group] = name
+        self._alive[group] = None
         if group in self._reopening:
             del self._reopening[group]
             return
@@ -81,6 +85,7 @@ class TaskBooks:
         self._scored(event["group"])
 
     def _ended(self, event: Event) -> None:
+        self._alive.pop(event["group"], None)
         name = event["task"].split("/", 1)[0]
         task = self._tasks[name]
         if event["how"] == "failed":
@@ -89,6 +94,10 @@ class TaskBooks:
             self._scored(event["group"])
         elif task.probe == event["group"]:
             task.probe, task.due_s = "", event["t"]
+
+    def _trained(self, event: Event) -> None:
+        for group in event["groups"]:
+            self._alive.pop(group, None)
 
     def _scored(self, group: str) -> None:
         task = self._tasks[self._task_of[group]]
@@ -116,7 +125,9 @@ class TaskBooks:
         task = self._tasks[event["task"]]
         if not task.out or task.probe != event["group"]:
             self._broken(3, f"task {event['task']} came back to the mix, but not by its probe")
-        self._tasks[event["task"]] = _Task(owed=2 + math.ceil(2 / self._shares[event["task"]]))
+        # What is alive of it counts towards its share: so many others may come first.
+        alive = sum(self._task_of[group] == event["task"] for group in self._alive)
+        self._tasks[event["task"]] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event["task"]]))
 
     def _checkpoint(self, event: Event) -> None:
         self._at_checkpoint = {name: replace(task) for name, task in self._tasks.items()}
@@ -127,6 +138,7 @@ class TaskBooks:
             name: replace(task, due_s=event["t"], probe="", owed=None) for name, task in self._at_checkpoint.items()
         }
         self._reopening = dict.fromkeys(event["open"])
+        self._alive = dict.fromkeys([*event["ready"], *event["open"]])
         out = [name for name, task in self._tasks.items() if task.out]
         if out != event["out"]:
             self._broken(3, f"resumed with {event['out']} out of the mix, but {out} were at the checkpoint")

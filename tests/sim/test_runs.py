@@ -231,3 +231,9 @@ def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
     summary = finished(simulate(job(faults)))
     assert summary["restarts"]["coordinator"] == 1
     assert summary["steps"] == 6
+
+
+@pytest.mark.parametrize("seed", [913, 3681, 7049])
+def test_plans_that_once_broke_a_promise(seed: int) -> None:
+    """Two outages of one task that overlap; a task that is back while much of it is alive; a trainer lost in a repair."""
+    finished(simulate(plan_job(JOB, (), seed)))
