@@ -235,5 +235,5 @@ def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
 
 @pytest.mark.parametrize("seed", [913, 3681, 7049])
 def test_plans_that_once_broke_a_promise(seed: int) -> None:
-    """Two outages of one task that overlap; a task that is back while much of it is alive; a trainer lost in a repair."""
+    """A task back while much of it is alive; two outages of one task that overlap; a trainer lost in a repair."""
     finished(simulate(plan_job(JOB, (), seed)))
