@@ -74,7 +74,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folders", nargs="*", default=list(TESTS), choices=list(TESTS))
-    parser.add_argument("--skip", type=Path, help="file of test ids that fail anyway on this machine, one a line")
+    parser.add_argument(
+        "--skip", type=Path, help="file of tests, or test files, that fail anyway on this machine, one a line"
+    )
     parser.add_argument("--list", action="store_true", help="only show what would be put in")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -83,7 +85,7 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.file}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}")
         return 0
-    skipped = args.skip.read_text().split() if args.skip else []
+    skipped = args.skip.read_text().splitlines() if args.skip else []
     verdicts = run(mutants, args.workers, skipped)
     unnoticed = [verdict.mutant for verdict in verdicts if not verdict.noticed_by]
     if args.json:
@@ -97,7 +99,7 @@ def main() -> int:
 
 
 def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
-    """So many mistakes, the folders in turn by their size."""
+    """So many mistakes, in the order they were drawn: any first part of them is a fair draw too."""
     rng = random.Random(seed)
     found = [
         mutant
@@ -106,7 +108,7 @@ def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
         for mutant in of(path)
     ]
     found = [mutant for mutant in found if mutant.file not in SLOW]
-    return sorted(rng.sample(found, min(count, len(found))), key=lambda mutant: (mutant.file, mutant.line))
+    return rng.sample(found, min(count, len(found)))
 
 
 def of(path: Path) -> list[Mutant]:
@@ -211,7 +213,7 @@ def _noticed_by(mutant: Mutant, copy: Path, skipped: list[str]) -> str:
     path.write_bytes(whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :])
     tests = [test for test in TESTS[mutant.file.split("/")[1]] if (copy / test).exists()]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    command += [f"--deselect={test}" for test in skipped]
+    command += [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in skipped]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:

@@ -93,40 +93,47 @@ class LateFile:
         raise WeightError(f"weight bucket {name}: missing")
 
 
+class Clock:
+    """Stands for the module `time` in the store alone: threads that other tests left use the real one."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stand_in = Clock()
+    monkeypatch.setattr(buckets, "time", stand_in)
+    return stand_in
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_a_bucket_that_is_not_seen_yet_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, short: bool
 ) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("rollart.weights.buckets.time.sleep", slept.append)
     store = FileStore(tmp_path / "weights", patience_s=1000.0)
     manifest = store.push(1, WEIGHTS)
     monkeypatch.setattr(store, "map_bucket", LateFile(store, 3, short).map_bucket)
     assert torch.equal(store.fetch(manifest)["w"], WEIGHTS["w"])
-    assert slept == [0.01, 0.02, 0.04]
+    assert clock.slept == [0.01, 0.02, 0.04]
 
 
-def test_a_bucket_that_stays_away_is_lost_when_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    now_s = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-        slept.append(seconds)
-
-    monkeypatch.setattr("rollart.weights.buckets.time.sleep", sleep)
-    monkeypatch.setattr("rollart.weights.buckets.time.monotonic", lambda: now_s)
+def test_a_bucket_that_stays_away_is_lost_when_patience_ends(tmp_path: Path, clock: Clock) -> None:
     store = FileStore(tmp_path / "weights", patience_s=5.0)
     manifest = store.push(1, WEIGHTS)
     (tmp_path / "weights" / manifest.buckets[0].name).unlink()
     with pytest.raises(WeightError, match="missing from"):
         store.fetch(manifest)
-    assert 2.5 <= sum(slept) <= 5.0
+    assert 2.5 <= sum(clock.slept) <= 5.0
 
 
-def test_damage_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.weights.buckets.time.sleep", lambda seconds: pytest.fail("waited for damage"))
+def test_damage_is_told_at_once(tmp_path: Path, clock: Clock) -> None:
     store = FileStore(tmp_path / "weights", patience_s=5.0)
     manifest = store.push(1, WEIGHTS)
     path = tmp_path / "weights" / manifest.buckets[0].name
@@ -135,3 +142,4 @@ def test_damage_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_bytes(data)
     with pytest.raises(WeightError, match="damaged, digest"):
         store.fetch(manifest)
+    assert clock.slept == []
