@@ -265,6 +265,9 @@ def test_a_run_stopped_before_it_began_or_after_it_ended_is_just_stopped() -> No
     async def work() -> None:
         a = a_run()
         assert not a.was_stopped()
+        under_way = a_run()
+        under_way.enter()
+        assert not under_way.was_stopped(), "a cancellation that arrives now is somebody else's"
         a.stop(Status.ABORTED, "first")
         a.stop(Status.STALE, "second")
         assert a.stopped == (Status.ABORTED, "first"), "the first word counts"

@@ -157,6 +157,10 @@ def test_no_server_and_no_address() -> None:
             with pytest.raises(RewardError, match="ftp") as raised:
                 await backend.score(trajectory("sum"))
             assert not raised.value.retryable
+        async with closing(HttpRewards("http://127.0.0.1:1", decode=decode)) as backend:
+            with pytest.raises(RewardError, match="cannot be sent") as raised:
+                await backend.score(trajectory("sum", what=object()))
+            assert not raised.value.retryable
 
     run(work)
 

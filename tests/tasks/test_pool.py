@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.tasks.pool import Child, ChildError, ChildPool
+from rollart.tasks.pool import LENGTH, Child, ChildError, ChildPool, _Link
 from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
 
 
@@ -81,3 +81,18 @@ def test_a_child_that_is_given_back_in_the_middle_of_a_call_is_not_given_out_aga
             children.release(other)
 
     run(work)
+
+
+def test_a_child_that_speaks_out_of_turn_is_not_listened_to_any_more(tmp_path: Path) -> None:
+    class Transport(asyncio.WriteTransport):
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    transport = Transport()
+    link = _Link(lambda: None)
+    link.connection_made(transport)
+    link.data_received(LENGTH.pack(5) + b"hello")
+    assert link.closed
+    assert transport.aborted
