@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.tasks.pool import LENGTH, Child, ChildError, ChildPool, _Link
+from rollart.tasks.child import LENGTH
+from rollart.tasks.pool import Child, ChildError, ChildPool, _Link
 from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
 
 
