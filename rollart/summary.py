@@ -11,6 +11,8 @@ from rollart.summary_tasks import Failures, TaskBooks
 from rollart.summary_timings import RewardTimes, WeightTimes, spread
 
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
+WARNINGS_KEPT = 200
+"""The first ones; of the others the number. All of them are in the events."""
 MOST_PARTS = 32
 """Named parts of one reward that become metrics: names are the user's, and a tracker keeps each for ever."""
 
@@ -80,6 +82,7 @@ class Summary:
         self._reward = RewardTimes()
         self._faults: dict[str, int] = {}
         self._warnings: list[str] = []
+        self._more_warnings = 0
         self._failures = Failures()
         self._in_step: dict[str, _Group] = {}
         """Groups of the batch whose step has not ended."""
@@ -282,10 +285,13 @@ class Summary:
         self._faults[event["fault"]] = self._faults.get(event["fault"], 0) + 1
 
     def _on_warning(self, event: Event) -> None:
-        self._warnings.append(event["text"])
+        if len(self._warnings) < WARNINGS_KEPT:
+            self._warnings.append(event["text"])
+        else:
+            self._more_warnings += 1
 
     def _on_stall(self, event: Event) -> None:
-        self._warnings.append(event["text"])
+        self._on_warning(event)
 
     def _on_engine_down(self, event: Event) -> None:
         self._restarts["engines"] += 1
@@ -415,7 +421,7 @@ class Summary:
             "restarts": dict(self._restarts),
             "failures": self._failures.rows(),
             "faults": dict(sorted(self._faults.items())),
-            "warnings": self._warnings,
+            "warnings": self._warnings + [f"and {self._more_warnings} more"] * (self._more_warnings > 0),
         }
 
     def _task_row(self, name: str, trained: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pytest
 
 from rollart.causes import MOST_CAUSES, MOST_CHARACTERS, OTHERS, Causes, kind_of
+from rollart.summary import WARNINGS_KEPT, Summary
 
 SAME = [
     ("EnvError: g12.3.0 at 10.0.0.7 said no", "EnvError: g7r1.0.101 at 10.0.0.19 said no"),
@@ -51,3 +52,12 @@ def test_memory_is_bounded_however_many_texts_there_are() -> None:
     assert sum(cause.times for cause in found) == 5000
     assert found[0].text == OTHERS
     assert max(len(cause.text) for cause in found) == MOST_CHARACTERS
+
+
+def test_a_summary_keeps_the_first_warnings_and_counts_the_others() -> None:
+    summary = Summary()
+    for number in range(WARNINGS_KEPT + 3):
+        summary.read({"n": number, "t": 0.0, "e": "warning", "text": f"warning {number}"})
+    kept = summary.result()["warnings"]
+    assert kept[0] == "warning 0"
+    assert kept[WARNINGS_KEPT - 1 :] == [f"warning {WARNINGS_KEPT - 1}", "and 3 more"]
