@@ -191,13 +191,16 @@ ROLLART = (sys.executable, "-m", "rollart.cli")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="what the schedule of faults is stretched to")
-    parser.add_argument("--steps", type=int, default=400, help="train steps; the job ends with them")
+    parser.add_argument(
+        "--steps", type=int, default=720, help="train steps, with which the job ends: half an hour on two cores"
+    )
     parser.add_argument("--disk-mb", type=int, default=2048, help="size of the run's own file system, in memory")
     parser.add_argument("--keep", type=Path, help="copy the run directory here")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.geteuid() != 0:
         raise SystemExit("soak: needs root, to mount a small file system that it can fill; run it with sudo")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the file system goes whatever ends this
     model = ROOT / "models" / "tiny-0"
     if not model.exists():
         say("making the quickstart's model, about a minute")
