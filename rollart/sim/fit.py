@@ -207,6 +207,7 @@ class Fit:
         weight_bytes = MODELS[self._job.sim.model].weight_bytes
         costs = self.engines()
         fixed_s, token_s = _linear(self._steps)
+        serverless = self._job.rewards.type == "http"  # other simulated workers are always warm
         return {
             "model": self._job.sim.model,
             "tasks": {name: _task_settings(task) for name, task in self._tasks.items() if task.answer},
@@ -234,7 +235,7 @@ class Fit:
                 "push_gb_s": _rate_gb_s(weight_bytes, self._push_s),
                 "pull_gb_s": _rate_gb_s(weight_bytes, self._pull_s),
             },
-            "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if self._cold_s else {},
+            "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if serverless and self._cold_s else {},
         }
 
     def quality(self) -> dict[str, Any]:

@@ -130,6 +130,17 @@ def test_the_command_writes_a_profile_that_a_job_can_name(
     assert build_job({**raw, "sim": {"profile": "profile.yaml"}}, near=tmp_path).sim.engine.measured
 
 
+@pytest.mark.parametrize("rewards", [{"type": "local"}, {"type": "http", "url": "http://127.0.0.1:1"}])
+def test_a_job_may_name_the_profile_of_a_run_with_cold_rewards(rewards: dict[str, str], tmp_path: Path) -> None:
+    """Workers of this machine also take time to start, but the simulator has them warm: a job refuses the key."""
+    raw = {**job("sync+").model_dump(mode="json"), "rewards": rewards}
+    simulate(build_job(raw), tmp_path / "run")
+    fit = fit_runs([tmp_path / "run"])
+    fit.read({"e": "reward", "t": 0.0, "id": "another", "s": 99.0, "cold_s": 98.0, "value": 1.0})
+    found = build_job({**raw, "sim": fit.profile()}).sim.reward.cold_start_s
+    assert found > 0.5 if rewards["type"] == "http" else found == 0.5
+
+
 def test_a_run_in_lockstep_is_refused(tmp_path: Path) -> None:
     simulate(job("sync"), tmp_path / "sync")
     with pytest.raises(JobError, match="environments waited for each other"):
