@@ -128,7 +128,7 @@ def writing(where: str) -> Iterator[None]:
     except RollartError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in FULL_TEXTS):
+        if getattr(error, "errno", None) in FULL or any(text in text_of(error) for text in FULL_TEXTS):
             raise StoreFull(f"{where}: {error}") from error
         raise
 
@@ -158,6 +158,20 @@ class boundary:  # noqa: N801 - reads as a statement: `with boundary(EnvError, "
     ) -> None:
         if error is None or isinstance(error, _PASS) or not isinstance(error, Exception):
             return
-        text = str(error) or type(error).__name__
+        text = text_of(error)
         name = "" if isinstance(error, TimeoutError | JobError) else f"{type(error).__name__}: "
         raise self._error(f"{self._where}: {name}{text}") from error
+
+
+def text_of(error: BaseException) -> str:
+    """What an error of user code says, as text that can be written down whatever that code does."""
+    try:
+        text = str(error)
+    except Exception as worse:  # the boundary to user code: a `__str__` of its own
+        text = f"{type(error).__name__}, whose text cannot be had ({type(worse).__name__})"
+    return as_utf8(text) or type(error).__name__
+
+
+def as_utf8(text: str) -> str:
+    """The text with `?` for what is no character: half a surrogate pair, as in the name of a file that is not UTF-8."""
+    return text.encode("utf-8", "replace").decode()

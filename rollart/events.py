@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from rollart.append import AppendFile
-from rollart.errors import StoreFull
+from rollart.errors import StoreFull, as_utf8
 
 Event = dict[str, Any]
 Reader = Callable[[Event], None]
@@ -69,7 +69,12 @@ class EventLog:
         self.last_s = now_s
         event: Event = {"n": number, "t": round(now_s - self.zero_s, 6), "e": kind, **fields}
         if self._file is not None:
-            self._file.put(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+            try:
+                line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
+            except TypeError:  # text of user code that is no UTF-8: worth a `?`, and never a job
+                event = _as_utf8(event)
+                line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
+            self._file.put(line)
             if self._file.held_bytes >= FLUSH_BYTES and not self._file.full:
                 self.flush()
         for reader in self._readers:
@@ -185,6 +190,17 @@ def _whole_lines(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         if line.endswith(b"\n"):
             yield orjson.loads(line)
+
+
+def _as_utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return as_utf8(value)
+        case dict():
+            return {_as_utf8(key): _as_utf8(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_as_utf8(inner) for inner in value]
+    return value
 
 
 def _numbered(path: Path, number: int) -> Path:

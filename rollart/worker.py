@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollart.cluster.link import LENGTH, Outbox
-from rollart.errors import BoundaryError, ClusterError
+from rollart.errors import BoundaryError, ClusterError, text_of
 from rollart.tasks.child import die_with_parent
 from rollart.wire import unpack
 
@@ -55,7 +55,7 @@ async def _serve(link: socket.socket) -> None:
             if method == "setup" or not type(error).__module__.startswith("rollart."):
                 with contextlib.suppress(OSError):  # the log's disk may be full
                     traceback.print_exc()
-            outbox.put([number, False, [type(error).__name__, str(error) or type(error).__name__]])
+            outbox.put([number, False, [type(error).__name__, text_of(error)]])
 
     while True:
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from rollart.cli import main
 from rollart.config.load import build_job
-from rollart.events import EventLog, drop_torn_line, event_files, read_events
+from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events
 from rollart.run import simulate
 from rollart.training import _Known, _read_again
 from tests.control.scene import BASE
@@ -161,3 +161,21 @@ def test_the_size_of_a_part_is_the_jobs(tmp_path: Path) -> None:
     parts = event_files(tmp_path / "run" / "events.jsonl")
     assert len(parts) > 1
     assert [event["n"] for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
+
+
+def test_text_that_is_no_utf8_is_written_with_a_mark_in_its_place(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    heard: list[Event] = []
+    log.read_by(heard.append)
+    log.emit("a", {"reason": "caf\udce9", "waiting": [{"who": "caf\udce9"}], "\udce9": 1})
+    log.close()
+    written = list(read_events(tmp_path / "events.jsonl"))
+    assert written == [{"n": 0, "t": 0.0, "e": "a", "reason": "caf?", "waiting": [{"who": "caf?"}], "?": 1}]
+    assert heard == written
+
+
+def test_what_is_no_json_is_a_mistake_of_ours_and_not_hidden(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    with pytest.raises(TypeError):
+        log.emit("a", {"path": tmp_path})
+    log.close()

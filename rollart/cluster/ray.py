@@ -28,7 +28,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
-from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
+from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom, text_of
 from rollart.types import EngineSpec, Needs, Node
 from rollart.wire import pack, unpack
 
@@ -78,7 +78,7 @@ class Host:
             if not type(error).__module__.startswith("rollart."):
                 with contextlib.suppress(OSError):  # the log's disk may be full
                     traceback.print_exc()
-            return pack([False, [type(error).__name__, str(error) or type(error).__name__]])
+            return pack([False, [type(error).__name__, text_of(error)]])
 
 
 class RankActor:

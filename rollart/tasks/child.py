@@ -21,6 +21,8 @@ from typing import Any
 
 import msgpack
 
+from rollart.errors import text_of
+
 LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
@@ -69,7 +71,8 @@ def unpack(body: bytes) -> Any:
 
 def describe(error: BaseException) -> str:
     """An exception in one line, with the place in the user's file where it was raised."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name, text = type(error).__name__, text_of(error)
+    text = name if text == name else f"{name}: {text}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(os.path.dirname(__file__))]
     return f"{text} ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else text

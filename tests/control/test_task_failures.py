@@ -75,9 +75,24 @@ def says_the_job_is_wrong(index: int) -> Task:
     raise JobError("too few problems")
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def cannot_say_why(index: int) -> Task:
+    raise Speechless
+
+
+def names_no_utf8(index: int) -> Task:
+    raise OSError("no file caf\udce9.txt")
+
+
 DRAWS = {
     "raises": (raises, "KeyError: 'row"),
     "exits": (exits, "SystemExit: 3"),
+    "cannot say why": (cannot_say_why, "Speechless, whose text cannot be had (ZeroDivisionError)"),
+    "no UTF-8": (names_no_utf8, "no file caf?.txt"),
     "blames the job": (says_the_job_is_wrong, "too few problems"),
     "no task": (lambda index: "a/1", "returned a str, not a Task"),
     "another domain": (lambda index: Task(id=f"c/{index}", domain="c", index=index), "of the domain 'c'"),

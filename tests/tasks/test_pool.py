@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.tasks.child import LENGTH
+from rollart.tasks.child import LENGTH, describe, pack, unpack
 from rollart.tasks.pool import Child, ChildError, ChildPool, _Link
 from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
 
@@ -97,3 +97,13 @@ def test_a_child_that_speaks_out_of_turn_is_not_listened_to_any_more(tmp_path: P
     link.data_received(LENGTH.pack(5) + b"hello")
     assert link.closed
     assert transport.aborted
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [Speechless(), OSError("no file caf\udce9.txt")])
+def test_what_user_code_raises_can_be_sent_whatever_it_says(error: Exception) -> None:
+    assert type(error).__name__ in unpack(pack({"error": describe(error)})[LENGTH.size :])["error"]
