@@ -218,11 +218,18 @@ class _Files:
         if self._life < 0:
             self._life = 1 + max((_life_of(path) for path in before), default=-1)
         number = int(before[-1].stem) + 1 if before else 0
-        self._file = open(self._folder / f"{number:06d}{SUFFIX}", "ab", buffering=0)  # noqa: SIM115 - close() closes it
+        path = self._folder / f"{number:06d}{SUFFIX}"
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
         self._bytes = 0
         first = Frame()
         first.life(self._life)
-        self._append(first.whole())
+        try:
+            self._append(first.whole())
+        except OSError:  # without its first row it would be of no life
+            self.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def _trim(self) -> None:
         """Make room for the next file: the oldest ones go."""
@@ -250,7 +257,7 @@ def _bytes_of(played: Played) -> int:
 
 
 def _life_of(path: Path) -> int:
-    """From a file's first row; a file that has none was torn at once."""
+    """From a file's first row; a file that has none, or another one first, was torn at once."""
     for frame in frames_of(path):
-        return int(frame.rows[0][2])
+        return int(frame.rows[0][2]) if frame.rows[0][0] == "life" else -1
     return -1

@@ -11,7 +11,7 @@ import pytest
 
 import rollart.records.recorder
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, files_of, frames_of
+from rollart.records.format import FOLDER, Frame, files_of, frames_of
 from rollart.records.reader import Archive, Wanted
 from rollart.records.recorder import FileRecorder
 from rollart.types import Message, TurnNote
@@ -281,6 +281,39 @@ def test_a_disk_that_was_full_for_a_while_leaves_whole_files(tmp_path: Path, mon
     assert Archive(tmp_path).dropped == 1
     assert "No space left on device" in warnings[0]
     assert sum("the job goes on" in text for text in warnings) == 1
+
+
+def test_a_disk_that_is_full_while_a_file_begins_leaves_no_file_without_its_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk()
+    monkeypatch.setattr(rollart.records.recorder, "open", disk.open, raising=False)
+    disk.full.set()
+    recorder = FileRecorder(tmp_path / FOLDER, write_s=0.001)
+    recorder.played(played("meanwhile"))
+    wait_for(lambda: recorder.dropped == 1)
+    assert not files_of(tmp_path / FOLDER)
+    disk.full.clear()
+    recorder.played(played("after"))
+    recorder.close()
+    for path in files_of(tmp_path / FOLDER):
+        assert next(iter(frames_of(path))).rows[0][0] == "life"
+    write(tmp_path, lambda keep: keep.played(played("resumed")))
+    assert {head.id: head.life for head in Archive(tmp_path).find(Wanted())} == {"after.0.0": 0, "resumed.0.0": 1}
+
+
+@pytest.mark.parametrize("row", ["dropped", "ended"])
+def test_a_file_without_its_first_row_does_not_stop_a_resumed_run(tmp_path: Path, row: str) -> None:
+    (tmp_path / FOLDER).mkdir()
+    frame = Frame()
+    if row == "dropped":
+        frame.dropped(1)
+    else:
+        frame.ended("g0", "stale")
+    (tmp_path / FOLDER / "000000.rec").write_bytes(frame.whole())
+    recorder = write(tmp_path, lambda keep: keep.played(played("resumed")))
+    assert recorder.dropped == 0
+    assert ids(tmp_path) == ["resumed.0.0"]
 
 
 def wait_for(true: Callable[[], bool]) -> None:
