@@ -82,7 +82,7 @@ class FileRecorder:
             return
         try:
             size = _bytes_of(played)
-        except TypeError:  # a message that is no text; what becomes of it is the writing thread's
+        except Exception:  # a message that is none, or no text; what becomes of it is the writing thread's
             size = ROW_BYTES
         if not self._put(size, played):
             self._left_out += 1

@@ -154,5 +154,6 @@ class RecorderContract(ABC):
             note = TurnNote("fast", 0.0, (Message(role="user", content=content),), "")  # type: ignore[arg-type]
             whole = played("g7")
             bench.recorder.played(replace(whole, notes=(whole.notes[0], note), left=(strange,)))
+        bench.recorder.played(replace(played("g7"), left=("no message",)))  # type: ignore[arg-type]
         bench.recorder.played(played("g7", 5))
         assert "g7.5.0" in bench.kept()
