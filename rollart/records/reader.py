@@ -211,7 +211,7 @@ class Archive:
         ended: dict[str, tuple[str, int]] = {}
         """By group: how, and the life that said so. A group that a resumed run opens again may end once more."""
         trained: dict[str, tuple[int, int]] = {}
-        """By group: step, and the life that said so."""
+        """By group: step, and the life that said so first. A resumed run says again the steps that it makes again."""
         advantages: dict[str, tuple[int, float]] = {}
         """By attempt: step and advantage."""
         newest_life = 0
@@ -226,7 +226,7 @@ class Archive:
                             ended[group] = (how, life)
                         case ["trained", step, groups]:
                             for group, members, values in groups:
-                                trained[group] = (step, life)
+                                trained.setdefault(group, (step, life))
                                 advantages |= {name: (step, value) for name, value in zip(members, values, strict=True)}
                         case ["dropped", count]:
                             self.dropped += count

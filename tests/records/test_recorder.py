@@ -171,6 +171,19 @@ def test_a_group_opened_again_is_not_over_because_it_once_was(tmp_path: Path) ->
     assert fates(tmp_path) == {"g1.0.0": ("stale", None, None), "g1.0.100": ("open", None, None)}
 
 
+def test_an_unused_attempt_stays_unused_when_its_step_is_made_again(tmp_path: Path) -> None:
+    step = batch(4, ("g1", [trajectory("g1")]))
+
+    def first(keep: FileRecorder) -> None:
+        keep.played(played("g1"))
+        keep.played(played("g1", 1))
+        keep.trained(step)
+
+    write(tmp_path, first)
+    write(tmp_path, lambda keep: keep.trained(step))
+    assert fates(tmp_path) == {"g1.0.0": ("trained", 4, 1.0), "g1.1.0": ("unused", None, None)}
+
+
 def test_a_share_is_of_whole_groups_and_the_same_ones_again(tmp_path: Path) -> None:
     def work(keep: FileRecorder) -> None:
         for number in range(400):
