@@ -62,7 +62,9 @@ class TrainerDriver:
     async def train(self, batch: Batch, cause: int) -> StepResult:
         """One step; `cause` is its event. What became of steps that changed nothing is said in `stuck`."""
         result = await self._train(batch, cause)
-        self._idle_in_a_row = self._idle_in_a_row + 1 if result.metrics.get("perf/tokens") == 0.0 else 0
+        # where data was set aside, it was not for its rewards that nothing was left; `in_vain` tells of that
+        idle = not result.set_aside and result.metrics.get("perf/tokens") == 0.0
+        self._idle_in_a_row = self._idle_in_a_row + 1 if idle else 0
         if self._idle_in_a_row == IDLE_STEPS:
             self._warn(
                 f"steps {batch.step - IDLE_STEPS + 1} to {batch.step} trained on nothing: in every group all members "

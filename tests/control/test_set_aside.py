@@ -192,3 +192,12 @@ def test_batches_that_are_set_aside_whole_stop_the_job_in_the_end() -> None:
     assert isinstance(played.error, JobStopped)
     assert "all of their data was set aside, the last for: its loss is not a finite number" in str(played.error)
     assert not played.violations
+
+
+def test_steps_whose_data_was_all_set_aside_are_not_said_to_have_earned_the_same() -> None:
+    scene = Scene(scene_job(train__steps=STOP_AFTER + 2), metrics={"perf/tokens": 0.0})
+    scene.set_aside = lambda batch: aside([member for group in batch.groups for member in group.members])
+    played = scene.play()
+    warnings = [event["text"] for event in played.of("warning")]
+    assert any("all of their data was set aside" in text for text in warnings)
+    assert not any("earned the same" in text for text in warnings)
