@@ -161,7 +161,11 @@ class Summary:
         """The call is sent again: whatever becomes of its attempt, this part of it was for nothing."""
         attempt = event["id"].rpartition("/")[0]
         cost, work = self._costs.given_up(attempt, event["t"]), self._live.get(attempt)
-        if work is not None and not work.evaluation:
+        if work is None:
+            return
+        if work.evaluation:
+            self._evaluation_cost += cost
+        else:
             self._tasks[work.task].cost += cost
             self._tasks[work.task].wasted_cost += cost
 

@@ -90,6 +90,18 @@ def test_what_is_lost_with_an_engine_is_waste_whatever_becomes_of_its_attempt() 
     assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 2.0}
 
 
+def test_what_evaluation_loses_with_an_engine_is_evaluation_and_not_idle() -> None:
+    cost = cost_of(
+        start("eval0.0.0", evaluation=True),
+        send(0.0, "eval0.0.0"),
+        (1.0, "lost", {"id": "eval0.0.0/0", "engine": "fast-0", "reason": "died"}),
+        send(1.0, "eval0.0.0"),
+        said(2.0, "eval0.0.0", busy_h=1.0),
+        end(2.0, "eval0.0.0", "done"),
+    )
+    assert (cost["evaluation"], cost["idle"], cost["wasted"]) == (4.0, 4.0, 0.0)
+
+
 def test_a_killed_coordinator_wastes_what_was_under_way() -> None:
     cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), (2.0, "killed", {}))
     assert cost["tasks"]["a"] == {"used": 2.0, "wasted": 2.0}
