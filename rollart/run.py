@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import os
 import shutil
 import sys
 import time
@@ -56,8 +57,20 @@ def simulate(
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
         result = runner.run(_Simulation(job, out, audit=audit, progress=progress).run())
     if out is not None:
-        (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
+        write_summary(out, result.summary)
     return result
+
+
+def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
+    """Whole or not at all: what was there stays where it finds no room. Raises OSError."""
+    beside = out / "summary.json.new"
+    try:
+        beside.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+        os.replace(beside, out / "summary.json")
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def make_run_dir(job: Job, out: Path) -> None:

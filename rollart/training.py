@@ -29,7 +29,7 @@ from rollart.real import real_world
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
 from rollart.resume import Resumption, resumed_job
-from rollart.run import RunResult, as_lines, facts, make_run_dir, metric_rows, rare_collections, say
+from rollart.run import RunResult, as_lines, facts, make_run_dir, metric_rows, rare_collections, say, write_summary
 from rollart.summary import Summary
 from rollart.trackers import Tracking, trackers
 from rollart.train.journal import FileJournal
@@ -65,7 +65,7 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
             resume.keep()
         result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
     try:
-        (out / "summary.json").write_bytes(orjson.dumps(result.summary, option=orjson.OPT_INDENT_2))
+        write_summary(out, result.summary)
     except OSError as error:
         say(f"rollart: {out / 'summary.json'}: not written: {error.strerror}")
     return result
@@ -261,8 +261,11 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
     """The run directory of the unfinished job of this name that was written to last."""
 
     def goes_on(out: Path) -> bool:
-        finished = (out / "summary.json").exists() and _summary_of(out)["state"] == "finished"
-        return not finished and resumed_job(out).get("name") == name
+        if (out / "summary.json").exists():
+            summary = _written_summary(out) or _summary_from_events(out)
+            if summary["state"] == "finished":
+                return False
+        return resumed_job(out).get("name") == name
 
     found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
     if not found:
@@ -273,10 +276,15 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
 def summary_again(out: Path) -> dict[str, Any]:
     """What a run came to, or has come to so far: as it was written at the end, or from its events."""
     events, written = out / "events.jsonl", out / "summary.json"
+    summary = None
     if written.exists() and written.stat().st_mtime >= max(part.stat().st_mtime for part in event_files(events)):
-        return _summary_of(out)
+        summary = _written_summary(out)
+    return summary or _summary_from_events(out)
+
+
+def _summary_from_events(out: Path) -> dict[str, Any]:
     summary = Summary()
-    for event in read_events(events):
+    for event in read_events(out / "events.jsonl"):
         summary.read(event)
     return summary.result()
 
@@ -295,14 +303,25 @@ def add_control(out: Path, plays: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         row["control"] = plays[task]["sampled"]["reward"]
         if "greedy" in row and "greedy" in plays[task]:
             row["greedy"]["control"] = plays[task]["greedy"]["reward"]
-    (out / "summary.json").write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    write_summary(out, summary)
     rows: dict[str, Any] = summary["eval"]
     return rows
 
 
 def _summary_of(out: Path) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = orjson.loads((out / "summary.json").read_bytes())
+        summary = _written_summary(out)
     except OSError as error:
         raise JobError(f"{out}: has no summary ({error.strerror}); give the run directory of a finished job") from None
+    if summary is None:
+        raise JobError(f"{out / 'summary.json'}: is not whole; `rollart show {out} --json` makes it from the events")
+    return summary
+
+
+def _written_summary(out: Path) -> dict[str, Any] | None:
+    """None where the file is not whole: a machine that went down, or someone's own copy. Raises OSError."""
+    try:
+        summary: dict[str, Any] = orjson.loads((out / "summary.json").read_bytes())
+    except ValueError:
+        return None
     return summary

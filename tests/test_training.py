@@ -1,18 +1,21 @@
 """`rollart train` refuses what it would otherwise ignore; its history is whole after a kill at any moment."""
 
+import errno
 import json
 import os
 from pathlib import Path
 
+import orjson
 import pytest
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
 from rollart.real import _stores_before, refuse_what_is_not_there
+from rollart.run import write_summary
 from rollart.summary import Summary
 from rollart.train.journal import FileJournal
-from rollart.training import _alone, _complete, _harmless, _Known, add_control, newest_run, trained_s
+from rollart.training import _alone, _complete, _harmless, _Known, add_control, newest_run, summary_again, trained_s
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {
@@ -238,3 +241,43 @@ def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:
 def test_a_run_without_a_summary_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"has no summary .*; give the run directory of a finished job"):
         trained_s(tmp_path)
+
+
+def test_a_summary_that_finds_no_room_leaves_the_one_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_summary(tmp_path, {"state": "interrupted"})
+
+    def full(path: Path, data: bytes) -> int:
+        with open(path, "wb") as file:  # as a disk that gets full: a part of it fits
+            file.write(data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_summary(tmp_path, {"state": "finished"})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "summary.json": '{\n  "state": "interrupted"\n}'
+    }
+
+
+@pytest.mark.parametrize(("ends", "state"), [([], "running"), ([{"e": "finished", "t": 2.0}], "finished")])
+def test_a_summary_that_is_not_whole_is_made_again_from_the_events(
+    tmp_path: Path, ends: list[Event], state: str
+) -> None:
+    torn, other = tmp_path / "torn", tmp_path / "other"
+    for out in (torn, other):
+        (out / "journal").mkdir(parents=True)
+        (out / "journal" / "checkpoint").touch()
+        (out / "job.yaml").write_text(f"name: {out.name}\n")
+        (out / "events.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in [RUN, *ends]))
+    (torn / "summary.json").write_text('{"state": "fin')
+    assert summary_again(torn)["state"] == state
+    assert newest_run("other", tmp_path) == other, "one such file is no other run's trouble"
+    if state == "finished":
+        with pytest.raises(JobError, match="no unfinished run"):
+            newest_run("torn", tmp_path)
+    else:
+        assert newest_run("torn", tmp_path) == torn
+    with pytest.raises(JobError, match=r"summary\.json: is not whole; `rollart show .*torn --json"):
+        trained_s(torn)
