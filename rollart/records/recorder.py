@@ -2,7 +2,8 @@
 
 What control hands over goes into a queue and nothing else; a thread of its own encodes and writes it, once in a while.
 Invariant: nothing here ever holds up or ends a job. What does not fit into the queue, or cannot be written, is dropped
-and counted, and warned about once; what is written later says how many are missing.
+and counted, and warned about once; what is written later says how many are missing. What became of groups is small:
+where it cannot be written it is held, and written with what comes next.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ FILE_BYTES = 64 << 20
 """A file of this size is closed and the next one begun."""
 FEWEST_FILES = 8
 """Where the total is bounded it is so many files at least: the oldest one that goes is then a small part of it."""
+HELD_ROWS = 4096
+"""Most rows of what became of groups that are held while nothing can be written; more are dropped."""
 CLOSE_S = 30.0
 """Most that the end of a run waits for the last write."""
 Warn = Callable[[str], None]
@@ -59,12 +62,18 @@ class FileRecorder:
         """Ever put into the queue. Changed by the giving thread only, as `_left_out` is."""
         self._left_out = 0
         """Attempts that found the queue full."""
+        self._rows_left_out = 0
+        """Rows of what became of groups that did."""
         self._taken_bytes = 0
         """Ever taken out again. Changed by the writing thread only, as all below are."""
         self._lost = 0
         """Attempts that could not be written."""
         self._noted = 0
         """Of both, what the files say."""
+        self._held: list[Settled] = []
+        """What became of groups and could not be written yet."""
+        self._rows_lost = 0
+        """Such rows that were too many to hold, or cannot be encoded."""
         self._told = False
         self._files = _Files(folder, total_bytes)
         self._closing = threading.Event()
@@ -89,10 +98,10 @@ class FileRecorder:
 
     def ended(self, group: str, how: str) -> None:
         if self._is_kept(group):
-            self._put(ROW_BYTES, ("ended", group, how))
+            self._settled(("ended", group, how))
 
     def trained(self, batch: Batch) -> None:
-        self._put(ROW_BYTES, ("trained", batch.step, trained_groups(batch)))
+        self._settled(("trained", batch.step, trained_groups(batch)))
 
     def close(self) -> None:
         """Write what is left; waits for that, a bounded time."""
@@ -100,10 +109,16 @@ class FileRecorder:
         self._thread.join(CLOSE_S)
         if self.dropped:
             self._warn(f"trajectories: {self.dropped} finished attempts were not kept")
+        if rows := self._rows_left_out + self._rows_lost:
+            self._warn(f"trajectories: {rows} rows that say what became of groups were not kept")
 
     def _is_kept(self, key: str) -> bool:
         """Drawn by name: members of a group are kept together, and a resumed run keeps the same ones."""
         return self._share >= 1.0 or zlib.crc32(key.encode()) < self._share * 2**32
+
+    def _settled(self, row: Settled) -> None:
+        if not self._put(ROW_BYTES, row):
+            self._rows_left_out += 1
 
     def _put(self, size: int, item: Played | Settled) -> bool:
         if self._given_bytes - self._taken_bytes + size > self._queue_bytes:
@@ -118,36 +133,45 @@ class FileRecorder:
         last = False
         while not last:
             last = self._closing.wait(self._write_s)
-            if self._left_out:
+            if self._left_out or self._rows_left_out:
                 self._tell("they come faster than they are written")
             while self._queue:
                 self._write_some()
-        if self.dropped > self._noted:
+        if self._held or self.dropped > self._noted:
             self._write_some()
+        self._rows_lost += len(self._held)
         self._files.close()
 
     def _write_some(self) -> None:
-        """One frame's worth of what waits."""
+        """What is held, and one frame's worth of what waits."""
         frame = Frame()
         attempts = taken_bytes = 0
         dropped = self.dropped
         if dropped > self._noted:
             frame.dropped(dropped - self._noted)
+        settled = [row for row in self._held if self._encode(frame, row)]
         while self._queue and taken_bytes < FRAME_BYTES:
             given_bytes, item = self._queue.popleft()
             taken_bytes += given_bytes
-            attempts += self._encode(frame, item)
+            if not self._encode(frame, item):
+                continue
+            if isinstance(item, Played):
+                attempts += 1
+            else:
+                settled.append(item)
         try:
             if frame:
                 self._files.write(frame.whole())
                 self._noted = dropped
+            self._held = []
         except Exception as error:  # a disk that is full or gone is never worth a job
+            self._held = settled[:HELD_ROWS]
+            self._rows_lost += len(settled) - len(self._held)
             self._lose(attempts, f"{type(error).__name__}: {error}")
         self._taken_bytes += taken_bytes
 
-    def _encode(self, frame: Frame, item: Played | Settled) -> int:
-        """How many attempts it added: one, or none."""
-        attempt = isinstance(item, Played)
+    def _encode(self, frame: Frame, item: Played | Settled) -> bool:
+        """Whether it could be added."""
         try:
             if isinstance(item, Played):
                 frame.played(item, self._zero_s)
@@ -156,9 +180,11 @@ class FileRecorder:
             else:
                 frame.trained(item[1], item[2])
         except Exception as error:  # whatever users put into a message, it costs this attempt only
-            self._lose(attempt, f"one cannot be encoded ({type(error).__name__}: {error})")
-            return 0
-        return int(attempt)
+            attempt = isinstance(item, Played)
+            self._rows_lost += not attempt
+            self._lose(int(attempt), f"one cannot be encoded ({type(error).__name__}: {error})")
+            return False
+        return True
 
     def _lose(self, attempts: int, why: str) -> None:
         self._lost += attempts

@@ -11,7 +11,7 @@ import pytest
 
 import rollart.records.recorder
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, Frame, files_of, frames_of
+from rollart.records.format import FOLDER, ROW_BYTES, Frame, files_of, frames_of
 from rollart.records.reader import Archive, Wanted
 from rollart.records.recorder import FileRecorder
 from rollart.types import Message, TurnNote
@@ -327,6 +327,45 @@ def test_a_file_without_its_first_row_does_not_stop_a_resumed_run(tmp_path: Path
     recorder = write(tmp_path, lambda keep: keep.played(played("resumed")))
     assert recorder.dropped == 0
     assert ids(tmp_path) == ["resumed.0.0"]
+
+
+def test_what_became_of_groups_while_the_disk_was_full_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk()
+    monkeypatch.setattr(rollart.records.recorder, "open", disk.open, raising=False)
+    warnings: list[str] = []
+    recorder = FileRecorder(tmp_path / FOLDER, write_s=0.001, warn=warnings.append)
+    for group in ("g1", "g2"):
+        recorder.played(played(group))
+    wait_for(lambda: len(ids_or_none(tmp_path)) == 2)
+    disk.full.set()
+    recorder.ended("g1", "stale")
+    assert disk.refused.wait(10)
+    disk.refused.clear()
+    recorder.trained(batch(4, ("g2", [trajectory("g2")])))
+    assert disk.refused.wait(10)
+    disk.full.clear()
+    recorder.close()
+    assert fates(tmp_path) == {"g1.0.0": ("stale", None, None), "g2.0.0": ("trained", 4, 1.0)}
+    assert len(warnings) == 1, "the disk was full; nothing is missing"
+
+
+def test_what_became_of_groups_is_held_in_bounds_and_the_rest_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollart.records.recorder, "HELD_ROWS", 2)
+    (tmp_path / FOLDER).write_text("in the way")
+    warnings: list[str] = []
+
+    def work(keep: FileRecorder) -> None:
+        for number in range(5):
+            keep.ended(f"g{number}", "stale")
+
+    write(tmp_path, work, warn=warnings.append)
+    assert "5 rows that say what became of groups were not kept" in warnings[-1]
+    write(tmp_path / "fast", work, warn=warnings.append, queue_bytes=3 * ROW_BYTES, write_s=NEVER_S)
+    assert "2 rows that say what became of groups were not kept" in warnings[-1]
 
 
 def wait_for(true: Callable[[], bool]) -> None:
