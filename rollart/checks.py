@@ -6,8 +6,6 @@ model's weights are not read.
 """
 
 import asyncio
-import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,7 +19,7 @@ from rollart.errors import BoundaryError, JobError
 from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
 from rollart.resources import refuse_unplaceable
 from rollart.setups import task_variables
-from rollart.shapes import shape_of
+from rollart.shapes import saved_params, shape_of
 from rollart.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -40,8 +38,6 @@ RUN_BYTES = 64_000_000
 WEIGHT_VERSIONS = 2
 """That a weight store holds at a time, at least."""
 SHARED_MEMORY = Path("/dev/shm")
-MOST_HEAD_BYTES = 100_000_000
-"""Of a safetensors file, as the format says."""
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -74,13 +70,16 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
     sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
     look(_refuse_reference, job)
     model = look(_model, job)
+    params = look(_saved_params, job) if model is not None else None
     if model is not None:
-        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_shape, _refuse_architecture):
+        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_architecture):
             look(check, job)
+        if params is not None:
+            look(_refuse_shape, job)
         tokenizer = look(_tokenizer, job)
         if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
             found += _prompt_problems(job, {name: one for name, one in sets.items() if one is not None}, tokenizer)
-    for room in _rooms(job, out if writable else None, model if trains else None, resume=resume):
+    for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
         look(_refuse_full_disk, room)
     return found
 
@@ -128,6 +127,13 @@ def _refuse_architecture(job: Job) -> None:
             prove_steps_architecture(config)
     except JobError as error:
         raise JobError(f"model.path: {job.model.path}: {error}") from None
+
+
+def _saved_params(job: Job) -> int:
+    try:
+        return saved_params(Path(job.model.path))
+    except JobError as error:
+        raise JobError(f"model.path: {error}") from None
 
 
 def _refuse_shape(job: Job) -> None:
@@ -285,9 +291,8 @@ class _Room:
     fix: str
 
 
-def _rooms(job: Job, out: Path | None, model: Path | None, *, resume: bool) -> list[_Room]:
-    """What the job will hold on each disk at a time, at least. `model`: that is trained, where its size is known."""
-    params = _parameters(model) if model is not None else 0
+def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Room]:
+    """What the job will hold on each disk at a time, at least. `params`: those trained, 0 where that is unknown."""
     checkpoint = params * (14 if job.train.bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
     kept = 1 if resume else job.checkpoint.keep + 1  # a new one is whole before an old one goes
     rooms: list[_Room] = []
@@ -320,16 +325,3 @@ def _ground(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _parameters(model: Path) -> int:
-    """Of all tensors, by the heads of the safetensors files; none where they cannot be read."""
-    count = 0
-    for path in sorted(model.glob("*.safetensors")):
-        try:
-            with open(path, "rb") as file:
-                head = json.loads(file.read(min(MOST_HEAD_BYTES, int.from_bytes(file.read(8), "little"))))
-            count += sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return 0
-    return count

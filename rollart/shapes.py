@@ -5,18 +5,21 @@ a token uses, and what it leaves in the cache, config.json says.
 """
 
 import json
-import struct
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from rollart.errors import JobError
 from rollart.hardware import ModelShape
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "float8_e5m2": 1.0}
 GATED = 3
 """Matrices of an MLP: gate, up and down."""
+MAX_HEAD_BYTES = 100_000_000
+"""Of a safetensors file, as the format says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +62,41 @@ def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
 
 def saved_params(model_path: Path) -> int:
     """How many parameters the files of a directory hold, by their headers; 0 where there are no such files."""
-    total = 0
+    return sum(prod(entry["shape"]) for entry in _saved(model_path))
+
+
+def saved_types(model_path: Path) -> set[str]:
+    """Of all tensors in the files of a directory, as safetensors names them: F32, BF16, and so on."""
+    return {entry["dtype"] for entry in _saved(model_path)}
+
+
+def _saved(model_path: Path) -> Iterator[Mapping[str, Any]]:
+    """What the files' headers say of each tensor. JobError for a file that is not whole."""
     for path in sorted(model_path.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        total += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+        try:
+            tensors = _head(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobError(
+                f"{path} is no whole safetensors file ({type(error).__name__}: {error}); bring it again (git lfs pull)"
+            ) from None
+        yield from tensors
+
+
+def _head(path: Path) -> list[Mapping[str, Any]]:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEAD_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+        found = os.fstat(file.fileno()).st_size
+    header.pop("__metadata__", None)
+    tensors: list[Mapping[str, Any]] = [
+        {"dtype": str(one["dtype"]), "shape": [int(size) for size in one["shape"]]} for one in header.values()
+    ]
+    whole = 8 + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+    if found < whole:
+        raise ValueError(f"{found} bytes of {whole}")
+    return tensors
 
 
 def experts_in(config: Mapping[str, Any]) -> Experts:

@@ -199,6 +199,24 @@ def test_a_model_without_weights_is_refused(model: Path, here: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
+    ("content", "command"),
+    [("pointer", "check"), ("empty", "train"), ("cut off", "eval"), ("head cut off", "check")],
+)
+def test_a_weight_file_that_is_not_whole_is_refused(
+    content: str, command: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a clone without git-lfs, or a download that was broken off, leaves it."""
+    shutil.copytree(model, here / "broken")
+    file = here / "broken" / "model.safetensors"
+    whole = file.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+    file.write_bytes({"pointer": pointer, "empty": b"", "cut off": whole[:-1], "head cut off": whole[:100]}[content])
+    (said,) = lines_of(job(here / "broken"), here, capsys, command)
+    assert said.startswith(f"rollart: model.path: {file} is no whole safetensors file (")
+    assert said.endswith("; bring it again (git lfs pull)")
+
+
+@pytest.mark.parametrize(
     ("what", "says"),
     [
         ("return 'word ' * 2000", "tasks.0: the first prompt of 'room' has"),
