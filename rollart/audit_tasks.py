@@ -38,6 +38,7 @@ class TaskBooks:
         self._reopening: dict[str, None] = {}
         self._handlers: dict[str, Callable[[Event], None]] = {
             "run": self._run,
+            "changed": self._changed,
             "admit": self._admitted,
             "ready": self._ready,
             "group": self._ended,
@@ -60,6 +61,9 @@ class TaskBooks:
         self._shares = {name: task["share"] for name, task in event["tasks"].items()}
         self._tasks = {name: _Task() for name in event["tasks"]}
         self._at_checkpoint = dict(self._tasks)
+
+    def _changed(self, event: Event) -> None:
+        self._most = event["job"]["task_failures"]
 
     def _admitted(self, event: Event) -> None:
         group, name = event["group"], event["task"].split("/", 1)[0]
@@ -110,7 +114,7 @@ class TaskBooks:
 
     def _opened(self, event: Event) -> None:
         task = self._tasks[event["task"]]
-        if task.failures < self._most:
+        if not task.out and task.failures < self._most:
             self._broken(3, f"task {event['task']} left the mix after {task.failures} failures in a row")
         task.out, task.probe, task.owed = True, "", None
         task.due_s = event["t"] + event["wait_s"]
@@ -133,9 +137,17 @@ class TaskBooks:
         self._at_checkpoint = {name: replace(task) for name, task in self._tasks.items()}
 
     def _resumed(self, event: Event) -> None:
-        """The breakers are as in the checkpoint; probes may be made at once."""
+        """The breakers are as in the checkpoint; probes may be made at once. Where fewer failures are allowed now, a
+        task that is in the mix has one left."""
         self._tasks = {
-            name: replace(task, due_s=event["t"], probe="", owed=None) for name, task in self._at_checkpoint.items()
+            name: replace(
+                task,
+                failures=task.failures if task.out else min(task.failures, self._most - 1),
+                due_s=event["t"],
+                probe="",
+                owed=None,
+            )
+            for name, task in self._at_checkpoint.items()
         }
         self._reopening = dict.fromkeys(event["open"])
         self._alive = dict.fromkeys([*event["ready"], *event["open"]])

@@ -105,5 +105,7 @@ class Breaker:
         }
 
     def restore(self, state: Mapping[str, Any], now_s: float) -> None:
+        """What is in the mix stays there, also where fewer failures open it now: the next one does."""
         for task, saved in state.items():
-            self._circuits[task] = _Circuit(saved["failures"], saved["open"], saved["probes"], now_s)
+            failures = saved["failures"] if saved["open"] else min(saved["failures"], self._failures - 1)
+            self._circuits[task] = _Circuit(failures, saved["open"], saved["probes"], now_s)

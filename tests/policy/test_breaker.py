@@ -106,3 +106,14 @@ def test_what_is_restored_stays_open_with_its_failed_probes_and_may_be_probed_at
     assert again.due(3.0) == "a"
     again.probing("a", "p1")
     assert again.failed("a", "p1", 3.0) == 40.0
+
+
+def test_what_is_restored_with_fewer_failures_allowed_is_in_the_mix_until_the_next() -> None:
+    made = breaker()
+    for number in range(2):
+        made.failed("a", f"g{number}", 0.0)
+    again = Breaker(["a", "b"], failures=1, wait_s=10.0, probes=2)
+    again.restore(made.state(), 3.0)
+    assert (again.is_open("a"), again.failures("a")) == (False, 0)
+    assert again.failed("a", "g2", 3.0) == 10.0
+    assert again.failures("a") == 1
