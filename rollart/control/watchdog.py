@@ -24,6 +24,7 @@ class Watchdog:
         self._named_s = -math.inf
         """When a trajectory was named last."""
         self._reported_s = -1.0
+        """When the log was written to by this, on the log's clock: a real one goes on as it writes."""
         self.parts: Callable[[], Sequence[Part]] = lambda: ()
         """What the job consists of now."""
 
@@ -37,7 +38,8 @@ class Watchdog:
             now_s = self._loop.time()
             if now_s - max(moved_s, stalled_s) >= self._stall_s:
                 self.report("stall", f"nothing has moved for {now_s - moved_s:.0f} s")
-                stalled_s = self._reported_s = now_s
+                stalled_s = now_s
+                self._reported_s = self._log.last_s
             elif moved_s > now_s - self._stall_s:
                 self._name_parts()
 
@@ -51,7 +53,7 @@ class Watchdog:
             if lag.part.kind == "trajectory":
                 self._named_s = now_s
             self._name(lag)
-            self._reported_s = now_s
+            self._reported_s = self._log.last_s
 
     def _name(self, lag: Lag) -> None:
         part = lag.part

@@ -1,9 +1,18 @@
 """A part that stands still while the rest goes on is named: an engine, a task, a trajectory."""
 
+import asyncio
+import contextlib
 import itertools
 from typing import Any
 
+import pytest
+
+from rollart.control.waits import Waits
+from rollart.control.watchdog import Watchdog
+from rollart.events import EventLog, LogHandle
+from rollart.policy.stalls import Part
 from rollart.ports import Env
+from rollart.sim.clock import VirtualLoop
 from rollart.types import GenerateRequest, Observation, Task, TrajectoryId
 from tests.control.scene import Scene, ScriptedEngine, ScriptedEnv, for_ever, scene_job
 
@@ -12,6 +21,8 @@ THREE_ENGINES = [
     {"name": "rooms", "slots": 64},
 ]
 TWO_TASKS = [{"name": name, "group_size": 2, "max_turns": 8, "max_tokens": 8} for name in ("a", "b")]
+
+LIVELY = tuple(Part(kind="engine", name=f"fast-{number}", still_s=1.0) for number in (2, 3))
 
 
 def job(**settings: Any) -> Any:
@@ -104,3 +115,23 @@ def test_what_the_watchdog_names_is_no_movement() -> None:
     assert stalls
     last = max(event["t"] for event in played.of("reward") if event["t"] < stalls[0]["t"])
     assert f"nothing has moved for {stalls[0]['t'] - last:.0f} s" in stalls[0]["text"]
+
+
+@pytest.mark.parametrize("parts", [(), (Part(kind="engine", name="fast-1", still_s=50.0), *LIVELY)])
+def test_what_the_watchdog_says_is_no_movement_on_a_clock_that_goes_on_meanwhile(parts: tuple[Part, ...]) -> None:
+    async def stalls() -> list[str]:
+        loop = asyncio.get_running_loop()
+        ticks = itertools.count()
+        log = EventLog(lambda: loop.time() + 1e-6 * next(ticks))  # a little later at each look, as a real one is
+        texts: list[str] = []
+        log.read_by(lambda event: texts.append(event["text"].split(":")[0]) if event["e"] == "stall" else None)
+        watchdog = Watchdog(Waits(), LogHandle(log), stall_s=90.0, lag_s=30.0)
+        watchdog.parts = lambda: parts
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(285.0):
+                await watchdog.run()
+        return texts
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        said = runner.run(stalls())
+    assert said == [f"nothing has moved for {seconds} s" for seconds in (90, 180, 270)]
