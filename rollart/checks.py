@@ -6,6 +6,7 @@ model's weights are not read.
 """
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -187,7 +188,9 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
     async def look() -> list[str]:
         with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
             uses = {task.name: task.use for task in job.tasks if task.name in sets}
-            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=task_variables(job))
+            inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
+            variables = list(os.environ) if inline else task_variables(job)  # these environments will see all of ours
+            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=variables)
             try:
                 return [
                     f"tasks.{position}: {problem}"

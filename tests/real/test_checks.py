@@ -232,6 +232,17 @@ def test_a_task_whose_episodes_cannot_begin_is_refused(
     assert said.startswith(f"rollart: {says}")
 
 
+def test_environments_in_this_process_see_its_variables(
+    model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those in a process of their own see what the job names."""
+    monkeypatch.setenv("ROOM_NUMBER", "7")
+    tasks, cpu = task_of(here, "return os.environ['ROOM_NUMBER']"), job(model)["pools"][0]
+    for isolation, count in (("inline", 0), ("process", 1)):
+        pools = [cpu, {"name": "rooms", "slots": 3, "isolation": isolation}]
+        assert len(problems(build_job(job(model, tasks=tasks, pools=pools)), here / "run")) == count, isolation
+
+
 def test_a_role_that_the_template_refuses_is_told(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strict = here / "strict"
     shutil.copytree(model, strict)
