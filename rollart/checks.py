@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,8 +67,10 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
             return None
 
     writable = resume or look(_try_out, out)
-    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, refuse_unplaceable, _refuse_reward_url):
+    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices):
         look(check, job)
+    look(partial(refuse_unplaceable, trains=trains), job)
+    look(_refuse_reward_url, job)
     sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
     look(_refuse_reference, job)
     model = look(_model, job)

@@ -47,12 +47,19 @@ class RealWorld:
 
 
 def real_world(
-    job: Job, out: Path, journal: Journal, lost: Lost | None = None, *, earlier: Sequence[tuple[int, Job]] = ()
+    job: Job,
+    out: Path,
+    journal: Journal,
+    lost: Lost | None = None,
+    *,
+    trains: bool = True,
+    earlier: Sequence[tuple[int, Job]] = (),
 ) -> RealWorld:
     """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
 
     `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
-    `earlier`: (n, the job that the steps before n are replayed under), n rising.
+    `trains`: whether a trainer will be started. `earlier`: (n, the job that the steps before n are replayed under), n
+    rising.
     """
     from rollart.models.tokenizer import ChatTokenizer
     from rollart.tasks.load import load_task_set, reward_of
@@ -73,7 +80,7 @@ def real_world(
     if where["type"] == "shm":
         remove_left_behind()
     engines, trainer = engine_setups(job, out, where, tokenizer.stop_tokens), trainer_setup(job, out, where, earlier)
-    cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost)
+    cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost, trains=trains)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = rooms
     rewards: RewardBackend = scorer
@@ -224,6 +231,8 @@ def _workers(
     uses: Mapping[str, str],
     task_sets: "Mapping[str, TaskSet]",
     lost: Lost | None,
+    *,
+    trains: bool,
 ) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.worker import build
@@ -252,7 +261,7 @@ def _workers(
         return InlineCluster(build, engines, trainer), rooms
     from rollart.cluster.local import LocalCluster
 
-    return LocalCluster(out / "logs", engines, trainer, lost, visible_devices(job)), rooms
+    return LocalCluster(out / "logs", engines, trainer, lost, visible_devices(job, trains=trains)), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:

@@ -20,8 +20,11 @@ ENV_WORKER_CPUS = 1.0
 """What an environment worker asks of a cluster, whatever its slots: most environments wait most of the time."""
 
 
-def demands(job: Job) -> list[Demand]:
-    """The workers that need machines, pool by pool. Engines that may join later ask for none now."""
+def demands(job: Job, *, trains: bool = True) -> list[Demand]:
+    """The workers that need machines, pool by pool. Engines that may join later ask for none now.
+
+    `trains`, here and below: an evaluation has no trainer.
+    """
     found: list[Demand] = []
     for pool in job.pools:
         kind = _kind_of(pool)
@@ -35,7 +38,7 @@ def demands(job: Job) -> list[Demand]:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
             needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
             found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
-        if pool is job.train_pool:
+        if trains and pool is job.train_pool:
             # each rank is a process of its own, with a GPU of its own
             needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
             found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
@@ -46,11 +49,11 @@ def _gpus_of(engines: EngineSettings) -> int:
     return engines.gpus + (engines.split.prefill_gpus if engines.split else 0)
 
 
-def devices_for(job: Job) -> Assignment:
+def devices_for(job: Job, *, trains: bool = True) -> Assignment:
     """Which GPUs of this machine each worker gets. Ray gives out those of its machines itself."""
     from rollart.cluster.machine import devices
 
-    found = assign(_device_demands(job), devices() if job.cluster.type != "ray" else [])
+    found = assign(_device_demands(job, trains=trains), devices() if job.cluster.type != "ray" else [])
     if job.cluster.type == "inline" and len(found.own) > 1:
         text = (
             f"cluster.type: inline has one process, and {', '.join(found.own)} would each see GPUs of their own; set "
@@ -60,10 +63,10 @@ def devices_for(job: Job) -> Assignment:
     return found
 
 
-def visible_devices(job: Job) -> dict[str, tuple[str, ...]]:
+def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ...]]:
     """By worker, the GPUs that its process sees; not there: all. A server takes whatever it sees, so it sees no more
     than it was given, its own or shared; the others are told which of all they use."""
-    found = devices_for(job)
+    found = devices_for(job, trains=trains)
     servers = {
         f"{pool.name}-{number}"
         for pool in job.engine_pools
@@ -73,7 +76,7 @@ def visible_devices(job: Job) -> dict[str, tuple[str, ...]]:
     return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
 
 
-def _device_demands(job: Job) -> list[DeviceDemand]:
+def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
     """Of the workers that use GPUs of this machine. A server has its own; the others are told."""
     if job.cluster.type == "ray":
         return []
@@ -89,7 +92,7 @@ def _device_demands(job: Job) -> list[DeviceDemand]:
                 found += _told(worker, f"{keys}.device", engines.device, _gpus_of(engines))
             elif pool.hardware != "cpu" and engines.url is None:
                 found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=_gpus_of(engines)))
-    return found + _told("trainer", "train.device", job.train.device, job.train.gpus)
+    return found + (_told("trainer", "train.device", job.train.device, job.train.gpus) if trains else [])
 
 
 def _told(worker: str, key: str, device: str, count: int) -> list[DeviceDemand]:
@@ -124,7 +127,7 @@ def nodes_for(job: Job) -> list[Node]:
     return [this_machine()]
 
 
-def refuse_unplaceable(job: Job) -> None:
+def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
     """Raises JobError that names each pool and what it lacks."""
     if job.cluster.type == "ray" and job.cluster.address is not None and not job.cluster.check:
         return
@@ -135,7 +138,7 @@ def refuse_unplaceable(job: Job) -> None:
             f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
             "files and weights.path to a directory that they share (or cluster.check to false)"
         )
-    lacking = [found for found in fit(demands(job), nodes) if found.missing]
+    lacking = [found for found in fit(demands(job, trains=trains), nodes) if found.missing]
     if lacking:
         raise JobError(
             "pools: the job cannot be placed. "
@@ -143,7 +146,7 @@ def refuse_unplaceable(job: Job) -> None:
             + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
             + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
         )
-    if missing := devices_for(job).missing:
+    if missing := devices_for(job, trains=trains).missing:
         raise JobError(" ".join(missing))
 
 

@@ -63,7 +63,7 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
     with _alone(out), rare_collections():
         if resume is not None:
             resume.keep()
-        result = asyncio.run(_drive(job, out, work, resume=resume, watch=watch))
+        result = asyncio.run(_drive(job, out, work, trains=trains, resume=resume, watch=watch))
     try:
         write_summary(out, result.summary)
     except OSError as error:
@@ -71,7 +71,9 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
     return result
 
 
-async def _drive(job: Job, out: Path, work: Work, *, resume: Resumption | None, watch: Watch | None) -> RunResult:
+async def _drive(
+    job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None
+) -> RunResult:
     loop = asyncio.get_running_loop()
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
@@ -103,7 +105,7 @@ async def _drive(job: Job, out: Path, work: Work, *, resume: Resumption | None, 
             log.emit("worker.lost", {"worker": worker, "reason": reason})
             coordinator.lost(worker, reason)
 
-        real = real_world(job, out, journal, lost, earlier=resume.earlier if resume else ())
+        real = real_world(job, out, journal, lost, trains=trains, earlier=resume.earlier if resume else ())
         recorder = _recorder(job, out, log, loop)
         coordinator = Coordinator(job, replace(real.world, recorder=recorder), LogHandle(log))
         _stop_on_signals(loop, coordinator)

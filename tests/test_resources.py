@@ -276,6 +276,21 @@ def test_ray_and_attached_servers_are_given_nothing(monkeypatch: pytest.MonkeyPa
     assert resources.devices_for(local(attached)).missing == ()
 
 
+def test_an_evaluation_needs_no_gpu_for_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its engines have theirs: with the trainer counted there would be too few, and nobody would get any."""
+    on_gpus(monkeypatch, 2)
+    job = local(EMBEDDED, pool="own", device="cuda")
+    with pytest.raises(JobError, match="3 GPUs are asked for"):
+        resources.refuse_unplaceable(job)
+    resources.refuse_unplaceable(job, trains=False)
+    assert resources.visible_devices(job, trains=False) == {"own-0": ("0",), "own-1": ("1",)}
+    on_gpus(monkeypatch, 0)
+    job = local({**EMBEDDED, "engines": {"device": "cpu"}}, pool="own", device="cuda")
+    with pytest.raises(JobError, match="Pool own, train: 0 of 1"):
+        resources.refuse_unplaceable(job)
+    resources.refuse_unplaceable(job, trains=False)
+
+
 def test_one_process_cannot_see_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 4)
     job = local(EMBEDDED).model_copy(update={"cluster": ClusterSettings(type="inline")})

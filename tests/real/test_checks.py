@@ -301,6 +301,15 @@ def test_a_device_that_is_not_there_is_refused(
     )
 
 
+def test_the_trainers_device_is_asked_for_where_there_is_a_trainer(
+    model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollart.cluster.machine.gpus", list)
+    checked = build_job(job(model, train={"pool": "cpu", "device": "cuda"}))
+    assert [line.split(".")[0] for line in problems(checked, here / "run")] == ["pools: the job cannot be placed"]
+    assert problems(checked, here / "run", trains=False) == []
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "sim"])
 @pytest.mark.parametrize(
     ("out", "says"), [("taken", "exists"), ("file/run", "Not a directory"), ("/proc/run", "cannot be made")]
