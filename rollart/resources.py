@@ -30,8 +30,9 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
         kind = _kind_of(pool)
         if pool.engines:
             engines = pool.engines
-            # a server takes what hardware its pool has; the embedded engine is told
-            on_cpu = engines.device == "cpu" if engines.type == "embedded" else pool.hardware == "cpu"
+            # a server takes what hardware its pool has, an attached one has it elsewhere; the embedded engine is told
+            attached = engines.url is not None
+            on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
             needs = _needs(kind, engines.threads, _gpus_of(engines), on_cpu=on_cpu)
             found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
         if pool.slots:

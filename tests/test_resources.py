@@ -274,6 +274,7 @@ def test_ray_and_attached_servers_are_given_nothing(monkeypatch: pytest.MonkeyPa
     assert resources.visible_devices(job) == {}
     attached = {**SERVERS, "engines": {"type": "vllm", "url": "http://127.0.0.1:1"}}
     assert resources.devices_for(local(attached)).missing == ()
+    resources.refuse_unplaceable(local(attached))
 
 
 def test_an_evaluation_needs_no_gpu_for_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
