@@ -72,7 +72,7 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
 
 
 async def _drive(
-    job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None
+    job: Job, out: Path, work: Work, *, trains: bool = True, resume: Resumption | None, watch: Watch | None
 ) -> RunResult:
     loop = asyncio.get_running_loop()
     summary, audit = Summary(), Audit()
