@@ -452,8 +452,11 @@ class Audit:
             if state != "taken" and group not in groups:
                 self._broken(8, f"group {group} is {state}, but not in the checkpoint of step {step}")
         self._checkpoint = (step, groups)
-        for group in [group for group in self._members if self._trained.get(group, step) < step]:
-            del self._members[group]
+        self._members = {
+            group: members
+            for group, members in self._members.items()
+            if group in groups or self._trained.get(group, -1) >= step
+        }
 
     def _on_killed(self, event: Event) -> None:
         """All workers died with the coordinator; attempts under way never were."""

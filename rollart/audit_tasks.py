@@ -33,6 +33,7 @@ class TaskBooks:
         self._tasks: dict[str, _Task] = {}
         self._at_checkpoint: dict[str, _Task] = {}
         self._task_of: dict[str, str] = {}
+        """Of groups that are alive, or may be again after a restart."""
         self._alive: dict[str, None] = {}
         """Groups admitted and not ended."""
         self._reopening: dict[str, None] = {}
@@ -135,6 +136,8 @@ class TaskBooks:
 
     def _checkpoint(self, event: Event) -> None:
         self._at_checkpoint = {name: replace(task) for name, task in self._tasks.items()}
+        held = dict.fromkeys([*self._alive, *event["ready"], *event["open"]])
+        self._task_of = {group: self._task_of[group] for group in held if group in self._task_of}
 
     def _resumed(self, event: Event) -> None:
         """The breakers are as in the checkpoint; probes may be made at once. Where fewer failures are allowed now, a

@@ -227,7 +227,7 @@ class Summary:
             self._metrics.add("staleness/max", Max(age))
             self._metrics.add("staleness/mean", Mean(age))
             self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
-            self._books.trained(group_id, _domain(task_id))
+            self._books.trained(group_id, _domain(task_id), event["step"])
             if group_id in self._groups:
                 self._in_step[group_id] = self._groups[group_id]
             self._close(group_id, "trained")
@@ -343,6 +343,7 @@ class Summary:
     def _on_checkpoint(self, event: Event) -> None:
         self._new.clear()
         self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
+        self._books.checkpoint(event["step"], self._at_checkpoint)
 
     def _on_finished(self, event: Event) -> None:
         self._state = "finished"

@@ -51,7 +51,9 @@ class TaskBooks:
         self._metrics = metrics
         self._tasks: dict[str, _Task] = {}
         self._teaches: dict[str, bool] = {}
-        """Of each group that was ready: did its members earn different rewards?"""
+        """Of each group that was ready and is not covered by a checkpoint: did its members earn different rewards?"""
+        self._step_of: dict[str, int] = {}
+        """Of those that were trained on."""
 
     def names(self, tasks: Iterable[str]) -> None:
         self._tasks = {name: _Task() for name in tasks}
@@ -62,7 +64,8 @@ class TaskBooks:
     def ready(self, event: Event) -> None:
         self._teaches[event["group"]] = event.get("gradient", True)
 
-    def trained(self, group: str, task: str) -> None:
+    def trained(self, group: str, task: str, step: int) -> None:
+        self._step_of[group] = step
         teaches = self._teaches.get(group, True)
         self._tasks[task].with_gradient += teaches
         for prefix in ("", f"{task}/"):
@@ -84,6 +87,12 @@ class TaskBooks:
                 task.state = "probing"
             case _:
                 task.state, task.out_reason = "in", ""
+
+    def checkpoint(self, step: int, held: Iterable[str]) -> None:
+        """Whoever goes on from it meets the groups that it holds, and those of steps that are replayed; no others."""
+        self._step_of = {group: at for group, at in self._step_of.items() if at >= step}
+        kept = [*held, *self._step_of]
+        self._teaches = {group: self._teaches[group] for group in kept if group in self._teaches}
 
     def resumed(self, out: Iterable[str]) -> None:
         """Breakers are as in the checkpoint."""
