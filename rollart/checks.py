@@ -55,8 +55,8 @@ def refuse_start(job: Job, out: Path, *, trains: bool = True, resume: bool = Fal
         raise JobError("\n".join(found))
 
 
-def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) -> list[str]:
-    """All that keeps this job from being started for real, with `out` as its run directory."""
+def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = False) -> list[str]:
+    """All that keeps this job from being started for real, with `out` as its run directory. None: that is not known."""
     found: list[str] = []
 
     def look(check: Callable[..., T], *arguments: Any) -> T | None:
@@ -66,7 +66,7 @@ def problems(job: Job, out: Path, *, trains: bool = True, resume: bool = False) 
             found.append(" ".join(str(error).split()))
             return None
 
-    writable = resume or look(_try_out, out)
+    writable = out is not None and (resume or look(_try_out, out))
     for check in (check_trackers, refuse_what_is_not_there, _refuse_devices):
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
@@ -302,10 +302,11 @@ def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Ro
     checkpoint = params * (14 if job.train.bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
     kept = 1 if resume else job.checkpoint.keep + 1  # a new one is whole before an old one goes
     rooms: list[_Room] = []
-    if out is not None:
-        fix = "free some, give another disk, or lower checkpoint.keep"
-        rooms.append(_Room(place=out, need_bytes=RUN_BYTES + kept * checkpoint, key="--out", fix=fix))
     versions = params * (2 if job.train.bf16 else 4) * WEIGHT_VERSIONS
+    if out is not None:
+        weights = versions if job.weights.type == "files" and job.weights.path is None else 0
+        fix = "free some, give another disk, or lower checkpoint.keep"
+        rooms.append(_Room(place=out, need_bytes=RUN_BYTES + kept * checkpoint + weights, key="--out", fix=fix))
     if job.weights.type == "files" and job.weights.path is not None:
         fix = "free some, or set weights.path to another disk"
         rooms.append(_Room(place=Path(job.weights.path), need_bytes=versions, key="weights.path", fix=fix))

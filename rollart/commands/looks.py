@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollart.commands.output import print_json, resume_command, run_dir, warn
+from rollart.commands.output import print_json, resume_command, warn
 from rollart.errors import JobError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.overrides)
     bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
     simulated = for_the_simulator(job)
-    wrong = [] if simulated else problems(job, run_dir(None, job))
+    wrong = [] if simulated else problems(job, arguments.out)
     if arguments.json:
         rows = [
             {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}

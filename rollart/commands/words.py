@@ -145,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: rollart check jobs/rollart.yaml train.steps=5",
     )
     _job_arguments(check)
+    check.add_argument("--out", type=Path, help="run directory to look at, and at its disk (default: none)")
     check.add_argument("--json", action="store_true", help="print the resolved job, its bindings and warnings as JSON")
     check.set_defaults(run="looks.check")
 

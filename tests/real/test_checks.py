@@ -310,7 +310,7 @@ def test_the_trainers_device_is_asked_for_where_there_is_a_trainer(
     assert problems(checked, here / "run", trains=False) == []
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sim"])
+@pytest.mark.parametrize("command", ["train", "eval", "sim", "check"])
 @pytest.mark.parametrize(
     ("out", "says"), [("taken", "exists"), ("file/run", "Not a directory"), ("/proc/run", "cannot be made")]
 )
@@ -332,6 +332,30 @@ def test_a_disk_without_room_is_refused(
     (said,) = lines_of(job(model), here, capsys, "train", "--out", str(here / "run"))
     assert said.startswith(f"rollart: --out: {here} has 0.06 GB free, and this job writes at least 0.")
     assert not (here / "run").exists()
+
+
+def test_check_looks_at_a_run_directory_that_is_named(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may be given another than the default one, which is no reason to refuse the job."""
+    real = shutil.disk_usage
+    monkeypatch.setattr("shutil.disk_usage", lambda path: real(path)._replace(free=60_000_000))
+    raw = job(model)
+    (here / "job.yaml").write_text(yaml.safe_dump(raw))
+    assert main(["check", str(here / "job.yaml")]) == 0
+    (said,) = lines_of(raw, here, capsys, "check", "--out", str(here / "run"))
+    assert said.startswith(f"rollart: --out: {here} has 0.06 GB free")
+
+
+def test_room_for_weights_in_the_run_directory_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = sum(math.prod(one.shape) for one in safetensors.numpy.load_file(model / "model.safetensors").values())
+    real = shutil.disk_usage
+    free = RUN_BYTES + (3 * 12 + 2 * 4) * params
+    monkeypatch.setattr("shutil.disk_usage", lambda path: real(path)._replace(free=free))
+    raw = build_job(job(model, weights={"type": "files"}, checkpoint={"keep": 2}))
+    assert problems(raw, Path("runs/new")) == []
+    free -= 1
+    assert [line.split(":")[0] for line in problems(raw, Path("runs/new"))] == ["--out"]
 
 
 def test_room_for_checkpoints_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
