@@ -21,7 +21,7 @@ from rollart.policy.placement import Demand, engine_specs, further_specs
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
 from rollart.resources import demands, visible_devices
 from rollart.setups import engine_setups, store_setup, task_variables, trainer_setup
-from rollart.shapes import DTYPE_BYTES, experts_in, shape_of
+from rollart.shapes import DTYPE_BYTES, experts_in, shape_of, usual_names
 from rollart.worlds import build_affinity, offers
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def refuse_long_contexts(job: Job) -> None:
     """A trajectory that outgrows its engine fails, where one that reaches `model.context_tokens` is truncated."""
     asked = job.model.context_tokens
     config = _model_config(job)
-    most = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    most = config.get("max_position_embeddings")
     if most and asked > most:
         raise JobError(
             f"model.context_tokens: {asked} is more than the {most} positions of {job.model.path}; "
@@ -206,8 +206,7 @@ def refuse_long_contexts(job: Job) -> None:
 
 
 def _model_config(job: Job) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(job.model.path) / "config.json").read_text())
-    return config
+    return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
 
 
 def refuse_mixtures_on_servers(job: Job) -> None:
@@ -215,8 +214,7 @@ def refuse_mixtures_on_servers(job: Job) -> None:
     kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
     if not kinds:
         return
-    config = _model_config(job)
-    if experts_in(config).num:
+    if experts_in(_model_config(job)).num:
         raise JobError(
             f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
             "of yet; give another model, or set engines.type to embedded"

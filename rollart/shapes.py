@@ -21,6 +21,16 @@ GATED = 3
 MAX_HEAD_BYTES = 100_000_000
 """Of a safetensors file, as the format says."""
 
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "decoder_layers"),
+    "num_attention_heads": ("n_head", "decoder_attention_heads"),
+    "intermediate_size": ("n_inner", "dff", "ffn_hidden_size", "decoder_ffn_dim"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "max_position_embeddings": ("n_positions", "max_target_positions"),
+}
+"""What some architectures (GPT-2, CTRL, LongCat, Whisper) call what most call by the first name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -48,7 +58,7 @@ def shape_of(model_path: Path) -> ModelShape:
 
 def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
     """The shape of a model of this config. `params`: how many it has, where that is known."""
-    config = {**config, **config.get("text_config", {})}
+    config = usual_names(config)
     experts = experts_in(config)
     total = params or _params(config, experts)
     num_bytes = DTYPE_BYTES[config.get("dtype") or config.get("torch_dtype") or "float32"]
@@ -58,6 +68,15 @@ def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
         kv_bytes_per_token=config["num_hidden_layers"] * _kv_values(config) * num_bytes,
         bytes_per_param=num_bytes,
     )
+
+
+def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the language model, with each size under the name that most architectures give it."""
+    found = {**config, **(config.get("text_config") or {})}
+    for name, others in OTHER_NAMES.items():
+        if found.get(name) is None and (size := _first(found, *others)):
+            found[name] = size
+    return found
 
 
 def saved_params(model_path: Path) -> int:
@@ -101,6 +120,7 @@ def _head(path: Path) -> list[Mapping[str, Any]]:
 
 def experts_in(config: Mapping[str, Any]) -> Experts:
     """Of the names that architectures have for it."""
+    config = usual_names(config)
     num = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if not num:
         return Experts()

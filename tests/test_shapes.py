@@ -142,6 +142,16 @@ def test_a_saved_model_is_counted_as_it_is(
     assert (shape.bytes_per_param, shape.kv_bytes_per_token) == (num_bytes, kv_values * num_bytes)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kv_values"),
+    [("gpt2", 2 * 12 * 768), ("ctrl", 2 * 48 * 1280), ("gpt_bigcode", 2 * 12 * 64), ("whisper", 2 * 4 * 384)],
+)
+def test_sizes_are_found_under_other_names(kind: str, kv_values: int) -> None:
+    shape = shape_from(transformers.CONFIG_MAPPING[kind]().to_dict(), params=1000)
+    assert (shape.params, shape.active_params) == (1000, 1000)
+    assert shape.kv_bytes_per_token == kv_values * shape.bytes_per_param
+
+
 def test_a_text_model_inside_another_is_found() -> None:
     whole = {"model_type": "some_vision", "text_config": QWEN3_0_6B}
     assert shape_from(whole) == shape_from(QWEN3_0_6B)

@@ -19,6 +19,7 @@ from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
+from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers
 from tests.real.harness import job
 
 POSITIONS = 1024
@@ -185,11 +186,22 @@ def test_an_architecture_that_would_be_computed_wrongly_is_refused(
     assert any(line.startswith(f"rollart: model.path: {other}: {kind}: ") and why in line for line in said)
 
 
-def test_gpt2_is_taken_or_refused_by_its_name(model: Path, here: Path) -> None:
-    """Its config has other names for all sizes; they ended in a KeyError."""
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_ctx": 256, "vocab_size": 512}
-    raw = job(other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **sizes))
-    assert all(line.startswith("model.path: ") for line in problems(build_job(raw), here / "run"))
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_ctx": 256, "vocab_size": 512}
+
+
+def test_gpt2_is_taken(model: Path, here: Path) -> None:
+    """Its config has other names for all sizes."""
+    gpt2 = other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **GPT2)
+    assert problems(build_job(job(gpt2)), here / "run") == []
+    with pytest.raises(JobError, match="257 is more than the 256 positions"):
+        refuse_long_contexts(build_job(long(gpt2, 257)))
+
+
+def test_a_mixture_with_other_names_is_refused_on_servers(model: Path, here: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 8, "n_routed_experts": 4}
+    longcat = other_model(model, here / "longcat", model_type="longcat_flash", **sizes)
+    with pytest.raises(JobError, match="is a mixture of experts"):
+        refuse_mixtures_on_servers(build_job(long(longcat, 128, type="vllm") | {"weights": {"type": "files"}}))
 
 
 def test_a_model_without_weights_is_refused(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
