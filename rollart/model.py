@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rollart.agreement import own_attention, prove, prove_architecture
+from rollart.agreement import EPSILONS, FLOOR, own_attention, prove, prove_architecture
 from rollart.errors import JobError, WeightError
 from rollart.packed import fold
 from rollart.reduced import reduced_model
@@ -153,7 +153,8 @@ def _known_cause(model: PreTrainedModel) -> str:
         try:
             hidden_TH = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
             theirs = network(input_ids=tokens, use_cache=False).logits[0].float()
-            same = torch.allclose(theirs, project(model, hidden_TH), atol=1e-3, rtol=1e-3, equal_nan=True)
+            near = max(FLOOR, EPSILONS * torch.finfo(model.dtype).eps)
+            same = torch.allclose(theirs, project(model, hidden_TH), atol=near, rtol=near, equal_nan=True)
         except Exception:  # an architecture's own code; the proof says what is wrong
             return ""
     return "" if same else "its logits are not hidden state x output embedding: they are scaled, capped or transformed"
