@@ -6,7 +6,7 @@ a token uses, and what it leaves in the cache, config.json says.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -80,28 +80,20 @@ def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_params(model_path: Path) -> int:
-    """How many parameters the files of a directory hold, by their headers; 0 where there are no such files."""
-    return sum(prod(entry["shape"]) for entry in _saved(model_path))
-
-
-def saved_types(model_path: Path) -> set[str]:
-    """Of all tensors in the files of a directory, as safetensors names them: F32, BF16, and so on."""
-    return {entry["dtype"] for entry in _saved(model_path)}
-
-
-def _saved(model_path: Path) -> Iterator[Mapping[str, Any]]:
-    """What the files' headers say of each tensor. JobError for a file that is not whole."""
+    """How many parameters the files of a directory hold, by their headers; 0 where there are no such files.
+    JobError for a file that is not whole."""
+    total = 0
     for path in sorted(model_path.glob("*.safetensors")):
         try:
-            tensors = _head(path)
+            total += _params_in(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise JobError(
                 f"{path} is no whole safetensors file ({type(error).__name__}: {error}); bring it again (git lfs pull)"
             ) from None
-        yield from tensors
+    return total
 
 
-def _head(path: Path) -> list[Mapping[str, Any]]:
+def _params_in(path: Path) -> int:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEAD_BYTES:
@@ -109,13 +101,10 @@ def _head(path: Path) -> list[Mapping[str, Any]]:
         header = json.loads(file.read(length))
         found = os.fstat(file.fileno()).st_size
     header.pop("__metadata__", None)
-    tensors: list[Mapping[str, Any]] = [
-        {"dtype": str(one["dtype"]), "shape": [int(size) for size in one["shape"]]} for one in header.values()
-    ]
-    whole = 8 + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+    whole = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     if found < whole:
         raise ValueError(f"{found} bytes of {whole}")
-    return tensors
+    return sum(prod(entry["shape"]) for entry in header.values())
 
 
 def experts_in(config: Mapping[str, Any]) -> Experts:

@@ -63,6 +63,8 @@ PATIENCE = timedelta(hours=1)
 ends the rest; this is for a rank that hangs with nobody left to notice."""
 FILE_BYTES = 4 << 30
 """Largest file of a checkpoint (but a layer stays whole): what rank 0 holds in memory while saving."""
+SAVED_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Those that rank 0 reads a model in, by safetensors' names; all others as float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +267,7 @@ class ShardedTrainer:
         network.tie_weights()
         source: PreTrainedModel | None = None
         if self._rank == 0:
-            source = AutoModelForCausalLM.from_pretrained(str(path), dtype="auto")
+            source = AutoModelForCausalLM.from_pretrained(str(path), dtype=_type_of_files(path))
         with torch.no_grad():
             for name, param in network.named_parameters():
                 whole = None if source is None else source.get_parameter(name)
@@ -355,6 +357,15 @@ class ShardedTrainer:
         if self._rank == 0 and folder is not None:
             copy_tokenizer(Path(self._settings.model_path), folder / MODEL_DIR)
             write_state(folder, self._versions.current, bf16=bf16)
+
+
+def _type_of_files(path: Path) -> torch.dtype:
+    """That loses nothing of them. `dtype="auto"` would go by config.json, which may name a coarser one."""
+    found: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118 - not a mapping
+    return SAVED_TYPES[found.pop()] if len(found) == 1 and found <= SAVED_TYPES.keys() else torch.float32
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -170,9 +170,9 @@ def test_rounding_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
 def test_two_passes_that_round_differently_are_no_cause(dtype: torch.dtype) -> None:
     """Kernels may add up in another order the second time; logits of another formula differ by far more."""
     model = cast_to(plain_model("llama", initializer_range=0.1), dtype)
-    head: Any = model.get_output_embeddings()
+    network: Any = model
     factors: list[float] = []
-    head.register_forward_hook(lambda _module, _given, logits: logits * factors.pop(0))
+    network.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits * factors.pop(0))
     factors[:] = [1 + 2 * torch.finfo(dtype).eps, 1.0]
     assert _known_cause(model) == ""
     factors[:] = [2.0, 1.0]

@@ -248,7 +248,38 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
         assert trainer.restore(reference) == 1
     finally:
         trainer.close()
-    assert seen == [{"meta"}, "auto"] * 2
+    assert seen == [{"meta"}, torch.float32] * 2
+
+
+@pytest.mark.parametrize(("saved", "said"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")])
+def test_weights_are_read_in_the_type_of_their_files(
+    saved: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever config.json says: a coarser type would round them, a finer one takes more memory."""
+    settings = settings_in(tmp_path, loss=LossSettings())
+    path = Path(settings.model_path)
+    auto: Any = AutoModelForCausalLM
+    auto.from_pretrained(path, dtype=getattr(torch, saved)).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": said}))
+    files = load_file(path / "model.safetensors")
+    read, held = auto.from_pretrained, []
+
+    def reading(*arguments: Any, **options: Any) -> Any:
+        source = read(*arguments, **options)
+        held.append(source.dtype)
+        return source
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
+    trainer = ShardedTrainer(settings, RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet"))
+    try:
+        params: dict[str, Any] = dict(trainer._sharded.network.named_parameters())
+        weights = {name: param.full_tensor() for name, param in params.items()}
+        assert files.keys() == weights.keys()
+        assert all(torch.equal(weights[name], tensor.float()) for name, tensor in files.items())
+        assert held == [getattr(torch, saved)]
+    finally:
+        trainer.close()
 
 
 def test_a_model_whose_layers_are_elsewhere_is_refused(tmp_path: Path) -> None:
