@@ -67,7 +67,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices):
+    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, _refuse_weights_path):
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)
@@ -277,14 +277,23 @@ def _try_out(out: Path) -> bool:
     """Tried, not asked for: a read-only file system lets root write by its permissions."""
     if out.exists() or out.is_symlink():
         raise JobError(f"--out: {out} exists; give a directory that does not, or remove it")
-    ground = _ground(out)
+    _try_place("--out", out)
+    return True
+
+
+def _refuse_weights_path(job: Job) -> None:
+    if job.weights.type == "files" and job.weights.path is not None:
+        _try_place("weights.path", Path(job.weights.path))
+
+
+def _try_place(key: str, place: Path) -> None:
+    ground = _ground(place)
     try:
         Path(tempfile.mkdtemp(prefix=".rollart-", dir=ground)).rmdir()
     except OSError as error:
         raise JobError(
-            f"--out: {out} cannot be made in {ground} ({error.strerror}); give a directory that you can write to"
+            f"{key}: {place} cannot be made in {ground} ({error.strerror}); give a directory that you can write to"
         ) from None
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,9 @@ def real_world(
     where = store_setup(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
-    store.claim()
+    if not store.claim():
+        key, place = ("weights.path", where["directory"]) if where["type"] == "files" else ("weights.type", "/dev/shm")
+        raise JobError(f"{key}: no lock can be had for weights in {place}; give a place that you can write and lock")
     for dead in before:
         dead.close()
     if where["type"] == "shm":

@@ -160,7 +160,13 @@ def _longest(waits: Waits, now_s: float) -> str:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Hold the run directory: two coordinators over one journal would destroy it."""
-    with open(out / "lock", "w") as lock:
+    try:
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise JobError(
+            f"--resume: {out} cannot be written to ({error.strerror}); make it writable, or resume a copy of it"
+        ) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

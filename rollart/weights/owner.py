@@ -25,11 +25,11 @@ class Claim:
 
 
 def claim(store: Path) -> Claim | None:
-    """Own it; None where a live run does, or where the lock is another user's."""
+    """Own it; None where a live run does, where the lock is another user's, or where none can be had."""
     path = store.with_name(store.name + LOCK)
-    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError:
             return None
@@ -37,11 +37,11 @@ def claim(store: Path) -> Claim | None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 return Claim(path, handle)
-        except BlockingIOError:
-            os.close(handle)
-            return None
         except FileNotFoundError:
             pass
+        except OSError:  # another's, or a file system without locks
+            os.close(handle)
+            return None
         os.close(handle)  # whoever held it removed it meanwhile: this is no lock any more
 
 

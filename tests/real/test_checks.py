@@ -20,6 +20,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers
+from rollart.training import _alone
 from tests.real.harness import job
 
 POSITIONS = 1024
@@ -344,6 +345,18 @@ def test_a_disk_without_room_is_refused(
     (said,) = lines_of(job(model), here, capsys, "train", "--out", str(here / "run"))
     assert said.startswith(f"rollart: --out: {here} has 0.06 GB free, and this job writes at least 0.")
     assert not (here / "run").exists()
+
+
+def test_a_place_for_weights_that_cannot_be_written_to_is_one_line(model: Path, here: Path) -> None:
+    (here / "file").touch()
+    raw = job(model, weights={"type": "files", "path": str(here / "file" / "weights")})
+    (said,) = problems(build_job(raw), here / "run")
+    assert said.startswith(f"weights.path: {here / 'file' / 'weights'} cannot be made in {here / 'file'} (Not a direc")
+
+
+def test_a_run_directory_that_cannot_be_locked_is_one_line(here: Path) -> None:
+    with pytest.raises(JobError, match=r"^--resume: .* cannot be written to \(No such file"), _alone(here / "gone"):
+        pass
 
 
 def test_check_looks_at_a_run_directory_that_is_named(

@@ -1,5 +1,7 @@
 """Whose a store is: nobody removes what a live run owns; what a dead one left is removed."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,19 @@ def test_a_lock_that_is_removed_while_another_waits_for_it_is_no_lock(tmp_path: 
     assert second.claim()
     assert not first.claim()
     second.close()
+
+
+def test_a_place_that_cannot_be_locked_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert not FileStore(tmp_path / "file" / "weights" / "x").claim()
+
+    def no_locks(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    before = os.listdir("/proc/self/fd")
+    assert not FileStore(tmp_path / "x").claim()
+    assert os.listdir("/proc/self/fd") == before, "the file was closed"
 
 
 class LateFile:
