@@ -47,6 +47,10 @@ class Audit:
         self._manifests: dict[int, int] = {}
         self._written: dict[int, list[str]] = {}
         self._trained: dict[str, int] = {}
+        self._formed: dict[int, list[str]] = {}
+        """Step -> the groups of its batch, as formed last."""
+        self._trained_tasks: dict[str, str] = {}
+        """Task -> the group in which it was trained on."""
         self._members: dict[str, list[str]] = {}
         """Of groups that became ready and are not covered by a checkpoint."""
         self._aside: dict[int, list[str]] = {}
@@ -325,21 +329,21 @@ class Audit:
                 self._broken(8, f"group {group} is trained on twice")
             self._alive[group] = "taken"
             self._trained[group] = event["step"]
+            if self._trained_tasks.setdefault(self._task_of.get(group, ""), group) != group:
+                self._broken(8, f"a task of step {event['step']} was trained on before")
             born = int(self._ended.get(f"born {group}", -1))
             if self._job["recheck"] != "start" and self._too_old(born):
                 self._broken(1, f"step {event['step']} trains on {group}, born {born} under {self._serving}")
             if self._job["recheck"] != "start" and event["step"] - born > self._job["bound"] + 1:
                 self._broken(1, f"step {event['step']} trains on {group}, born {born}: too many steps ago")
-        tasks = [self._task_of.get(group, "") for group in self._trained]
-        if len(set(tasks)) != len(tasks):
-            self._broken(8, f"a task of step {event['step']} was trained on before")
+        self._formed[event["step"]] = list(event["groups"])
         self._stepping = -1
 
     def _too_old(self, born: int | None) -> bool:
         return born is not None and born < self._serving - self._job["bound"]
 
     def _on_written(self, event: Event) -> None:
-        self._written[event["step"]] = [group for group, step in self._trained.items() if step == event["step"]]
+        self._written[event["step"]] = self._formed.pop(event["step"], [])
 
     def _on_step_start(self, event: Event) -> None:
         step = event["step"]
@@ -481,6 +485,7 @@ class Audit:
         for group, trained_at in list(self._trained.items()):
             if group not in written and trained_at >= step:
                 del self._trained[group]
+                self._trained_tasks.pop(self._task_of.get(group, ""), None)
         for group in list(self._alive):
             if group not in event["ready"]:
                 del self._alive[group]
