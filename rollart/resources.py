@@ -55,10 +55,11 @@ def devices_for(job: Job, *, trains: bool = True) -> Assignment:
     from rollart.cluster.machine import devices
 
     found = assign(_device_demands(job, trains=trains), devices() if job.cluster.type != "ray" else [])
-    if job.cluster.type == "inline" and len(found.own) > 1:
+    if job.cluster.type == "inline" and found.own and len(found.own) + len(found.shared) > 1:
+        workers = ", ".join([*found.own, *found.shared])
         text = (
-            f"cluster.type: inline has one process, and {', '.join(found.own)} would each see GPUs of their own; set "
-            "cluster.type to local, or name the devices (device: cuda:0)"
+            f"cluster.type: inline has one process, and {workers} would each see GPUs of their own; set cluster.type "
+            "to local, or name the devices of all (device: cuda:0)"
         )
         return replace(found, missing=(*found.missing, text))
     return found

@@ -299,6 +299,16 @@ def test_one_process_cannot_see_different_gpus(monkeypatch: pytest.MonkeyPatch) 
         resources.refuse_unplaceable(job)
 
 
+def test_one_process_cannot_have_a_gpu_of_its_own_and_share_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` would be cuda:0 there, which the other names."""
+    on_gpus(monkeypatch, 2)
+    inline = {"cluster": ClusterSettings(type="inline")}
+    one = {**EMBEDDED, "engines": {"device": "cuda"}}
+    with pytest.raises(JobError, match=r"cluster.type: inline has one process, and own-0, trainer would each see GPUs"):
+        resources.refuse_unplaceable(local(one, pool="own", device="cuda:0").model_copy(update=inline))
+    resources.refuse_unplaceable(local(one, pool="own").model_copy(update=inline))
+
+
 def test_a_split_engine_needs_the_gpus_of_both_its_servers() -> None:
     engines = {"type": "vllm", "gpus": 2, "split": {"prefill_gpus": 3, "connector": "NixlConnector"}}
     found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
