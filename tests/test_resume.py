@@ -91,6 +91,13 @@ def changed(resume: Resumption) -> list[str]:
     return [str(change) for change in resume.changes]
 
 
+def test_a_model_that_was_moved_is_given_by_the_runs_own_job(run: Path) -> None:
+    with pytest.raises(JobError, match=r"model\.path: .* only moved, correct its path in RUN/job\.yaml$"):
+        resumption(run, overrides=["model.path=/moved"])
+    write_job(run, build_job({**RAW, "model": {**RAW.get("model", {}), "path": "/moved"}}))
+    assert resumption(run).job.model.path == "/moved"
+
+
 def test_a_run_goes_on_as_it_was(run: Path) -> None:
     resume = resumption(run)
     assert (resume.job, resume.changes, resume.step, resume.earlier) == (build_job(RAW), (), 6, ())

@@ -71,7 +71,8 @@ def refuse_fixed(changes: Sequence[Change]) -> None:
     if refused:
         raise JobError(
             f"--resume: the run cannot go on with another {'; '.join(refused)}. Take that back, leave the job file out "
-            "(rollart train --resume RUN), or start a new run"
+            "(rollart train --resume RUN), or start a new run. Where a model or a task was only moved, "
+            "correct its path in RUN/job.yaml"
         )
 
 
