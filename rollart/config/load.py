@@ -40,7 +40,7 @@ ALIASES = {
     "count": ("replicas", "num_engines", "num_workers"),
     "slots": ("num_envs", "env_num"),
     "every": ("save_steps", "save_freq", "eval_steps", "test_freq", "eval_every", "save_every", "interval"),
-    "use": ("module", "env", "environment", "import_path"),
+    "use": ("module", "env", "import_path"),
     "max_batch": ("max_num_seqs", "max_running_requests"),
 }
 """Key -> what other libraries call it. A hint only: none of these is read."""
