@@ -52,7 +52,7 @@ $(MODEL): | setup
 	$(BIN)/rollart model tiny $(MODEL) --seed $(SEED)
 
 bench: setup  ## Measure the control plane
-	@$(BIN)/rollart bench control --json
+	@$(BIN)/python -m benchmarks.control --json
 
 docs: setup  ## Write docs/job.md again from rollart/config/
 	$(BIN)/python scripts/job_reference.py

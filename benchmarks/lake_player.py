@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tool_lake import MAX_CALLS, ToolLakeTasks
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
-from rollart.model import load_model
-from rollart.models.tokenizer import ChatTokenizer
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.model.network import load_model
+from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import Environment, as_observation
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 from rollart.types import GenerateRequest, Observation, Sampling, Task

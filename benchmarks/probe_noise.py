@@ -26,9 +26,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from rollart.engines.launch import AnyServer, ServerSettings, launch
 from rollart.engines.proof import PRECISIONS, Proven, judge
-from rollart.model import load_model, named_weights, probe
+from rollart.model.network import load_model, named_weights, probe
+from rollart.store.files import FileStore
 from rollart.types import Probe
-from rollart.weights.files import FileStore
 
 CONTEXT_TOKENS = 256
 

@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollart.models.tiny import END
 from rollart.tasks.api import Environment, observe
 from rollart.tasks.frozen_lake import MOVES, SIZE, FrozenLake, FrozenLakeTasks
 from rollart.types import Message, Observation, Task
+from rollart_recipes.tiny import END
 
 INSTRUCTION = "You are P on a frozen lake. Walk to G, never onto a hole O. When the walk is over, say done.\n"
 OVER, DONE = "The walk is over.\n", "done"
@@ -179,7 +179,7 @@ def pieces() -> list[str]:
 
 
 def tool_tokenizer() -> Any:
-    from rollart.models.tiny import tiny_tokenizer
+    from rollart_recipes.tiny import tiny_tokenizer
 
     tokenizer: Any = tiny_tokenizer(pieces())
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -191,8 +191,8 @@ def make(path: Path, seed: int, steps: int) -> None:
     """Write the model to a directory."""
     import torch
 
-    from rollart.models.tiny import save, tiny_model
-    from rollart.models.warmup import warm_up
+    from rollart_recipes.tiny import save, tiny_model
+    from rollart_recipes.warmup import warm_up
 
     def progress(step: int, loss: float) -> None:
         if step % 10 == 0:

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.lake_player import FORMS, held_out_success
 from rollart.events import Event, read_events
-from rollart.models.tokenizer import ChatTokenizer
+from rollart.model.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_SIZE = 8

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lake_player import DOMAIN, FORMS, Episode, play
 from benchmarks.tool_lake import DONE, INSTRUCTION, MAX_CALLS, Walk
-from rollart.models.tokenizer import ChatTokenizer
+from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
 GROUP_SIZE = 8

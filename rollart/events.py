@@ -2,8 +2,8 @@
 
 Every decision and every outcome is one event: a JSON object on one line of `events.jsonl`, with `n` (sequence
 number), `t` (seconds since the run began, on the run's clock), `e` (kind), and, where something earlier led to
-it, `cause` (that event's `n`). `docs/events.md` lists the kinds. The summary (`rollart.summary`) and the audit
-(`rollart.audit`) are folds over this log and read nothing else, live or afterwards.
+it, `cause` (that event's `n`). `docs/events.md` lists the kinds. The summary (`rollart.report.summary`) and the audit
+(`rollart.report.audit`) are folds over this log and read nothing else, live or afterwards.
 
 A log that grows large goes on in a new file: `events-000001.jsonl` is its oldest part, `events.jsonl` the one that is
 written to. `read_events` reads all parts as one, also those that someone compressed with gzip.

@@ -293,7 +293,7 @@ class Batch:
     """The serving version when the batch was formed."""
     groups: tuple[Group, ...]
     samples: tuple[Sample, ...] = ()
-    """The groups' trajectories, flat, with advantages: filled by the trainer (`rollart.samples`), empty elsewhere."""
+    """The groups' trajectories, flat, with advantages: filled by the trainer (`train/samples.py`), empty elsewhere."""
 
 
 class SetAside(NamedTuple):

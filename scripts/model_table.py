@@ -1,6 +1,6 @@
 """Writes docs/models.md: every causal LM architecture of transformers, and whether RollArt computes it rightly.
 
-Each class is reduced (`rollart.reduced`), built and proven (`rollart.agreement`), as when a job loads a model of it.
+Each class is reduced (`model/reduced.py`), built and proven (`model/agreement.py`), as when a job loads a model of it.
 Takes a minute. `tests/engines/test_architectures.py` fails when the page is out of date: a few families always, all of
 them in the slow tests.
 """
@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rollart.engines.steps import prove_steps_architecture
+from rollart.engines.embedded.steps import prove_steps_architecture
 from rollart.errors import JobError
-from rollart.model import prove_packed_architecture
-from rollart.reduced import reduced_model
+from rollart.model.network import prove_packed_architecture
+from rollart.model.reduced import reduced_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -45,11 +45,11 @@ Made by `python -m scripts.model_table` with transformers {transformers.__versio
 
 RollArt runs transformers' own model code with an attention of its own: packed batches in the trainer, steps over a
 cache in the [embedded engine](engine.md). That is right for models whose tokens know of each other through plain causal
-attention alone. Whether it is right for a model is computed whenever one is loaded (`rollart/agreement.py`): packed,
+attention alone. Whether it is right for a model is computed whenever one is loaded (`model/agreement.py`): packed,
 and in steps, against transformers' own forward pass of each sequence alone. Where log-probabilities differ by more
 than rounding, the model is refused, and the error says by how much.
 
-- Before weights are read, on a reduced model of the same config (`rollart/reduced.py`): same structure, random weights,
+- Before weights are read, on a reduced model of the same config (`model/reduced.py`): same structure, random weights,
   tiny sizes, windows of a few tokens, float32 on the CPU. `rollart check` and `rollart train` begin with it.
 - After that on the model itself, in its type and on its device. What counts as rounding there is found by letting
   transformers compute it twice in different orders; it is at least 0.001 (bfloat16: 0.06) and at most four times that.

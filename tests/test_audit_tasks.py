@@ -2,10 +2,10 @@
 
 import itertools
 
-from rollart.audit import Audit
-from rollart.audit_tasks import TaskBooks
 from rollart.events import Event
-from rollart.summary import Summary
+from rollart.report.audit import Audit
+from rollart.report.audit_tasks import TaskBooks
+from rollart.report.summary import Summary
 
 RUN: Event = {
     "e": "run",

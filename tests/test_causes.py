@@ -3,7 +3,7 @@
 import pytest
 
 from rollart.causes import MOST_CAUSES, MOST_CHARACTERS, OTHERS, Causes, kind_of
-from rollart.summary import WARNINGS_KEPT, Summary
+from rollart.report.summary import WARNINGS_KEPT, Summary
 
 SAME = [
     ("EnvError: g12.3.0 at 10.0.0.7 said no", "EnvError: g7r1.0.101 at 10.0.0.19 said no"),

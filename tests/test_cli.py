@@ -14,9 +14,9 @@ import yaml
 from rollart.cli import EXTRAS, main
 from rollart.config.job import Job
 from rollart.config.load import load_job
-from rollart.resume import Resumption, write_job
-from rollart.run import RunResult
-from rollart.train.journal import FileJournal
+from rollart.launch.resume import Resumption, write_job
+from rollart.launch.run import RunResult
+from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,11 +142,6 @@ def test_plans_are_not_kept_among_others(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith(f"rollart: --out: {tmp_path} exists")
 
 
-def test_workers_are_refused_where_they_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "control", "--workers", "2"]) == 2
-    assert "bench affinity" in capsys.readouterr().err
-
-
 REAL = ROOT / "jobs" / "quickstart.yaml"
 
 
@@ -160,7 +155,7 @@ def trained(
         asked.append((out, job, resume))
         return RunResult(summary={"state": state, "reason": ""}, violations=violations, deadlock=False, faults={})
 
-    monkeypatch.setattr("rollart.training.train", train)
+    monkeypatch.setattr("rollart.launch.training.train", train)
     return asked
 
 
@@ -246,7 +241,7 @@ def test_the_command_to_go_on_is_printed_and_works_as_printed(
     words = shlex.split(printed.removeprefix("rollart: to go on: "))
     main([*words[1:], "--json"])
     assert [where for where, _, _ in asked] == [out, out]
-    monkeypatch.setattr("rollart.commands.runs.run_dir", lambda *_: tmp_path / "new")
+    monkeypatch.setattr("rollart.cli.runs.run_dir", lambda *_: tmp_path / "new")
     main(["train", str(REAL), "--json"])
     assert "to go on" not in capsys.readouterr().err.splitlines()[-1], "there is nothing yet to go on from"
 
@@ -269,7 +264,7 @@ def test_an_option_of_another_kind_of_model_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for maker in ("smollm2.make_smollm2", "tiny.make_tiny", "tiny.continue_warmup"):
-        monkeypatch.setattr(f"rollart.models.{maker}", lambda *args, **settings: pytest.fail("it was made"))
+        monkeypatch.setattr(f"rollart_recipes.{maker}", lambda *args, **settings: pytest.fail("it was made"))
     assert main(["model", options[0], str(tmp_path / "model"), *options[1:]]) == 2
     assert capsys.readouterr().err.startswith(f"rollart: {key}: ")
     assert not list(tmp_path.iterdir())
@@ -281,7 +276,6 @@ def test_an_option_of_another_kind_of_model_is_refused(
         (["train", "jobs/quickstart.yaml"], "msgpack", "train"),
         (["task", "check", "rollart.tasks.frozen_lake"], "msgpack", "tasks"),
         (["reward", "serve", "rollart.tasks.frozen_lake:score"], "msgpack", "rewards"),
-        (["bench", "engine"], "torch", "train"),
         (["model", "tiny", "runs/never"], "gymnasium", "tasks"),
     ],
 )
@@ -296,7 +290,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
 
 
 def test_a_missing_package_of_somebody_else_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.commands.looks.check", lambda arguments: __import__("nobodys_package"))
+    monkeypatch.setattr("rollart.cli.looks.check", lambda arguments: __import__("nobodys_package"))
     with pytest.raises(ModuleNotFoundError, match="nobodys_package"):
         main(["check", "job.yaml"])
 

@@ -7,8 +7,8 @@ import pytest
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event
-from rollart.run import facts, simulate
-from rollart.summary import Summary
+from rollart.launch.run import facts, simulate
+from rollart.report.summary import Summary
 
 RAW: dict[str, Any] = {
     "name": "job",

@@ -37,7 +37,7 @@ def test_the_example_runs_as_printed_in_the_simulator(example: Path) -> None:
 def test_the_example_runs_as_printed(example: Path) -> None:
     """The model is not warmed up, so nothing may be learnt yet; and one step is enough."""
     pytest.importorskip("transformers")
-    from rollart.models.tiny import save, tiny_model, tiny_tokenizer
+    from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(example / "models" / "tiny")

@@ -12,8 +12,8 @@ import pytest
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events
-from rollart.run import simulate
-from rollart.training import _Known, _read_again
+from rollart.launch.run import simulate
+from rollart.launch.training import _Known, _read_again
 from tests.control.scene import BASE
 
 

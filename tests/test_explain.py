@@ -9,8 +9,8 @@ import pytest
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.events import read_events
-from rollart.explain import Explain, words
-from rollart.run import simulate
+from rollart.launch.run import simulate
+from rollart.report.explain import Explain, words
 
 
 @pytest.fixture(scope="module")

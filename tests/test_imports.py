@@ -15,33 +15,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SHARED = frozenset({"types", "ports", "errors", "append", "events", "config", "hardware"})
-ADAPTERS = frozenset({"engines", "envs", "rewards", "weights", "train", "cluster", "sim", "records"})
-FOLDS = frozenset({"types", "errors", "events", "causes", "costs"})
-VALUES = SHARED | {"samples", "wire"}
-READERS = frozenset({"summary", "audit", "trackers", "explain"})
-PARTS = VALUES | ADAPTERS | {"policy", "control", "tasks", "model", "models", "packed", "agreement"} | READERS
-ROOTS = frozenset(
-    {
-        "worlds",
-        "run",
-        "training",
-        "chaos",
-        "bench",
-        "worker",
-        "resources",
-        "real",
-        "setups",
-        "checks",
-        "resume",
-        "shapes",
-    }
-)
-"""Composition: the few modules that know everything."""
+SHARED = frozenset({"types", "ports", "errors", "append", "causes", "events", "hardware", "config"})
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "": frozenset(),
     "types": frozenset(),
+    "causes": frozenset(),
     "ports": frozenset({"types"}),
     "errors": frozenset({"types"}),
     "append": frozenset({"errors"}),
@@ -49,68 +28,40 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hardware": frozenset({"types"}),
     "config": frozenset({"types", "errors", "hardware"}),
     "policy": frozenset({"types", "hardware"}),
-    "control": SHARED | {"policy", "causes"},
-    "causes": frozenset(),
-    "costs": frozenset({"events"}),
-    "samples": frozenset({"types"}),
-    "wire": frozenset({"types"}),
-    "packed": frozenset(),
-    "reduced": frozenset(),
-    "agreement": SHARED | {"reduced"},
-    "model": SHARED | {"packed", "agreement", "reduced"},
-    "models": SHARED | {"tasks"},  # the tiny model's words come from its tasks
-    "tasks": SHARED,
-    **dict.fromkeys(ADAPTERS, VALUES),
-    "engines": VALUES | {"model", "packed", "agreement"},
-    "train": VALUES | {"model"},
-    "envs": VALUES | {"tasks"},  # user code is found and run through `tasks`
-    "rewards": VALUES | {"tasks"},
-    "summary": FOLDS | {"summary_tasks", "summary_evals", "summary_timings"},
-    "summary_tasks": FOLDS,
-    "summary_evals": FOLDS,
-    "summary_timings": FOLDS,
-    "audit": FOLDS | {"audit_tasks"},
-    "audit_tasks": FOLDS,
-    "explain": FOLDS,
-    "show": FOLDS | {"summary"},
-    "reading": FOLDS | {"records"},
-    "trackers": FOLDS | {"config"},
-    **dict.fromkeys(ROOTS, PARTS | ROOTS),
-    "cli": frozenset({"errors", "commands"}),
-    "commands": PARTS | ROOTS | {"show", "reading"},
-    "__main__": frozenset({"cli"}),
+    "control": SHARED | {"policy"},
+    "workers": SHARED,
+    "model": SHARED,
+    "tasks": SHARED | {"workers"},
+    "cluster": SHARED | {"workers"},
+    "engines": SHARED | {"model"},
+    "train": SHARED | {"model"},
+    "store": SHARED | {"workers"},  # the journal's values are encoded as those that cross processes
+    "envs": SHARED | {"tasks", "workers"},  # user code is found and run through `tasks`
+    "rewards": SHARED | {"tasks", "workers"},
+    "records": SHARED,
+    "sim": SHARED,
+    "report": SHARED | {"records"},
+    "launch": SHARED
+    | {"policy", "control", "workers", "cluster", "model", "engines", "train", "store", "envs", "rewards", "tasks"}
+    | {"records", "sim", "report"},
+    "cli": frozenset(
+        {"errors", "config", "launch", "report", "records", "tasks", "rewards", "sim", "cluster", "hardware"}
+    ),
 }
 """By first name below `rollart` ("" is rollart/__init__.py): what it may import. A package may import itself."""
 
-AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors", "commands"}), "commands": frozenset({"errors"})}
+AT_TOP: dict[str, frozenset[str]] = {"cli": frozenset({"errors"})}
 """Modules that may import only these at module level, and the rest of their row inside functions: start-up time."""
 
-LIGHT = VALUES | {
-    "",
-    "causes",
-    "costs",
-    "records",
-    "policy",
-    "control",
-    "cli",
-    "commands",
-    "summary",
-    "summary_tasks",
-    "summary_evals",
-    "summary_timings",
-    "audit",
-    "audit_tasks",
-    "explain",
-    "show",
-    "reading",
-    "run",
-    "chaos",
-}
+LIGHT = SHARED | {"", "policy", "control", "workers", "records", "report", "cli"}
 HEAVY = frozenset({"torch", "transformers", "ray", "vllm"})
 """No LIGHT module imports these, not even inside a function."""
 
 ONLY_IN = {"ray": "cluster"}
 """A library that one package keeps to itself."""
+
+DEEPEST_CHAIN = 12
+"""Modules of ours that import one another, each at its top, from the command line down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +167,12 @@ BROKEN = [
     ("rollart.control.proxy", "import importlib\nimportlib.import_module('vllm')", "control may not import vllm"),
     ("rollart.engines.vllm", "from rollart.control.proxy import Proxy", "engines may not import control"),
     ("rollart.engines.vllm", "from rollart.policy import routing", "engines may not import policy"),
-    ("rollart.engines.vllm", "from rollart.weights import shm", "engines may not import weights"),
+    ("rollart.engines.vllm", "from rollart.store import shm", "engines may not import store"),
     ("rollart.envs.host", "def f():\n    from rollart.cluster import local", "envs may not import cluster"),
-    ("rollart.envs.host", "from rollart.model import Network", "envs may not import model"),
+    ("rollart.envs.host", "from rollart.model.network import Network", "envs may not import model"),
     ("rollart.rewards.http", "from rollart.envs import host", "rewards may not import envs"),
-    ("rollart.weights.shm", "from rollart.train import single", "weights may not import train"),
-    ("rollart.train.single", "from rollart.weights import shm", "train may not import weights"),
+    ("rollart.store.shm", "from rollart.train import single", "store may not import train"),
+    ("rollart.train.single", "from rollart.store import shm", "train may not import store"),
     ("rollart.cluster.local", "from rollart.engines import embedded", "cluster may not import engines"),
     (
         "rollart.cluster.local",
@@ -231,23 +182,21 @@ BROKEN = [
     ("rollart.sim", "from .. import control", "sim may not import control"),
     ("rollart.sim.engine", "from rollart.engines import embedded", "sim may not import engines"),
     ("rollart.sim.engine", "from rollart.policy import swap", "sim may not import policy"),
-    ("rollart.model", "from rollart.train import losses", "model may not import train"),
-    ("rollart.models.tiny", "from rollart.engines import embedded", "models may not import engines"),
+    ("rollart.model.network", "from rollart.train import losses", "model may not import train"),
     ("rollart.tasks.frozen_lake", "from rollart.envs import host", "tasks may not import envs"),
-    ("rollart.summary", "from rollart.config.job import Job", "summary may not import config"),
-    ("rollart.summary", "import torch", "summary may not import torch"),
-    ("rollart.audit", "from rollart.summary import Summary", "audit may not import summary"),
-    ("rollart.audit", "import transformers", "audit may not import transformers"),
-    ("rollart.explain", "from rollart.policy.affinity import Affinity", "explain may not import policy"),
-    ("rollart.run", "from rollart.cli import main", "run may not import cli"),
-    ("rollart.worlds", "import ray", "only rollart.cluster may import ray"),
-    ("rollart.cli", "from rollart.run import run_job", "cli may not import run"),
-    ("rollart.commands.runs", "def f():\n    import torch", "commands may not import torch"),
-    ("rollart.commands.runs", "from rollart.run import run_job", "commands may import run inside a function only"),
+    ("rollart.report.summary", "from rollart.launch.run import run", "report may not import launch"),
+    ("rollart.report.summary", "import torch", "report may not import torch"),
+    ("rollart.report.audit", "import transformers", "report may not import transformers"),
+    ("rollart.report.explain", "from rollart.policy.affinity import Affinity", "report may not import policy"),
+    ("rollart.launch.run", "from rollart.cli import main", "launch may not import cli"),
+    ("rollart.launch.worlds", "import ray", "only rollart.cluster may import ray"),
+    ("rollart.cli", "from rollart.launch.run import simulate", "cli may import launch inside a function only"),
+    ("rollart.cli.runs", "def f():\n    import torch", "cli may not import torch"),
+    ("rollart.cli.runs", "from rollart.launch.run import simulate", "cli may import launch inside a function only"),
     (
-        "rollart.commands.runs",
+        "rollart.cli.runs",
         "class A:\n    from rollart.config.job import Job",
-        "commands may import config inside a function only",
+        "cli may import config inside a function only",
     ),
     ("rollart.extra", "", "has no row in MAY_IMPORT"),
 ]
@@ -262,19 +211,22 @@ def test_a_broken_rule_is_found(module: str, source: str, message: str) -> None:
 
 KEPT = [
     ("rollart.cli", "from rollart import __version__\nfrom rollart.errors import JobError"),
-    ("rollart.commands.runs", "def f():\n    from rollart.run import run_job\n    from rollart.sim import fit"),
+    ("rollart.cli.runs", "def f():\n    from rollart.launch.run import simulate\n    from rollart.sim import fit"),
     (
-        "rollart.commands.runs",
+        "rollart.cli.runs",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rollart.config.job import Job",
     ),
     (
-        "rollart.run",
+        "rollart.launch.run",
         "from rollart.control import proxy\nfrom rollart.engines import embedded\nimport rollart.sim.clock",
     ),
     ("rollart.control.proxy", "from rollart.policy.routing import choose\nfrom .render import Render\nimport asyncio"),
     ("rollart.policy.mix", "from rollart.types import Task\nfrom . import routing"),
-    ("rollart.engines.embedded", "import torch\nfrom rollart.model import Network\nfrom rollart.engines import vllm"),
-    ("rollart.train.single", "from rollart.model import Network"),
+    (
+        "rollart.engines.embedded.engine",
+        "import torch\nfrom rollart.model.network import Network\nfrom rollart.engines import vllm",
+    ),
+    ("rollart.train.single", "from rollart.model.network import Network"),
     ("rollart.cluster.ray", "import ray"),
 ]
 
@@ -295,3 +247,29 @@ def test_the_job_file_needs_nothing_heavy() -> None:
     loaded = loaded_after("import rollart.config.load")
     assert "rollart" in loaded
     assert loaded & HEAVY == set()
+
+
+def chain_from(module: str, imported: dict[str, list[str]], known: dict[str, list[str]]) -> list[str]:
+    """The longest chain of imports that begins with this module."""
+    if module not in known:
+        known[module] = [module]  # a cycle, which Python would refuse too, ends here
+        below = [chain_from(target, imported, known) for target in imported[module]]
+        known[module] = [module, *max(below, key=len, default=[])]
+    return known[module]
+
+
+def test_no_chain_of_imports_is_deep() -> None:
+    found = dict(modules())
+    imported: dict[str, list[str]] = {}
+    for module, path in found.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names = [item.name for item in imports_in(ast.parse(path.read_text()), package) if not item.deferred]
+        targets = {name if name in found else name.rpartition(".")[0] for name in names}
+        imported[module] = sorted(target for target in targets & found.keys() if target not in ("rollart", module))
+    known: dict[str, list[str]] = {}
+    longest = max((chain_from(module, imported, known) for module in imported), key=len)
+    assert len(longest) <= DEEPEST_CHAIN, " -> ".join(longest)
+
+
+def test_at_the_top_are_few_modules() -> None:
+    assert len(list((ROOT / "rollart").glob("*.py"))) <= 8

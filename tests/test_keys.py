@@ -65,8 +65,8 @@ RAY_PLACED = ("pools.N.resource", "pools.N.slots_per_worker", "pools.N.engines.m
 RAY_ELSEWHERE = ("tasks.N.latency", "cluster.check")
 """On Ray: of the wrapper of all hosts, as no environment is opened here; and what `tests/test_resources.py` shows."""
 
-REPORTS = ("rollart.run.facts", "rollart.show", "rollart.checks")
-PLACES = ("rollart.worlds", "rollart.resources")
+REPORTS = ("rollart.launch.run.facts", "rollart.report.show", "rollart.launch.checks")
+PLACES = ("rollart.launch.worlds", "rollart.launch.resources")
 
 SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}
@@ -136,7 +136,7 @@ def recording(job: Job) -> Iterator[Reads]:
 
 
 def simulated(job: Job) -> Reads:
-    from rollart.run import simulate
+    from rollart.launch.run import simulate
     from rollart.sim.faults import draw_plan
 
     with recording(job) as reads:
@@ -147,8 +147,8 @@ def simulated(job: Job) -> Reads:
 
 def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
     """A real run is put together, and one environment asked for; no worker is started."""
-    from rollart import training
-    from rollart.real import real_world, refuse_what_is_not_there
+    from rollart.launch import training
+    from rollart.launch.real import real_world, refuse_what_is_not_there
 
     refuse_what_is_not_there(job)
     folder.mkdir(parents=True)
@@ -175,7 +175,7 @@ def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
 
     asked = asyncio.Event()
     with monkeypatch.context() as patch, recording(job) as reads:
-        patch.setattr("rollart.training.real_world", keep)
+        patch.setattr("rollart.launch.training.real_world", keep)
         patch.setitem(sys.modules, "rollart.cluster.ray", ray_stub(asked))
         patch.setitem(sys.modules, "wandb", MagicMock())
         asyncio.run(training._drive(job, folder, work, resume=None, watch=None))
@@ -323,7 +323,7 @@ def matches(key: str, prefixes: tuple[str, ...]) -> bool:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    from rollart.models.tiny import save, tiny_model, tiny_tokenizer
+    from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from rollart import resources
 from rollart.cli import main
 from rollart.cluster import machine
 from rollart.config.job import Job
@@ -15,9 +14,10 @@ from rollart.config.load import build_job
 from rollart.config.settings import ClusterSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
+from rollart.launch import resources
+from rollart.launch.resources import demands
+from rollart.launch.setups import engine_setups, trainer_setup
 from rollart.policy.placement import fit
-from rollart.resources import demands
-from rollart.setups import engine_setups, trainer_setup
 from rollart.types import Needs, Node
 
 ROOT = Path(__file__).resolve().parent.parent

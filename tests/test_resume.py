@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from rollart.audit import Audit
 from rollart.config.changes import UNDECIDED, Acts, Fixed, differences, rule_of
 from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.paths import settings_in
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
-from rollart.resume import Resumption, resumption, write_job
-from rollart.run import facts
-from rollart.summary import Summary
-from rollart.train.journal import FileJournal
-from rollart.training import _Known, _tell_changes
+from rollart.launch.resume import Resumption, resumption, write_job
+from rollart.launch.run import facts
+from rollart.launch.training import _Known, _tell_changes
+from rollart.report.audit import Audit
+from rollart.report.summary import Summary
+from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
 
 RAW: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_a_kill_while_a_change_is_kept_does_no_harm(run: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rollart.resume.write_job", killed)
+        patch.setattr("rollart.launch.resume.write_job", killed)
         with pytest.raises(KeyboardInterrupt):
             resumption(run, overrides=["train.lr=0.5"]).keep()
     resume = resumption(run)

@@ -15,11 +15,11 @@ from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import Event, Reader
-from rollart.run import facts
-from rollart.show import LiveView, show_plays, show_summary
+from rollart.launch.run import facts
+from rollart.launch.training import _drive, _longest
+from rollart.report.show import LiveView, show_plays, show_summary
+from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
-from rollart.summary import Summary
-from rollart.training import _drive, _longest
 from rollart.types import Trajectory
 from tests.control.scene import NoWorld, Scene, scene_job
 from tests.test_training import JOB
@@ -130,7 +130,7 @@ def test_a_run_shows_what_it_waits_for(
         raise JobStopped("enough")
 
     monkeypatch.setattr(
-        "rollart.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
+        "rollart.launch.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
     )
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(

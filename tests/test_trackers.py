@@ -11,8 +11,8 @@ from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, JobStopped
 from rollart.events import read_events
-from rollart.trackers import Tracking, check_trackers, trackers
-from rollart.training import _drive, train
+from rollart.launch.training import _drive, train
+from rollart.report.trackers import Tracking, check_trackers, trackers
 from tests.control.scene import NoWorld
 from tests.test_training import JOB
 
@@ -61,7 +61,7 @@ def test_wandb_online_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
     track: dict[str, object], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollart.trackers.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("rollart.report.trackers.find_spec", lambda name: None if name == package else object())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     job = build_job({**JOB, "track": track, "model": {"path": str(tmp_path / "model")}})
@@ -106,8 +106,8 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
         pass
 
     real = SimpleNamespace(world=NoWorld(), close=nothing)
-    monkeypatch.setattr("rollart.trackers.TensorBoard", refuse)
-    monkeypatch.setattr("rollart.training.real_world", lambda *args, **more: real)
+    monkeypatch.setattr("rollart.report.trackers.TensorBoard", refuse)
+    monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     job = build_job({**JOB, "track": {"tensorboard": True}})
     result = asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
     assert result.summary["reason"] == "it came so far"

@@ -7,8 +7,8 @@ import torch
 
 from rollart.config.load import load_job
 from rollart.events import read_events
-from rollart.models.tiny import save, tiny_model, tiny_tokenizer
-from rollart.training import train
+from rollart.launch.training import train
+from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 from tests.vllm_python import HEAD_SIZE, PYTHON, ROOT, needs_vllm, none_left_in
 
 

@@ -11,11 +11,20 @@ import pytest
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
-from rollart.real import _stores_before, refuse_what_is_not_there
-from rollart.run import write_summary
-from rollart.summary import Summary
-from rollart.train.journal import FileJournal
-from rollart.training import _alone, _complete, _harmless, _Known, add_control, newest_run, summary_again, trained_s
+from rollart.launch.real import _stores_before, refuse_what_is_not_there
+from rollart.launch.run import write_summary
+from rollart.launch.training import (
+    _alone,
+    _complete,
+    _harmless,
+    _Known,
+    add_control,
+    newest_run,
+    summary_again,
+    trained_s,
+)
+from rollart.report.summary import Summary
+from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
 
 JOB = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rollart.types as types
 from rollart.types import Bucket, Finish, Span, Status, TensorPlace, TrajectoryId
-from rollart.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
+from rollart.workers.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
 
 TOKENS = np.array([3, 1, 2], dtype=np.int32)
 TASK = types.Task(id="a/7", domain="a", index=7, payload={"q": "2 + 3", "n": [1, 2.5, None, True]}, seed=4)

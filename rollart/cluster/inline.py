@@ -13,7 +13,7 @@ from rollart.ports import Engine, Trainer
 from rollart.types import EngineSpec
 
 Build = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Makes a worker from its set-up: `rollart.worker.build`."""
+"""Makes a worker from its set-up: `rollart.launch.worker.build`."""
 
 
 class InlineCluster:

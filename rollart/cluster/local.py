@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
-from rollart.cluster.link import Link, WorkerFailed, WorkerGone
 from rollart.cluster.machine import VISIBLE
 from rollart.errors import BoundaryError, ClusterError
 from rollart.types import EngineSpec
+from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
+from rollart.workers.link import Link, WorkerFailed, WorkerGone
 
 LAST_BREATH_S = 2.0
 """How long a worker whose socket is closed may take to have an exit status."""
@@ -62,7 +62,7 @@ class Process:
             environment[VISIBLE] = ",".join(self._devices)
         with theirs, open(self._log, "ab") as log:  # noqa: ASYNC230 - a log file on a local disk
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns as soon as it is forked
-                [sys.executable, "-m", "rollart.worker", str(theirs.fileno()), str(life_read)],
+                [sys.executable, "-m", "rollart.launch.worker", str(theirs.fileno()), str(life_read)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,7 +1,7 @@
 """The same workers as Ray actors, placed on the machines that their pool names. The only file that imports ray.
 
-An actor hosts what `rollart.worker.build` makes. Calls carry `rollart.wire` bytes; Ray wraps them in its own
-serialisation, between our own processes only, behind the cluster's authentication token. An actor that dies raises the
+An actor hosts what `rollart.launch.worker.build` makes. Calls carry `rollart.workers.wire` bytes; Ray wraps them in
+its own serialisation, between our own processes only, behind the cluster's token. An actor that dies raises the
 port's error in every call under way, and is never restarted by Ray: control does that, because only control knows which
 weights it must load first. A worker no machine has room for waits `wait_s` for one to join, then raises NoRoom.
 
@@ -27,13 +27,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollart.cluster.handles import WorkerEngine, WorkerTrainer, as_raised
 from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom, text_of
 from rollart.types import EngineSpec, Needs, Node
-from rollart.wire import pack, unpack
+from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
+from rollart.workers.wire import pack, unpack
 
 Build = Callable[..., Awaitable[Any]]
-"""Makes a worker from its set-up, and from its ranks where it has some: `rollart.worker.build`."""
+"""Makes a worker from its set-up, and from its ranks where it has some: `rollart.launch.worker.build`."""
 KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 PLACED = "placed.jsonl"

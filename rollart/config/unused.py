@@ -1,7 +1,7 @@
 """Keys that a job gives and that nothing would read, because of what another key says: each is refused with the reason.
 
 What a single section shows is refused there, in `settings.py` and `sim.py`; what only real runs do not read, in
-`rollart/real.py`. A key given its default is let through, as a resolved job has them all.
+`rollart/launch/real.py`. A key given its default is let through, as a resolved job has them all.
 `tests/test_keys.py` finds keys that are missing here.
 """
 

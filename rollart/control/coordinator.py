@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from rollart.config.job import Job
-from rollart.control.crew import Crew
+from rollart.control.affinity import Placing
 from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet
-from rollart.control.placing import Placing
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout, StopAsked
 from rollart.control.room import Room
+from rollart.control.supervisor import Crew
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
-from rollart.control.crew import Crew
 from rollart.control.movement import Movement, Mover
 from rollart.control.notes import Notes
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import LogHandle

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
+from rollart.control.affinity import Placing
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
-from rollart.control.placing import Placing
 from rollart.errors import TaskError
 from rollart.events import LogHandle
 from rollart.ports import TaskSet

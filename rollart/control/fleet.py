@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollart.control.crew import Crew
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Waits
 from rollart.errors import (
     BoundaryError,

@@ -8,8 +8,8 @@ its attempt ends; its engine, which the fleet judges by its progress, goes on.
 import asyncio
 from collections.abc import Sequence
 
-from rollart.control.crew import Crew
 from rollart.control.fleet import Call, Fleet, Seat
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Expired, Waits
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import LogHandle

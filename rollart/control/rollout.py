@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from rollart.config.job import Job, advantage_of
+from rollart.control.affinity import Placing
 from rollart.control.buffer import Growing, Member, SampleBuffer
-from rollart.control.crew import Crew
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
-from rollart.control.placing import Placing
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped, TaskError
 from rollart.events import LogHandle

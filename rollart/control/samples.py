@@ -1,4 +1,4 @@
-"""From the rewards of a group to advantages. Called by the buffer; `rollart.samples` flattens what is trained on."""
+"""From the rewards of a group to advantages. Called by the buffer; `train/samples.py` flattens what is trained on."""
 
 from collections.abc import Sequence
 

@@ -6,9 +6,9 @@ manifests; tensors never pass through here.
 
 import asyncio
 
-from rollart.control.crew import Crew
 from rollart.control.fleet import Fleet
 from rollart.control.rollout import Rollout
+from rollart.control.supervisor import Crew
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.errors import WeightError, boundary

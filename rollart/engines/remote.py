@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rollart.engines.embedded.segments import Call, Piece, Segment, Share, segment_seed, wrong_in
 from rollart.engines.proof import PRECISIONS, Proven, judge
-from rollart.engines.segments import Call, Piece, Segment, Share, segment_seed, wrong_in
 from rollart.engines.stops import StopFinder
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
 from rollart.types import (
@@ -143,7 +143,7 @@ class RemoteEngine:
             if manifest.probe is None:
                 raise WeightError(
                     f"{self._id}: version {manifest.version} came without a probe, so nothing can show that the server "
-                    "serves it; publish it with one (`rollart.model.probe`)"
+                    "serves it; publish it with one (`rollart.model.network.probe`)"
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
                 await asyncio.to_thread(self._fetch, manifest)

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
-from rollart.engines.segments import Piece, Segment
 from rollart.errors import AnswerError, WeightError
 from rollart.types import Finish, WeightVersion
 

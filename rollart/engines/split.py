@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from rollart.engines.segments import Piece, Segment
+from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.vllm import VllmServer
 from rollart.types import Finish, WeightVersion
 

@@ -13,8 +13,8 @@ from typing import Any
 from rollart.envs.codec import observation_from_wire
 from rollart.errors import EnvError
 from rollart.tasks.api import task_to_json
-from rollart.tasks.pool import Child, ChildError, ChildPool, Lost
 from rollart.types import Observation, Task, TrajectoryId
+from rollart.workers.pool import Child, ChildError, ChildPool, Lost
 
 CLOSE_GRACE_S = 5.0
 """How long an environment may take to close itself before its process is killed."""

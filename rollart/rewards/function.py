@@ -15,8 +15,8 @@ from typing import Any
 
 from rollart.rewards.wire import reward_to_json
 from rollart.tasks.api import Episode
-from rollart.tasks.child import describe
 from rollart.tasks.load import RewardFunction, load_reward
+from rollart.workers.child import describe
 
 FUNCTION_VARIABLE = "ROLLART_REWARD_FUNCTION"
 TOKEN_VARIABLE = "ROLLART_REWARD_TOKEN"

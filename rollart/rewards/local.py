@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rollart.errors import RewardError
 from rollart.rewards.wire import Decode, episode_of, score_from_json
-from rollart.tasks.pool import ChildError, ChildPool, Lost
 from rollart.types import Score, Trajectory
+from rollart.workers.pool import ChildError, ChildPool, Lost
 
 
 class LocalRewards:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.tasks import child
+from rollart.workers import child
 
 
 def start(setup: Mapping[str, Any]) -> child.Handler:

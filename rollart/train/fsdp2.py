@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import JobError, StoreFull, TrainerError, writing
-from rollart.model import (
+from rollart.model.network import (
     PROBE_LENGTH,
     PROBE_SEQUENCES,
     Scores,
@@ -98,7 +98,7 @@ class ShardedNetwork(nn.Module):
 
     @torch.no_grad()
     def probe(self, device: torch.device) -> Probe:
-        """As `rollart.model.probe`; all ranks call it together."""
+        """As `rollart.model.network.probe`; all ranks call it together."""
         tokens_T = probe_tokens(self.network)
         all_T = torch.ones_like(tokens_T, dtype=torch.bool, device=device)
         lengths = [PROBE_LENGTH] * PROBE_SEQUENCES

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollart.model import Scores
+from rollart.model.network import Scores
 from rollart.train.losses import LossInputs, LossReport, Totals, add_reports, policy_loss
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, micro_batch
@@ -39,7 +39,7 @@ NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator:
 
 
 class Scorer(Protocol):
-    """A network, as a function of packed tokens: see `rollart.model.packed_scores`."""
+    """A network, as a function of packed tokens: see `rollart.model.network.packed_scores`."""
 
     def __call__(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores: ...
 

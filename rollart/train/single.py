@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
-from rollart.model import load_model, named_weights, packed_scores, probe
+from rollart.model.network import load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
     MODEL_DIR,

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from rollart.errors import TrainerError
-from rollart.samples import filled
 from rollart.train.aside import Aside
 from rollart.train.losses import LossReport, LossSettings, Totals, batch_advantages, merge_reports
 from rollart.train.packing import bins, check_sample, deal
+from rollart.train.samples import filled
 from rollart.train.settings import TrainerSettings
 from rollart.types import Batch, Sample, SetAside, StepResult, TrajectoryId, WeightVersion
 

@@ -12,11 +12,11 @@ from benchmarks import trl_frozen_lake
 from benchmarks.lake_player import DOMAIN, FORMS, Episode, Form, held_out_success, play
 from benchmarks.tool_lake import tool_tokenizer
 from rollart.config.load import load_job
-from rollart.models.tiny import tiny_model, tiny_tokenizer
-from rollart.models.tokenizer import ChatTokenizer
+from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import text_of
 from rollart.tasks.frozen_lake import MAX_MOVES
 from rollart.tasks.load import load_task_set
+from rollart_recipes.tiny import tiny_model, tiny_tokenizer
 
 SEED = 3
 

@@ -17,7 +17,7 @@ from benchmarks.tool_lake import (
     calls_in,
     tool_tokenizer,
 )
-from rollart.models.tokenizer import ChatTokenizer
+from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.check import check_task
 from rollart.tasks.frozen_lake import FrozenLake
 from rollart.types import Message

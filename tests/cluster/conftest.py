@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.models.tiny import make_tiny
+from rollart_recipes.tiny import make_tiny
 from tests.cluster.small import WARMUP_STEPS
 from tests.vllm_python import HEAD_SIZE
 

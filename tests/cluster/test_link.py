@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollart.cluster.link import LENGTH, Link, WorkerFailed, WorkerGone
-from rollart.wire import pack, unpack
+from rollart.workers.link import LENGTH, Link, WorkerFailed, WorkerGone
+from rollart.workers.wire import pack, unpack
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.run import RunResult, simulate
-from rollart.training import train
+from rollart.launch.run import RunResult, simulate
+from rollart.launch.training import train
 from tests.cluster.small import STEPS, small_job
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config.settings import Spread
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from rollart.audit import Audit
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
@@ -20,12 +19,14 @@ from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import MODELS
+from rollart.launch.run import facts
+from rollart.launch.worlds import build_affinity, offers
 from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import Engine, Env, Recorder, Trainer
-from rollart.run import facts
-from rollart.samples import filled
+from rollart.report.audit import Audit
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.trainer import SimJournal
+from rollart.train.samples import filled
 from rollart.types import (
     Batch,
     Bucket,
@@ -47,7 +48,6 @@ from rollart.types import (
     WeightManifest,
     WeightVersion,
 )
-from rollart.worlds import build_affinity, offers
 
 FIRST_SAMPLED = 1000
 """Sampled tokens are these and above; rendered ones are below."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollart.policy.answers import MOST_REFUSED
-from rollart.summary import Summary
+from rollart.report.summary import Summary
 from rollart.types import Completion, GenerateRequest, Span, WeightManifest
 from tests.control.scene import Played, Scene, ScriptedEngine, scene_job
 

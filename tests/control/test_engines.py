@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rollart.control.crew import Crew
 from rollart.control.fleet import Fleet
 from rollart.control.proxy import MOST_SENDS, Proxy
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Waits
 from rollart.errors import EngineError, JobStopped, RequestError, WeightError
 from rollart.events import Event, EventLog, LogHandle

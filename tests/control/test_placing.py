@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollart.control.placing import Placing, needs
+from rollart.control.affinity import Placing, needs
 from rollart.types import Completion, Finish, Span, Status, Task, Trajectory, TrajectoryId, Turn
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from rollart.errors import RewardError
-from rollart.run import metric_rows
-from rollart.summary import Summary
+from rollart.launch.run import metric_rows
+from rollart.report.summary import Summary
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job
 

@@ -8,7 +8,7 @@ import pytest
 from rollart.control.render import Prefix, delta
 from rollart.control.samples import advantages, zero_variance
 from rollart.ports import Env
-from rollart.samples import filled, flatten
+from rollart.train.samples import filled, flatten
 from rollart.types import Completion, Finish, Group, Observation, Span, Task, TrajectoryId
 from tests.control.invariant import check_first_invariant
 from tests.control.scene import Scene, ScriptedEnv, Words, scene_job

@@ -8,7 +8,7 @@ import pytest
 from rollart.errors import JobStopped, TrainerError
 from rollart.events import Event
 from rollart.policy.training import STOP_AFTER, WARN_AFTER
-from rollart.summary import Summary
+from rollart.report.summary import Summary
 from rollart.types import Batch, SetAside, Trajectory
 from tests.control.scene import Played, Scene, ScriptedTrainer, scene_job
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollart.control.crew import Crew
 from rollart.control.env_manager import Run, Session
+from rollart.control.supervisor import Crew
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.errors import Deadlock

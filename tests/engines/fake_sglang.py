@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rollart.engines.embedded import EmbeddedEngine
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.errors import EngineError
-from rollart.model import packed_logprobs
+from rollart.model.network import packed_logprobs
 from rollart.types import Completion, GenerateRequest, Sampling
 
 STREAM_INTERVAL = 4

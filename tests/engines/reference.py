@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
-from rollart.model import adopt, load_weights_, named_weights
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.model.network import adopt, load_weights_, named_weights
 from rollart.types import Completion, GenerateRequest, Sampling, Tokens
 
 VOCAB = 61

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-from rollart.model import adopt, named_weights, probe
-from rollart.models.tiny import tiny_tokenizer
+from rollart.model.network import adopt, named_weights, probe
+from rollart.store.files import FileStore
 from rollart.types import Completion, GenerateRequest, WeightManifest
-from rollart.weights.files import FileStore
+from rollart_recipes.tiny import tiny_tokenizer
 from tests.engines.reference import build, check, our_model
 
 CONTEXT_TOKENS = 256

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from rollart.agreement import prove
-from rollart.engines.embedded import EmbeddedEngine
-from rollart.engines.steps import kept_by, prove_steps, prove_steps_architecture
+from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
-from rollart.model import _known_cause, adopt, load_model, packed_logprobs, prove_packed_architecture
-from rollart.reduced import VOCAB, WINDOW, reduced
+from rollart.model.agreement import prove
+from rollart.model.network import _known_cause, adopt, load_model, packed_logprobs, prove_packed_architecture
+from rollart.model.reduced import VOCAB, WINDOW, reduced
 from scripts.model_table import KINDS, PAGE, Row, default_config, examine, render
 from tests.engines.reference import drain, our_model, plain_model, request
 

@@ -4,11 +4,11 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 
-from rollart.engines.threaded import ThreadedEngine
-from rollart.model import named_weights
+from rollart.engines.embedded.threaded import ThreadedEngine
+from rollart.model.network import named_weights
+from rollart.store.prefetch import FetchAhead
+from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest, WeightVersion
-from rollart.weights.ahead import FetchAhead
-from rollart.weights.shm import ShmStore
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.engines.reference import make_engine, plain_model
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollart.engines import drafts
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
-from rollart.model import named_weights, packed_logprobs
-from rollart.packed import fold
+from rollart.engines.embedded import drafts
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.model.network import named_weights, packed_logprobs
+from rollart.model.packed import fold
 from rollart.types import Completion
 from tests.engines.reference import KINDS, check, drain, our_model, plain_model, random_tokens, request
 

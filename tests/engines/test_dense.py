@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollart.engines import dense
-from rollart.engines.dense import DenseForward, dense_forward
-from rollart.model import forward_hidden, named_weights, project
-from rollart.packed import PackedPlan
+from rollart.engines.embedded import dense
+from rollart.engines.embedded.dense import DenseForward, dense_forward
+from rollart.model.network import forward_hidden, named_weights, project
+from rollart.model.packed import PackedPlan
 from tests.engines.reference import (
     KINDS,
     VOCAB,

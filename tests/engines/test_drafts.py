@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from rollart.engines import embedded
-from rollart.engines.drafts import SURE, Drafts
-from rollart.engines.embedded import EmbeddedEngine
-from rollart.engines.sequence import Sequence
-from rollart.model import named_weights
+from rollart.engines.embedded import engine as embedded
+from rollart.engines.embedded.drafts import SURE, Drafts
+from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.sequence import Sequence
+from rollart.model.network import named_weights
 from rollart.types import Completion, Finish, GenerateRequest
 from tests.engines.reference import EOS, VOCAB, check, drain, make_engine, plain_model, random_tokens, request
 
@@ -48,7 +48,7 @@ def test_it_goes_on_from_what_the_request_said_itself() -> None:
 
 
 def test_what_was_learnt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.engines.drafts.MOST_CONTEXTS", 50)
+    monkeypatch.setattr("rollart.engines.embedded.drafts.MOST_CONTEXTS", 50)
     drafts = Drafts()
     for number in range(200):
         drafts.learn(sequence(), list(range(number, number + 4)))

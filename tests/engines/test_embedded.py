@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from rollart.engines.embedded import EmbeddedEngine
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.errors import EngineError, RequestError, WeightError
-from rollart.model import named_weights
+from rollart.model.network import named_weights
 from rollart.types import Completion, Finish, GenerateRequest, Span, Tokens
 from tests.engines.reference import EOS, KINDS, check, drain, make_engine, plain_model, random_tokens, request
 

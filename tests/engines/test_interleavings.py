@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.engines import drafts
-from rollart.model import named_weights
+from rollart.engines.embedded import drafts
+from rollart.model.network import named_weights
 from rollart.types import Completion, Finish, GenerateRequest, Tokens
 from tests.engines.reference import check, make_engine, plain_model, random_tokens, request
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel
 
-from rollart import model as model_module
 from rollart.errors import WeightError
-from rollart.model import (
+from rollart.model import network as model_module
+from rollart.model.network import (
     adopt,
     forward_hidden,
     load_model,
@@ -21,7 +21,7 @@ from rollart.model import (
     packed_scores,
     project,
 )
-from rollart.packed import PackedPlan
+from rollart.model.packed import PackedPlan
 from tests.engines.reference import KINDS, VOCAB, build, our_model, plain_model
 
 LENGTHS = (3, 90, 1, 70, 33, 33, 200, 80)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart import packed
-from rollart.model import packed_scores
-from rollart.packed import fold
+from rollart.model import packed
+from rollart.model.network import packed_scores
+from rollart.model.packed import fold
 from tests.engines.reference import VOCAB, our_model, plain_model
 
 

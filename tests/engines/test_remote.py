@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.engines.embedded.segments import Call
 from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
-from rollart.engines.segments import Call
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
 from rollart.types import Completion, Finish
 from tests.engines.fake_sglang import KEY, FakeSglang

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rollart.engines.sampler import sample
-from rollart.engines.sequence import Sequence
+from rollart.engines.embedded.sampler import sample
+from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.stops import StopFinder
 from rollart.types import Finish
 from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollart.engines.segments import Call, Share, segment_seed
+from rollart.engines.embedded.segments import Call, Share, segment_seed
 from rollart.types import Finish, GenerateRequest, Sampling, Span
 
 
@@ -45,7 +45,7 @@ def test_engine_seconds_are_divided_among_those_in_flight(monkeypatch: pytest.Mo
     now = [0.0]
     share = Share()
     share._at = 0.0
-    monkeypatch.setattr("rollart.engines.segments.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("rollart.engines.embedded.segments.time.perf_counter", lambda: now[0])
     first = share.enter()
     now[0] = 1.0
     second = share.enter()

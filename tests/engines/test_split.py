@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
-from rollart.engines.segments import Piece, Segment
 from rollart.engines.split import SplitServer, arguments, environment
 from rollart.engines.vllm import VllmServer
 from rollart.types import Finish, Sampling

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollart.engines.embedded import EmbeddedEngine, EngineSettings
-from rollart.engines.threaded import ThreadedEngine
+from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.errors import EngineError, WeightError
-from rollart.model import named_weights
+from rollart.model.network import named_weights
 from rollart.ports import Engine
 from rollart.types import Finish, WeightManifest
 from tests.engines.reference import check, make_engine, plain_model, request

@@ -16,8 +16,8 @@ import pytest
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import EnvError
 from rollart.ports import EnvHost
-from rollart.tasks import pool
 from rollart.types import Observation, Task
+from rollart.workers import pool
 from tests.contracts.envs import EnvBench
 from tests.contracts.envs import EnvHostContract as PortContract
 from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until

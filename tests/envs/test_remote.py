@@ -1,6 +1,6 @@
 """Environments in workers elsewhere: the contract, and what happens when a worker is lost.
 
-The worker here is the real one, built by `rollart.worker.build`, in this process: what is remote is played by packing
+The worker here is the real one, built by `launch.worker.build`, in this process: what is remote is played by packing
 every message. On real Ray actors the same host runs in `tests/cluster`.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from rollart.cluster.handles import as_raised
 from rollart.envs import remote
 from rollart.envs.remote import RemoteEnvHost
 from rollart.errors import BoundaryError, ClusterError, EnvError, NoRoom
+from rollart.launch.worker import build
 from rollart.ports import EnvHost
 from rollart.types import Observation
-from rollart.wire import pack, unpack
-from rollart.worker import build
+from rollart.workers.handles import as_raised
+from rollart.workers.wire import pack, unpack
 from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
 
 

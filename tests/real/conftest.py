@@ -11,7 +11,7 @@ collect_ignore_glob = [] if find_spec("torch") and find_spec("transformers") els
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with random weights: nothing here needs it to be good at anything."""
-    from rollart.models.tiny import save, tiny_model, tiny_tokenizer
+    from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
-from rollart.setups import engine_setups, trainer_setup
+from rollart.launch.setups import engine_setups, trainer_setup
+from rollart.store.shm import ShmStore
 from rollart.types import EngineSpec
-from rollart.weights.shm import ShmStore
 from tests.real.harness import SOON_S, job
 
 SPEC = EngineSpec(id="cpu-0", pool="cpu", type="embedded", hardware="cpu", gpus=1)

@@ -7,8 +7,8 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.events import Event, read_events
+from rollart.launch.training import train
 from rollart.tasks.load import load_task_set
-from rollart.training import train
 from tests.real.bad_tasks import FAILING
 from tests.real.harness import TASKS, job
 

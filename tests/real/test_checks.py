@@ -14,13 +14,13 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from rollart.checks import RUN_BYTES, problems, refuse_start
 from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers
-from rollart.training import _alone
+from rollart.launch.checks import RUN_BYTES, problems, refuse_start
+from rollart.launch.real import refuse_long_contexts, refuse_mixtures_on_servers
+from rollart.launch.training import _alone
 from tests.real.harness import job
 
 POSITIONS = 1024
@@ -279,7 +279,7 @@ def test_an_environment_that_fails_now_and_then_is_let_through(model: Path, here
 
 
 def test_a_slow_environment_is_not_waited_for(model: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.checks.RESET_S", 0.01)
+    monkeypatch.setattr("rollart.launch.checks.RESET_S", 0.01)
     check_real(build_job(job(model, tasks=task_of(here, "import time; time.sleep(3600)"))))
 
 
@@ -401,7 +401,7 @@ def test_a_disk_that_fills_up_later_is_one_line(
     def full(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
 
-    monkeypatch.setattr("rollart.run.EventLog", full)
+    monkeypatch.setattr("rollart.launch.run.EventLog", full)
     (here / "job.yaml").write_text(yaml.safe_dump(job(here)))
     assert main(["sim", str(here / "job.yaml")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("rollart: stopped: events.jsonl: No space left")

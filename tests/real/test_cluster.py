@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rollart.cluster.handles import WorkerEngine
 from rollart.cluster.local import LocalCluster, Process
 from rollart.errors import ClusterError, EngineError, WeightError
 from rollart.ports import Trainer
 from rollart.types import Batch, WeightManifest, WeightVersion
+from rollart.workers.handles import WorkerEngine
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.trainer import ClusterBench, ClusterContract, TrainerBench, TrainerContract
 from tests.real.processes import MAX_BATCH, SPEC, local_cluster

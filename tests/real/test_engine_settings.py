@@ -11,13 +11,13 @@ import torch
 
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
-from rollart.model import load_model, named_weights
-from rollart.real import real_world
-from rollart.setups import engine_setups
-from rollart.train.journal import FileJournal
+from rollart.launch.real import real_world
+from rollart.launch.setups import engine_setups
+from rollart.launch.worker import build
+from rollart.model.network import load_model, named_weights
+from rollart.store.journal import FileJournal
+from rollart.store.shm import ShmStore
 from rollart.types import GenerateRequest, Sampling
-from rollart.weights.shm import ShmStore
-from rollart.worker import build
 from tests.real.harness import job
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollart.config.load import build_job
-from rollart.training import train
+from rollart.launch.training import train
 from tests.real.harness import TASKS, job
 
 REFUSING = """

@@ -9,11 +9,11 @@ import pytest
 from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.reading import episode, show_trajectory, visible
+from rollart.launch.run import RunResult, simulate
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
-from rollart.run import RunResult, simulate
-from rollart.show import show_summary
+from rollart.report.reading import episode, show_trajectory, visible
+from rollart.report.show import show_summary
 from rollart.types import Message, Observation, Task, TurnNote
 from tests.contracts.recorder import batch, played, trajectory
 from tests.test_docs_pages import tiny_job
@@ -237,7 +237,7 @@ def test_an_evaluation_shows_its_worst_episode(
         summary = {"state": "finished", "evaluations": {"eval0": plays}}
         return RunResult(summary=summary, violations=[], deadlock=False, faults={})
 
-    monkeypatch.setattr("rollart.training.evaluate", evaluate)
+    monkeypatch.setattr("rollart.launch.training.evaluate", evaluate)
     job = tmp_path / "job.yaml"
     job.write_bytes(orjson.dumps({**JOB, "trajectories": {"keep": keep}}))  # JSON is YAML
     assert main(["eval", str(job), "--out", str(tmp_path / "run")]) == 0

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollart.chaos import plan_job
 from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.settings import MODES
 from rollart.events import read_events
-from rollart.run import RunResult, simulate
+from rollart.launch.chaos import plan_job
+from rollart.launch.run import RunResult, simulate
 from rollart.sim.faults import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.tasks.child import LENGTH, describe, pack, unpack
-from rollart.tasks.pool import Child, ChildError, ChildPool, _Link
+from rollart.workers.child import LENGTH, describe, pack, unpack
+from rollart.workers.pool import Child, ChildError, ChildPool, _Link
 from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
 
 

@@ -8,11 +8,11 @@ import pytest
 from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
-from rollart.real import refuse_what_is_not_there
+from rollart.launch.real import refuse_what_is_not_there
+from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
-from rollart.setups import task_variables
-from rollart.tasks.pool import ChildPool
-from rollart.tasks.variables import for_children
+from rollart.workers.pool import ChildPool
+from rollart.workers.variables import for_children
 
 SECRETS = {
     "WANDB_API_KEY": "w",

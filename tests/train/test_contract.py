@@ -12,12 +12,12 @@ import pytest
 
 from rollart.errors import JobError, StoreFull, WeightError
 from rollart.ports import Journal, Trainer
-from rollart.train.journal import FileJournal
+from rollart.store.journal import FileJournal
+from rollart.store.shm import ShmStore
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
 from rollart.types import Batch, WeightManifest
-from rollart.weights.shm import ShmStore
-from rollart.wire import SCHEMA, pack
+from rollart.workers.wire import SCHEMA, pack
 from tests.contracts.trainer import (
     JournalContract,
     TrainerBench,

@@ -26,10 +26,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
-from rollart import model
 from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
-from rollart.models.tiny import make_tiny
+from rollart.launch.worker import _ranked_trainer
+from rollart.model import network as model
 from rollart.ports import Trainer
+from rollart.store.shm import ShmStore
 from rollart.train import fsdp2
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import optimizer_files
@@ -40,9 +41,8 @@ from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.train.step import Step
 from rollart.types import Batch, StepResult, WeightManifest
-from rollart.weights.shm import ShmStore
-from rollart.wire import pack, unpack
-from rollart.worker import _ranked_trainer
+from rollart.workers.wire import pack, unpack
+from rollart_recipes.tiny import make_tiny
 from tests.contracts.trainer import TrainerBench, TrainerContract
 from tests.small_disk import small_disk
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model

@@ -12,10 +12,10 @@ from rollart.config.changes import as_replayed
 from rollart.config.load import build_job
 from rollart.config.settings import Algorithm
 from rollart.errors import JobError
-from rollart.setups import trainer_setup
+from rollart.launch.setups import trainer_setup
+from rollart.launch.worker import _trainer_settings
 from rollart.train.losses import LossSettings
 from rollart.train.single import SingleTrainer
-from rollart.worker import _trainer_settings
 from tests.train.samples import make_batch, random_samples, tiny_model
 
 JOB: dict[str, Any] = {

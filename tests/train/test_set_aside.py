@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rollart.errors import StoreFull
-from rollart.model import Scores
-from rollart.train.journal import FileJournal
+from rollart.model.network import Scores
+from rollart.store.journal import FileJournal
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.types import (
@@ -327,7 +327,7 @@ def test_a_disk_without_room_for_it_is_no_loss_of_the_trainer(
 
 
 def test_what_was_set_aside_crosses_to_the_coordinator(settings: TrainerSettings) -> None:
-    from rollart.wire import pack, unpack
+    from rollart.workers.wire import pack, unpack
 
     result = SingleTrainer(settings).train_step(make_batch(0, [make_sample("bad", [1, VOCAB], [0, 1])]))
     assert unpack(pack(result)) == result

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
-from rollart.model import load_model
+from rollart.model.network import load_model
 from rollart.ports import Trainer
 from rollart.train import checkpoints, single
 from rollart.train.losses import LossSettings

@@ -1,0 +1,212 @@
+"""The five modes on one real job, and what the simulator says of them. `python -m benchmarks.modes`.
+
+Everything is real: processes, model, environments, rewards, trainer, weights. `jobs/modes.yaml` fixes the job; the mode
+is the only thing that changes. Engine and trainer have one core each; the coordinator, with the environments and the
+reward worker, is on the trainer's core, so that generation is the same in all modes. Rounds are interleaved, each
+with a seed of its own, and the modes of a round meet the same environment latencies.
+Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these, give the
+profile with which all five modes are simulated.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import main
+from rollart.config.job import Job
+from rollart.config.load import build_job, load_job
+from rollart.config.settings import MODES
+from rollart.errors import JobError
+from rollart.events import read_events
+from rollart.launch.run import simulate
+from rollart.launch.training import train
+from rollart.sim.fit import fit_runs
+
+JOB = Path(__file__).resolve().parents[1] / "jobs" / "modes.yaml"
+ROUNDS = 5
+FITTED = "sync+"
+"""The mode whose runs the simulator is fitted on."""
+SKIPPED_STEPS = 2
+"""Steps at the start of each run that are not counted: nothing overlaps yet."""
+
+
+def measure(rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
+    """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`."""
+    job = load_job(JOB, overrides)
+    if job.train.steps < SKIPPED_STEPS + 2:
+        raise JobError(f"train.steps: {job.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
+    make_model(Path(job.model.path))
+    out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
+    began_s = time.monotonic()
+    real: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    with _on_cores(job.train.cores):
+        for number in range(rounds):
+            for mode in _rotated(list(MODES), number):
+                real[mode].append(_real_run(overrides, mode, number, out))
+    profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
+    profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000  # its core is the coordinator's as well
+    simulated = {mode: [_simulated_run(overrides, mode, number, profile) for number in range(rounds)] for mode in MODES}
+    means = {mode: _mean(runs) for mode, runs in real.items()}
+    predicted = {mode: _mean(runs) for mode, runs in simulated.items()}
+    return {
+        "real": means,
+        "simulated": predicted,
+        "simulated_over_real": {mode: round(predicted[mode] / means[mode], 3) for mode in MODES},
+        "rounds": {mode: [run["step_s"] for run in runs] for mode, runs in real.items()},
+        "spread": {mode: _spread(runs) for mode, runs in real.items()},
+        "simulated_spread": {mode: _spread(runs) for mode, runs in simulated.items()},
+        "waste": {mode: _waste(runs) for mode, runs in real.items()},
+        "max_steps": {mode: max(run["max_steps"] for run in runs) for mode, runs in real.items()},
+        "max_age": {mode: max(run["max_age"] for run in runs) for mode, runs in real.items()},
+        "train_s": {mode: round(statistics.fmean(run["train_s"] for run in runs), 4) for mode, runs in real.items()},
+        "engine_busy": {mode: round(statistics.fmean(run["busy"] for run in runs), 3) for mode, runs in real.items()},
+        "coordinator_cpu_ms_per_call": _cpu_per_call(real),
+        "settings": _settings(job, rounds),
+        "profile": profile,
+        "runs": str(out),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+END_OF_TURN = "up"
+"""A plain word, which ends no answer."""
+
+
+def make_model(path: Path) -> None:
+    """The tiny network with random weights and no end token: every answer has as many tokens as it may."""
+    if (path / "config.json").exists():
+        return
+    import torch
+
+    from rollart_recipes.tiny import tiny_model, tiny_tokenizer
+
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, END_OF_TURN)
+    tokenizer.eos_token = None
+    torch.manual_seed(0)
+    model: Any = tiny_model(len(tokenizer))
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    tokenizer.save_pretrained(path)
+    model.eval().save_pretrained(path)
+
+
+def _job(overrides: Sequence[str], mode: str, number: int) -> Job:
+    return load_job(JOB, [*overrides, f"mode={mode}", f"seed={number}"])
+
+
+def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> dict[str, Any]:
+    folder = out / f"{mode}-{number}"
+    marks: dict[str, float] = {}
+    result = train(
+        _job(overrides, mode, number),
+        folder,
+        watch=lambda summary, waits: lambda event: marks.__setitem__(event["e"], time.process_time()),
+    )
+    if result.summary["state"] != "finished" or result.violations:
+        raise JobError(f"{folder}: {result.summary['reason']} {result.violations}")
+    run = {**_figures(result.summary, folder), "cpu_s": marks["step.end"] - marks["started"]}
+    print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
+    return run
+
+
+def _simulated_run(overrides: Sequence[str], mode: str, number: int, profile: dict[str, Any]) -> dict[str, Any]:
+    import tempfile
+
+    raw = _job(overrides, mode, number).model_dump(mode="json")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        return _figures(simulate(build_job({**raw, "sim": profile}), path).summary, path)
+
+
+def _figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+    events = list(read_events(folder / "events.jsonl"))
+    ends = [event for event in events if event["e"] == "step.end"]
+    counted = len(ends) - SKIPPED_STEPS
+    return {
+        "step_s": round((ends[-1]["t"] - ends[SKIPPED_STEPS - 1]["t"]) / counted, 4),
+        "train_s": statistics.fmean(event["train_s"] for event in ends[SKIPPED_STEPS:]),
+        "max_steps": summary["staleness"]["max_steps"],
+        "max_age": summary["staleness"]["max"],
+        "waste": summary["waste"],
+        "trajectories": sum(summary["trajectories"].values()),
+        "calls": sum(pool["requests"] for pool in summary["pools"].values()),
+        "busy": max(pool["utilisation"] for pool in summary["pools"].values()),
+    }
+
+
+def _mean(runs: Sequence[dict[str, Any]]) -> float:
+    return round(statistics.fmean(run["step_s"] for run in runs), 4)
+
+
+def _spread(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    values = [run["step_s"] for run in runs]
+    return {"min": min(values), "max": max(values)}
+
+
+def _waste(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over all rounds: trajectories played, and those thrown away, by why."""
+    reasons = {how: sum(run["waste"][how]["trajectories"] for run in runs) for how in runs[0]["waste"]}
+    played = sum(run["trajectories"] for run in runs)
+    return {
+        "trajectories": played,
+        "wasted": {how: count for how, count in reasons.items() if count},
+        "share": round(sum(reasons.values()) / played, 4),
+    }
+
+
+def _cpu_per_call(real: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    return {
+        mode: round(1000 * statistics.fmean(run["cpu_s"] / run["calls"] for run in runs), 3)
+        for mode, runs in real.items()
+    }
+
+
+def _settings(job: Job, rounds: int) -> dict[str, Any]:
+    task = job.tasks[0]
+    assert task.latency is not None
+    return {
+        "job": str(JOB.name),
+        "rounds": rounds,
+        "steps": job.train.steps,
+        "skipped_steps": SKIPPED_STEPS,
+        "groups_per_step": job.rollout.groups_per_step,
+        "group_size": task.group_size,
+        "turns": task.max_turns,
+        "answer_tokens": task.max_tokens,
+        "latency_s": task.latency.model_dump(exclude_defaults=True),
+        "cores": {
+            "engine": list(job.engine_pools[0].engines.cores if job.engine_pools[0].engines else ()),
+            "trainer": list(job.train.cores),
+            "coordinator": list(job.train.cores),
+        },
+        "fitted_on": FITTED,
+    }
+
+
+def _rotated(modes: list[str], by: int) -> list[str]:
+    """Each round begins with another mode, so that a slow drift of the machine falls on all alike."""
+    by %= len(modes)
+    return modes[by:] + modes[:by]
+
+
+@contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """This process, which is the coordinator's, keeps to these cores."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure))

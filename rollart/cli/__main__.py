@@ -1,0 +1,7 @@
+"""`python -m rollart.cli`: the same as `rollart`."""
+
+import sys
+
+from rollart.cli import main
+
+sys.exit(main())

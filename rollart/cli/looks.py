@@ -1,0 +1,174 @@
+"""Commands that look at a job before it runs, and at a run while it goes on or after: nothing is started by them."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.cli.output import print_json, resume_command, warn
+from rollart.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollart.records.reader import ReadTrajectory
+
+
+def check(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from rollart.config.load import load_job, warnings
+    from rollart.launch.checks import for_the_simulator, problems
+    from rollart.launch.worlds import offers
+    from rollart.policy.placement import bindings
+
+    job = load_job(arguments.job, arguments.overrides)
+    bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
+    simulated = for_the_simulator(job)
+    wrong = [] if simulated else problems(job, arguments.out)
+    if arguments.json:
+        rows = [
+            {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}
+            for b in bound
+        ]
+        print_json(
+            {
+                "job": job.model_dump(mode="json"),
+                "bindings": rows,
+                "simulator_only": simulated,
+                "problems": wrong,
+                "warnings": warnings(job),
+            }
+        )
+        return 2 if wrong else 0
+    if wrong:
+        raise JobError("\n".join(wrong))
+    print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="")
+    print("# roles")
+    for b in bound:
+        devices = f", {b.devices} devices" if b.devices else ""
+        print(f"#   {b.role} on {b.pool} ({b.hardware}): {b.workers} workers{devices}")
+    if simulated:
+        print("# for the simulator alone: it names no model.path and no tasks.use, which `rollart train` needs")
+    warn(job)
+    return 0
+
+
+def pools(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import load_job
+    from rollart.launch.resources import report
+
+    found = report(load_job(arguments.job, arguments.overrides))
+    if arguments.json:
+        print_json(found)
+    else:
+        from rollart.report.show import show_pools
+
+        show_pools(found)
+    return 1 if found["missing"] else 0
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    from rollart.events import read_events
+    from rollart.report.audit import Audit
+
+    audit = Audit()
+    for event in read_events(_events_of(arguments.run_dir)):
+        audit.read(event)
+    violations = audit.finish() if audit.over else audit.violations
+    if arguments.json:
+        print_json({"violations": violations, "over": audit.over, "faults": audit.faults})
+    else:
+        print("\n".join(violations) or "every promise that events can show was kept")
+        if not audit.over:
+            print("the run has not said how it ended: it is still going on, or was killed. To go on with a real one:")
+            print(resume_command(arguments.run_dir))
+    return 1 if violations else 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from rollart.records.reader import Archive, Wanted, pick
+
+    asked = (arguments.task, arguments.status, arguments.reward, arguments.version, arguments.order, arguments.limit)
+    listing = arguments.list or arguments.export is not None or any(value is not None for value in asked)
+    if arguments.trajectory is None and not listing:
+        return _show_again(arguments)
+    _events_of(arguments.run_dir)
+    archive = Archive(arguments.run_dir)
+    wanted = Wanted(task=arguments.task, status=arguments.status, reward=arguments.reward, version=arguments.version)
+    heads = pick(archive, wanted, arguments.trajectory, arguments.order)
+    if arguments.export is not None:
+        return _export(arguments.export, archive.whole(heads[: arguments.limit]))
+    if arguments.trajectory is not None and len(heads) == 1:
+        [head] = heads
+        if arguments.json:
+            print_json(archive.one(head).to_json())
+        else:
+            from rollart.report.reading import show_trajectory
+
+            show_trajectory(archive.one(head), full=arguments.full)
+        return 0
+    listed = heads[: arguments.limit or 20]
+    if arguments.json:
+        print_json([head.to_json() for head in listed])
+    else:
+        from rollart.report.reading import show_listing
+
+        show_listing(listed, len(heads), dropped=archive.dropped, first_is_gone=archive.first_is_gone)
+    return 0
+
+
+def _show_again(arguments: argparse.Namespace) -> int:
+    """A run's table as at its end; of one that goes on, or was killed, as far as it went."""
+    from rollart.launch.training import summary_again
+    from rollart.report.show import show_summary
+
+    summary = summary_again(_events_of(arguments.run_dir).parent)
+    if arguments.json:
+        print_json(summary)
+        return 0
+    show_summary(summary, arguments.run_dir)
+    if summary["state"] != "finished":
+        print(f"{summary['state']}: {summary['reason'] or 'it has not said how it ended'}")
+    return 0
+
+
+def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
+    from contextlib import nullcontext
+
+    import orjson
+
+    if name != "-" and Path(name).exists():
+        raise JobError(f"--export: {name} exists; give a file that does not, or remove it")
+    count = 0
+    with nullcontext(sys.stdout.buffer) if name == "-" else open(name, "wb") as file:
+        for trajectory in trajectories:
+            file.write(orjson.dumps(trajectory.to_json(), option=orjson.OPT_APPEND_NEWLINE))
+            count += 1
+        file.flush()
+    print(f"{count} trajectories written", file=sys.stderr)
+    return 0
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    from rollart.events import read_events
+    from rollart.report.explain import Explain, words
+
+    explain = Explain()
+    for event in read_events(_events_of(arguments.run_dir)):
+        explain.read(event)
+    result = explain.result()
+    if arguments.json:
+        print_json(result)
+    else:
+        print(words(result))
+    return 0
+
+
+def _events_of(run_dir: Path) -> Path:
+    from rollart.events import event_files
+
+    path = run_dir / "events.jsonl"
+    if not event_files(path):
+        raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")
+    return path

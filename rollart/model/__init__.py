@@ -1,0 +1,1 @@
+"""The policy network and its tokenizer, shared by engines and trainers."""

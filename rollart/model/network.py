@@ -1,0 +1,348 @@
+"""The policy network: a Hugging Face directory run by transformers' own model code with our attention hook.
+
+One implementation serves two callers. The trainer packs several sequences into one flat row
+(`packed_scores`); the engine mixes prefill chunks and decode tokens of many sessions in one flat row
+(`forward_hidden` with its own plan; for dense models it has a faster one, `engines/embedded/dense.py`). Both give the
+model tokens (1, T) without padding, and an `AttentionPlan` that says which token may see which keys; nothing but
+attention knows where one sequence ends.
+
+Shapes in names: T flat tokens, F those of them that are computed, S scored ones, V vocabulary, H hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rollart.errors import JobError, WeightError
+from rollart.model.agreement import EPSILONS, FLOOR, own_attention, prove, prove_architecture
+from rollart.model.packed import fold
+from rollart.model.reduced import reduced_model
+from rollart.types import Probe
+
+ATTENTION = "rollart"
+"""The name under which transformers knows our attention."""
+LOGITS_PER_CHUNK = 1 << 22
+"""Elements of one (rows, V) block of logits: bounds what scoring a packed batch holds in memory at once."""
+PROBE_SEQUENCES, PROBE_LENGTH = 32, 64
+"""Of the sequences by which two processes compare their weights: many tokens, as each has an error of its own; short
+ones, since a server holds the logits of a whole prompt at once."""
+
+
+class AttentionPlan(Protocol):
+    """Who sees whom in one forward pass over T flat tokens."""
+
+    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+        """The attention output (T, query heads, head size). Keys and values are those of the T new tokens."""
+
+
+HARMLESS = frozenset({"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "dropout"})
+"""What layers hand to attention beside what we use, and which says nothing that a plan does not know."""
+INSTEAD = "choose another model: docs/models.md lists the architectures that are right"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    plan: AttentionPlan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; query, key, value are (1, heads, T, head size).
+
+    Whatever else a layer asks of its attention (a window, a bias, a cap, sinks) we would leave out: it is refused.
+    """
+    asked = {name for name, value in others.items() if value is not None and name not in HARMLESS}
+    asked |= {"attention_mask"} if attention_mask is not None else set()
+    if asked:
+        raise ValueError(f"its attention takes {', '.join(sorted(asked))}, which is not supported")
+    if plan is None:
+        raise ValueError("its code does not hand on to its layers what its caller says of attention")
+    query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling)
+    return out_THD.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a Hugging Face causal LM directory, in evaluation mode. JobError for what we would compute wrongly."""
+    prove_packed_architecture(AutoConfig.from_pretrained(str(path)))
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=ATTENTION)
+    nn.Module.to(model, device)
+    return adopt(model)
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of ours without weights, float32 on the meta device. JobError for what we would compute wrongly."""
+    prove_packed_architecture(config)
+    if reduced_model(config) is None:
+        raise JobError(
+            f"{config.model_type}: no reduced model of it can be made to prove that it is computed rightly, and "
+            f"sharded weights cannot; train it with train.type=single, or {INSTEAD}"
+        )
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    prepare(model)
+    return model
+
+
+def adopt(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
+    prove_packed_architecture(model.config)
+    _prove_packed(model)
+    return model
+
+
+def prove_packed_architecture(config: PreTrainedConfig) -> None:
+    """JobError where models of this kind come out wrong in a packed batch. Reads no weights, and takes a moment."""
+    prove_architecture(config, "packed", _prove_packed)
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Let a model run our attention, and nothing at random."""
+    config: Any = model.config
+    if getattr(config, "attention_dropout", 0.0):
+        config.attention_dropout = 0.0
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0  # type: ignore[assignment]  # nn.Module types its attributes as tensors
+    model.set_attn_implementation(ATTENTION)
+    model.train(False)
+
+
+def _prove_packed(model: PreTrainedModel) -> None:
+    """A model's packed log-probabilities are those that transformers gives for each sequence alone, or JobError."""
+    prepare(model)
+
+    @torch.no_grad()
+    def packed(sequences: Sequence[Tensor]) -> list[Tensor]:
+        lengths = [len(sequence) for sequence in sequences]
+        both = packed_logprobs(model, torch.cat(list(sequences)), lengths)
+        return [own[1:] for own in torch.split(both, lengths)]
+
+    prove(model, packed, what="in a packed batch", instead=INSTEAD, cause=_known_cause(model))
+
+
+@torch.no_grad()
+def _known_cause(model: PreTrainedModel) -> str:
+    """What of this model is known to go wrong, in words; "" where nothing is."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if others := sorted(kinds - {"full_attention"}):
+        return f"it has layers of kind {', '.join(others)}, and only full attention is computed rightly"
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        return "it has no output embedding of its own"
+    network: Any = model
+    tokens = torch.ones((1, 3), dtype=torch.long, device=model.device)
+    with own_attention(model, "eager"):
+        try:
+            hidden_TH = network.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            theirs = network(input_ids=tokens, use_cache=False).logits[0].float()
+            near = max(FLOOR, EPSILONS * torch.finfo(model.dtype).eps)
+            same = torch.allclose(theirs, project(model, hidden_TH), atol=near, rtol=near, equal_nan=True)
+        except Exception:  # an architecture's own code; the proof says what is wrong
+            return ""
+    return "" if same else "its logits are not hidden state x output embedding: they are scaled, capped or transformed"
+
+
+def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    """The final hidden states (T, H) of T flat tokens under `plan`."""
+    output = model.base_model(
+        input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, plan=plan
+    )
+    return cast(Tensor, output.last_hidden_state[0])
+
+
+def project(model: PreTrainedModel, hidden_TH: Tensor) -> Tensor:
+    """Logits (T, V) in float32."""
+    head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    return cast(Tensor, head(hidden_TH)).float()
+
+
+# --- packed training forward ----------------------------------------------------------------------------------------
+
+
+def packed_logprobs(
+    model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probability (T,) of each token given those before it in its own sequence; 0 at each first token."""
+    return packed_scores(model, tokens_T, lengths, temperature).logprobs_T
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> Probe:
+    """What these weights say of fixed sequences: an engine that loads them by other means must say the same."""
+    tokens_T = probe_tokens(model)
+    logprobs_T = packed_logprobs(model, tokens_T.to(model.device), [PROBE_LENGTH] * PROBE_SEQUENCES)
+    return as_probe(tokens_T, logprobs_T, exact=model.dtype == torch.float32)
+
+
+def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """Of all sequences, end to end."""
+    vocab_size = model.config.get_text_config().vocab_size
+    return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, PROBE_SEQUENCES * PROBE_LENGTH))
+
+
+def as_probe(tokens_T: Tensor, logprobs_T: Tensor, *, exact: bool) -> Probe:
+    given = logprobs_T.view(PROBE_SEQUENCES, PROBE_LENGTH)[:, 1:].reshape(-1)
+    return Probe(
+        tokens=tuple(tokens_T.tolist()),
+        logprobs=tuple(given.tolist()),
+        num_sequences=PROBE_SEQUENCES,
+        exact=exact,
+    )
+
+
+class Scores(NamedTuple):
+    """What a packed batch gives each token; 0 where nothing precedes it, or where it was not asked for."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    """Of the distribution the token was drawn from."""
+
+
+def packed_scores(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    temperature: float = 1.0,
+    wanted_T: Tensor | None = None,
+) -> Scores:
+    """Log-probabilities and entropies under the temperature-scaled full distribution (0 counts as 1: see the sampler).
+
+    `wanted_T` (bool) restricts the costly vocabulary projection to the tokens it marks. Logits exist only one chunk
+    of rows at a time, in the backward pass too. What sequences have in common at their beginning is computed once.
+    """
+    folded = fold(tokens_T, lengths)
+    hidden_FH = forward_hidden(model, folded.tokens_F, folded.plan.positions_T, folded.plan)
+    scored_T = torch.ones_like(tokens_T, dtype=torch.bool) if wanted_T is None else wanted_T.clone()
+    scored_T[folded.first_tokens] = False
+    targets_S = scored_T.nonzero()[:, 0]
+    zeros_T = torch.zeros(len(tokens_T), dtype=torch.float32, device=tokens_T.device)
+    if not len(targets_S):
+        return Scores(zeros_T, zeros_T)
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
+    rows = max(1, LOGITS_PER_CHUNK // int(model.config.vocab_size))
+    hidden_SH, chosen_S = hidden_FH.index_select(0, folded.place_T[targets_S - 1]), tokens_T.index_select(0, targets_S)
+    chunked = _in_chunks if len(targets_S) > rows else _score
+    logprobs_S, entropy_S = chunked(hidden_SH, head.weight, head.bias, chosen_S, inverse_temperature, rows)
+    return Scores(zeros_T.index_copy(0, targets_S, logprobs_S), zeros_T.index_copy(0, targets_S, entropy_S))
+
+
+def _score(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    chosen_S: Tensor,
+    inverse_temperature: float,
+    _: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each chosen token, and the entropy."""
+    logits_SV = F.linear(hidden_SH, weight_VH, bias_V).float() * inverse_temperature
+    logprobs_SV = F.log_softmax(logits_SV, dim=-1)
+    entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+    return logprobs_SV.gather(1, chosen_S[:, None])[:, 0], entropy_S
+
+
+class _InChunks(torch.autograd.Function):
+    """`_score` so many rows at a time. The backward pass computes each chunk again, and adds up the head's gradients in
+    float32: autograd would add them up in the head's own type, and in bfloat16 round late chunks away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        chosen_S: Tensor,
+        inverse_temperature: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, chosen_S)
+        ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
+        pieces = [
+            _score(hidden, weight_VH, bias_V, chosen, inverse_temperature)
+            for hidden, chosen in zip(torch.split(hidden_SH, rows), torch.split(chosen_S, rows), strict=True)
+        ]
+        logprobs, entropy = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_S: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_SH, weight_VH, bias_V, chosen_S = ctx.saved_tensors
+        inputs = (hidden_SH, weight_VH, bias_V)
+        wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
+        sums: dict[int, Tensor] = {
+            place: torch.zeros_like(inputs[place], dtype=torch.float32) for place in wanted if place > 0
+        }
+        hidden_grads: list[Tensor] = []
+        for first in range(0, len(hidden_SH), ctx.rows):
+            part = slice(first, first + ctx.rows)
+            own = [hidden_SH[part].detach(), weight_VH.detach(), None if bias_V is None else bias_V.detach()]
+            with torch.enable_grad():
+                for place in wanted:
+                    own[place] = own[place].requires_grad_()
+                scores = _score(own[0], own[1], own[2], chosen_S[part], ctx.inverse_temperature)
+            found = torch.autograd.grad(scores, [own[place] for place in wanted], [grad[part] for grad in grads_S])
+            for place, grad in zip(wanted, found, strict=True):
+                if place == 0:
+                    hidden_grads.append(grad)
+                else:
+                    sums[place] += grad
+        ends = [sums[place].to(inputs[place].dtype) if place in sums else None for place in (1, 2)]
+        return torch.cat(hidden_grads) if hidden_grads else None, *ends, None, None, None
+
+
+_in_chunks = cast(
+    Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor]],
+    _InChunks.apply,
+)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every weight once, by its name in the live model. Of tied tensors only the source (the input embedding) is named.
+
+    Mixture-of-experts models hold their experts fused, under the fused names; `save_pretrained` writes the usual ones.
+    """
+    tied = model.all_tied_weights_keys
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+
+
+@torch.no_grad()
+def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into the live model in place. All or nothing: a missing, unknown or misshapen tensor is a
+    WeightError before the first byte is written. A tied tensor may be given under either name, or both."""
+    own = named_weights(model)
+    tied = model.all_tied_weights_keys
+    given = {name: tensor for name, tensor in weights.items() if name not in tied}
+    for target, source in tied.items():
+        if target in weights:
+            given.setdefault(source, weights[target])
+    if missing := sorted(own.keys() - given.keys()):
+        raise WeightError(f"{len(missing)} tensors are missing from the weights, the first is {missing[0]}")
+    if unknown := sorted(given.keys() - own.keys()):
+        raise WeightError(f"{len(unknown)} tensors are not of this model, the first is {unknown[0]}")
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            raise WeightError(f"{name} has shape {tuple(given[name].shape)}, the model needs {tuple(tensor.shape)}")
+    for name, tensor in own.items():
+        tensor.copy_(given[name])

@@ -1,1 +1,0 @@
-"""Makers of model directories, and the tokenizer adapter over such a directory. All of it needs transformers."""

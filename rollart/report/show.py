@@ -1,0 +1,270 @@
+"""Results for people: tables in the terminal, and the live view of a training run."""
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rollart.causes import first_line
+from rollart.events import Event, Reader
+from rollart.report.summary import Summary
+
+DRAW_EVERY_S = 1.0
+"""On a terminal."""
+LINE_EVERY_S = 10.0
+"""Elsewhere."""
+RECENT_STEPS = 20
+"""The time left is told from the pace of so many steps."""
+RECENT_EPISODES = 200
+"""The rewards shown are means over so many."""
+
+
+def show_summary(summary: dict[str, Any], out: Path) -> None:
+    console = Console()
+    clock = "simulated, on the virtual clock" if summary["clock"] == "virtual" else "on the real clock"
+    step, staleness, weights = summary["step_time_s"], summary["staleness"], summary["weights"]
+    table = Table(title=f"{summary['name']} ({summary['mode']}), {clock}", show_header=False, title_justify="left")
+    table.add_row("steps", f"{summary['steps']} in {summary['time_s']:,.0f} s")
+    table.add_row("step time", f"mean {step['mean']:.1f} s, p50 {step['p50']:.1f} s, p95 {step['p95']:.1f} s")
+    table.add_row("throughput", f"{summary['throughput_tokens_per_s']:,.0f} trained tokens/s")
+    table.add_row("staleness", f"bound {staleness['bound']}, max {staleness['max']}, in steps {staleness['max_steps']}")
+    waste = ", ".join(f"{how} {row['trajectories']}" for how, row in summary["waste"].items() if row["trajectories"])
+    table.add_row("wasted trajectories", waste or "none")
+    groups = summary["groups"]
+    table.add_row(
+        "groups", f"{groups['trained']} trained, {groups['lost']} lost, {groups['trained_twice']} trained twice"
+    )
+    table.add_row(
+        "weights",
+        f"push {weights['push_s']:.1f} s, pull {weights['pull_s']:.1f} s, exposed {weights['exposed_s']:.1f} s",
+    )
+    table.add_row(
+        "cost",
+        "{total:.2f}, of it wasted {wasted:.2f}, idle {idle:.2f}".format(**summary["cost"]),
+    )
+    console.print(table)
+    tasks = Table(
+        "task",
+        "pool",
+        "trained share",
+        "with gradient",
+        "stale share",
+        "reward",
+        "turns",
+        "sampled tokens",
+        title="tasks",
+        title_justify="left",
+    )
+    for name, row in summary["tasks"].items():
+        tasks.add_row(
+            name, row["pool"], f"{row['trained_share']:.2f} of {row['share']:.2f}", _gradients(row),
+            f"{row['stale_share']:.2f}", f"{row['reward']:.3f}", f"{row['turns']:.1f}", f"{row['sampled_tokens']:.0f}",
+        )  # fmt: skip
+    console.print(tasks)
+    pools = Table("pool", "engines", "utilisation", "requests", "fallbacks", title="pools", title_justify="left")
+    for name, row in summary["pools"].items():
+        pools.add_row(
+            name, str(row["engines"]), f"{row['utilisation']:.2f}", f"{row['requests']:,}", str(row["fallbacks"])
+        )
+    console.print(pools)
+    if summary["eval"]:
+        show_eval(summary["eval"])
+    for name, row in summary["tasks"].items():
+        for text in _trouble(name, row):
+            console.print(text, style="yellow", markup=False)
+    for text in summary["warnings"][:10]:
+        console.print(f"warning: {text}", style="yellow", markup=False)
+    console.print(f"run directory: {out}", markup=False)
+
+
+def show_pools(report: dict[str, Any]) -> None:
+    console = Console()
+    nodes = Table("machine", "has", title=f"cluster: {report['cluster']['type']}", title_justify="left")
+    for node in report["nodes"]:
+        has = {key: value / 2**30 if "memory" in key else value for key, value in node["resources"].items()}
+        nodes.add_row(
+            node["name"], ", ".join(f"{key} {value:.4g}{' GiB' * ('memory' in key)}" for key, value in has.items())
+        )
+    console.print(nodes)
+    pools = Table("pool", "hardware", "role", "workers", "each needs", "tasks", "stand-ins", title="pools")
+    for pool in report["pools"]:
+        for role in pool["roles"]:
+            each = f"{role['each']['cpus']:g} CPU" + (f", {role['each']['gpus']:g} GPU" if role["each"]["gpus"] else "")
+            pools.add_row(
+                pool["name"],
+                pool["hardware"],
+                role["role"],
+                f"{role['placed']} of {role['workers']}",
+                each + (f", {pool['resource']}" if pool["resource"] else ""),
+                ", ".join(pool["tasks"]) if role["role"] == "rollout" else "",
+                ", ".join(pool["stand_ins"]) if role["role"] == "rollout" else "",
+            )
+    console.print(pools)
+    if report["devices"]:
+        devices = Table("worker", "GPUs", title="devices", title_justify="left")
+        for worker, names in report["devices"].items():
+            devices.add_row(worker, ", ".join(names))
+        console.print(devices)
+    for text in report["missing"]:
+        console.print(f"missing: {text}", style="red", markup=False)
+    for pool, other in report["fallbacks"].items():
+        console.print(f"pool {pool} has no engine: {other or 'nobody'} would serve its tasks", markup=False)
+
+
+def show_chaos(report: dict[str, Any]) -> None:
+    console = Console()
+    console.print(
+        f"{report['plans']} fault plans in {report['wall_s']:.0f} s: {report['violations']} violations, "
+        f"{report['deadlocks']} deadlocks, {report['lost']} groups lost, {report['trained_twice']} trained twice"
+    )
+    table = Table("fault", "fired", "during a swap")
+    for kind, row in report["faults"].items():
+        table.add_row(kind, str(row["fired"]), str(row["during_swap"]))
+    console.print(table)
+    for failure in report["failures"][:10]:
+        console.print(f"seed {failure['seed']}: {failure['text']}", markup=False)
+
+
+def show_eval(rows: dict[str, Any]) -> None:
+    """Held-out mean reward before and after, and of the control where there is one."""
+    table = Table("task", "play", "before", "after", "control", "episodes", title="held-out", title_justify="left")
+    for task, row in rows.items():
+        for play, figures in (("sampled", row), ("greedy", row.get("greedy"))):
+            if figures:
+                rate = figures.get("rate", False)
+                control = earned(figures["control"], rate=rate) if "control" in figures else ""
+                before, after = (earned(figures[key], rate=rate) for key in ("before", "after"))
+                table.add_row(task, play, before, after, control, _episodes(figures))
+    Console().print(table)
+
+
+def show_plays(tasks: dict[str, Any], model: str) -> None:
+    """One evaluation, with the 95 % interval of its mean."""
+    table = Table("task", "play", "mean reward", "95 % interval", "episodes", title=model, title_justify="left")
+    for task, plays in tasks.items():
+        for play, row in plays.items():
+            mean, half = row["reward"], 1.96 * row["std"] / max(1, row["scored"]) ** 0.5
+            low, middle, high = (earned(value, rate=row["rate"]) for value in (mean - half, mean, mean + half))
+            table.add_row(task, play, middle, f"{low} to {high}", _episodes(row))
+    Console().print(table)
+
+
+def earned(mean: float, *, rate: bool) -> str:
+    """A mean reward: as a percentage only where every reward was 0 or 1, so that it is a rate of success."""
+    return f"{mean:.1%}" if rate else f"{mean:.3f}"
+
+
+def _gradients(row: dict[str, Any]) -> str:
+    """Of the trained groups: those whose members did not all earn the same."""
+    return f"{row['with_gradient']} of {row['trained']}" if "with_gradient" in row else ""
+
+
+def _trouble(name: str, row: dict[str, Any]) -> list[str]:
+    """What there is to say of a task that fails, or teaches nothing."""
+    told = []
+    if row.get("state", "in") != "in":
+        told.append(f"task {name!r} is out of the mix ({row['probes']} probes): {first_line(row['out_reason'])}")
+    if row.get("failures"):
+        told.append(f"task {name!r}: {row['failures']} failures, most often {first_line(row['reasons'][0])}")
+    if row.get("trained") and row.get("with_gradient") == 0:
+        told.append(
+            f"task {name!r}: none of its {row['trained']} trained groups carried a gradient: in each all members "
+            "earned the same"
+        )
+    return told
+
+
+def _episodes(row: dict[str, Any]) -> str:
+    """How many; and of how many the reward is, where some could not be scored."""
+    episodes, scored = row["episodes"], row["scored"]
+    return f"{episodes}" if scored == episodes else f"{episodes}, of them {scored} scored"
+
+
+class LiveView:
+    """A reader of events that shows where a run is, also while none come. Watching never ends the run."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._live = (
+            Live(console=Console(stderr=True), auto_refresh=False, transient=True) if sys.stderr.isatty() else None
+        )
+        self._drawing: asyncio.Task[None] | None = None
+        self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._rewards: dict[str, deque[float]] = {}
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def watch(self, summary: Summary, waits: Callable[[], str]) -> Reader:
+        """Begin to draw, in a task that ends with the run's event loop. `waits` says what the run waits for."""
+        self._drawing = asyncio.get_running_loop().create_task(self._draw_on(summary, waits))
+        return self._read
+
+    def _read(self, event: Event) -> None:
+        match event["e"]:
+            case "killed":  # what came before is the history of a resumed run
+                self._ends_s.clear()
+            case "step.end":
+                self._ends_s.append(event["t"])
+            case "end" if event["reward"] is not None:
+                task = event["task"].split("/", 1)[0]
+                self._rewards.setdefault(task, deque(maxlen=RECENT_EPISODES)).append(event["reward"])
+
+    async def _draw_on(self, summary: Summary, waits: Callable[[], str]) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            while True:
+                self._draw(loop.time() - began_s, summary.result(), waits())
+                await asyncio.sleep(LINE_EVERY_S if self._live is None else DRAW_EVERY_S)
+        except Exception as error:  # the boundary to what only watches
+            what = f"{type(error).__name__}: {error}"
+            print(f"rollart: the display broke and is off, the run goes on: {what}", file=sys.stderr, flush=True)
+
+    def _left(self, done: int) -> str:
+        """From the pace of the last steps: the first ones hold the start-up."""
+        if len(self._ends_s) < 2:
+            return ""
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return f", about {pace_s * (self._steps - done):.0f} s left"
+
+    def _draw(self, passed_s: float, result: dict[str, Any], waits: str) -> None:
+        done, staleness = result["steps"], result["staleness"]
+        head = f"step {done}/{self._steps}, " if self._steps else ""
+        head = f"{head}{passed_s:.0f} s{self._left(done)}"
+        means = (f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
+        tasks = result["tasks"]
+        trouble = [text for name, row in tasks.items() for text in _trouble(name, row)]
+        busy = (f"{name} {row['utilisation']:.0%}" for name, row in result["pools"].items())
+        rows = {
+            "recent reward": ", ".join(means) or "none yet",
+            "groups with a gradient": ", ".join(f"{name} {_gradients(row)}" for name, row in tasks.items()),
+            "trouble": "; ".join(trouble) or "none",
+            "staleness": f"max {staleness['max']} of {staleness['bound']}, in steps {staleness['max_steps']}",
+            "engines busy": ", ".join(busy),
+            "throughput": f"{result['sampled_tokens_per_s']:.0f} sampled tokens/s",
+            "waits": waits or "none",
+        }
+        if self._live is None:
+            print("; ".join([head, *(f"{name}: {text}" for name, text in rows.items())]), file=sys.stderr, flush=True)
+            return
+        table = Table(title=head, show_header=False, title_justify="left")
+        for name, text in rows.items():
+            table.add_row(name, Text(text))
+        self._live.update(table, refresh=True)

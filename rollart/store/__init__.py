@@ -1,0 +1,1 @@
+"""Where weights, batches and checkpoints are kept."""

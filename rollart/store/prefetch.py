@@ -1,0 +1,85 @@
+"""An engine's side of staging: maps the buckets of a coming version while the trainer still pushes them.
+
+Owns: one thread, which sleeps unless a version is awaited, and the mappings of that one version. Mapping a bucket reads
+it once for its digest, so that a swap finds pages that are there and checked. Invariant: what `fetch` gives is what the
+manifest says, whatever was mapped ahead: a bucket whose digest differs (it was pushed again) is mapped anew.
+"""
+
+import threading
+import time
+
+from torch import Tensor
+
+from rollart.errors import WeightError
+from rollart.store.buckets import BucketStore, Mapped
+from rollart.types import WeightManifest, WeightVersion
+
+POLL_S = 0.01
+"""How often the store is looked at while a version is awaited. Files have no portable way to call."""
+
+
+class FetchAhead:
+    """`stage` and `fetch` of an engine, over a store. `fetch` may be called from any thread."""
+
+    def __init__(self, store: BucketStore) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        """Held while a bucket is mapped: whoever fetches waits for the one under way, and no longer."""
+        self._version: WeightVersion | None = None
+        self._awaited = False
+        self._held: dict[str, Mapped] = {}
+        self._spent_s: dict[WeightVersion, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def stage(self, version: WeightVersion) -> None:
+        """Begin to map what appears of this version, and let go of any other. Returns at once."""
+        with self._changed:
+            if self._version != version:
+                self._version, self._held, self._spent_s = version, {}, {}
+            self._awaited = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rollart-stage", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
+        """The version's tensors; only what was not mapped ahead is mapped now. Raises WeightError."""
+        with self._changed:
+            held = self._held if self._version == manifest.version else {}
+            if self._version == manifest.version:
+                self._version, self._awaited, self._held = None, False, {}
+        return self._store.fetch(manifest, held)
+
+    def spent_s(self, version: WeightVersion) -> float:
+        """Seconds that went into mapping this version ahead."""
+        return self._spent_s.get(version, 0.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._awaited)
+                whole = self._map_one()
+                self._awaited = self._awaited and not whole
+            if whole is None:
+                time.sleep(POLL_S)
+
+    def _map_one(self) -> bool | None:
+        """Map the next bucket that is there. True when the version is whole, None when there is nothing to do yet."""
+        assert self._version is not None
+        version, began_s = self._version, time.perf_counter()
+        for name in self._store.appeared(version):
+            if name in self._held:
+                continue
+            try:
+                self._held[name] = self._store.map_bucket(name)
+            except WeightError:
+                return None  # gone again; whoever swaps will say so
+            self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
+            return False
+        try:
+            manifest = self._store.manifest(version)
+        except WeightError:
+            return None
+        if manifest is None:
+            return None
+        return all(bucket.name in self._held for bucket in manifest.buckets) or None

@@ -1,1 +1,0 @@
-"""Weight stores: how a version's tensors travel from the trainer to the engines."""

@@ -1,0 +1,1 @@
+"""One way to have a process elsewhere."""

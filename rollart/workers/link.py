@@ -1,0 +1,125 @@
+"""Many calls at a time over one socket to one worker process.
+
+A frame is four bytes of length and a message of `wire.py`: `[number, method, arguments]` one way, `[number, ok,
+value]` back. When the worker goes, every call under way learns so at once.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from rollart.workers.wire import pack, unpack
+
+LENGTH = struct.Struct(">I")
+MOST_BYTES = 2**31 - 1
+"""Of one message; a longer one is noise."""
+
+
+class WorkerGone(Exception):
+    """The process at the other end has ended."""
+
+
+class WorkerFailed(Exception):
+    """The worker is well, but the call raised. `kind` is the error's class name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Outbox:
+    """Writes all that one round of the event loop has to say at once: calls come in bursts, and each write costs."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._frames: list[bytes] = []
+
+    def put(self, message: Any) -> None:
+        """Raises TypeError for what may not cross; then nothing is sent."""
+        body = pack(message)
+        if not self._frames:
+            self._loop.call_soon(self._flush)
+        self._frames += (LENGTH.pack(len(body)), body)
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        self._write(b"".join(frames))
+
+
+class Link(asyncio.Protocol):
+    """The parent's end."""
+
+    def __init__(self) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the other end is gone."""
+        self._transport: asyncio.WriteTransport | None = None
+        self._outbox = Outbox(self._write)
+        self._buffer = bytearray()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = 0
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Raises WorkerFailed or WorkerGone. A caller that is cancelled only stops listening."""
+        if self.lost.done() or self._transport is None:
+            raise WorkerGone
+        self._numbers += 1
+        number = self._numbers
+        self._outbox.put([number, method, list(arguments)])
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self.lost.done():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._end()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= LENGTH.size:
+            count = LENGTH.unpack_from(self._buffer, at)[0]
+            end = at + LENGTH.size + count
+            if len(self._buffer) < end and count <= MOST_BYTES:
+                break
+            try:
+                self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))
+            except (ValueError, TypeError):  # not one of our answers: nothing it says can be believed any more
+                self.close()
+                return
+            at = end
+        del self._buffer[:at]
+
+    def _settle(self, answer: Any) -> None:
+        number, ok, value = answer
+        outcome = value if ok is True else WorkerFailed(*value)
+        future = self._calls.get(number)
+        if future is None or future.done():
+            return
+        if ok is True:
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(WorkerGone())

@@ -1,0 +1,63 @@
+"""`python -m benchmarks.modes`: the job it runs is fixed and sound, and a very small bench gives all its figures."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.digits import DigitsTasks
+from benchmarks.modes import JOB, _rotated, measure
+from rollart.config.load import load_job
+from rollart.config.settings import MODES
+from rollart.errors import JobError
+
+SMALL = (
+    "train.steps=4",
+    "checkpoint.every=4",
+    "rollout.groups_per_step=2",
+    "tasks.0.group_size=2",
+    "tasks.0.max_turns=2",
+    "tasks.0.max_tokens=4",
+    "tasks.0.latency={kind: normal, mean: 0.02, sigma: 0.01}",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_modes_differ_in_nothing_but_the_mode(mode: str) -> None:
+    one, default = load_job(JOB, [f"mode={mode}"]), load_job(JOB)
+    assert one.tasks[0].latency is not None
+    differing = {key for key in type(one).model_fields if getattr(one, key) != getattr(default, key)}
+    assert differing <= {"mode", "rollout"}
+    assert one.rollout.groups_per_step == default.rollout.groups_per_step
+    assert all(getattr(one.rollout, key) == value for key, value in MODES[mode].items())
+
+
+def test_the_task_never_ends_by_itself_and_pays_for_digits() -> None:
+    environment = DigitsTasks(seed=0).environment(DigitsTasks(seed=0).task(0))
+    environment.reset()
+    said = [environment.step(text) for text in ("1234", "ab12", "abcd", "")]
+    assert [observation.reward for observation in said] == [1.0, 0.5, 0.0, 0.0]
+    assert not any(observation.done or observation.truncated for observation in said)
+
+
+def test_every_mode_begins_a_round() -> None:
+    assert {_rotated(list(MODES), number)[0] for number in range(5)} == set(MODES)
+
+
+def test_a_run_without_a_step_to_measure_is_refused() -> None:
+    with pytest.raises(JobError, match="leaves no step to measure"):
+        measure(1, ["train.steps=3"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="engine and trainer have a core each")
+def test_a_small_bench_has_every_figure(tmp_path: Path) -> None:
+    figures = measure(1, [*SMALL, f"model.path={tmp_path / 'model'}"], tmp_path / "runs")
+    for key in ("real", "simulated", "rounds", "spread", "waste", "max_steps", "simulated_over_real"):
+        assert list(figures[key]) == list(MODES), key
+    assert all(value > 0 for key in ("real", "simulated") for value in figures[key].values())
+    assert figures["max_steps"]["sync"] == figures["max_steps"]["sync+"] == 0
+    assert figures["max_steps"]["rollart"] <= 2
+    assert figures["settings"]["latency_s"] == {"kind": "normal", "mean": 0.02, "sigma": 0.01}
+    assert figures["profile"]["tasks"]["digits"]["answer_tokens"] == {"mean": 4.0}
+    assert figures["profile"]["tasks"]["digits"]["turns"] == {"mean": 2.0}

@@ -1,0 +1,146 @@
+"""Delta rendering: deltas and sampled answers together are the template's own rendering."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollart.errors import JobError
+from rollart.model.tokenizer import ChatTokenizer
+from rollart.types import Message, Tokens
+from rollart_recipes.tiny import tiny_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's template; Qwen's differs in the system prompt."""
+
+TALK = [
+    [Message(role="user", content="Where is the  lake?\nP...\n.O.O\n")],
+    [Message(role="tool", content="12*345\n"), Message(role="user", content=" and now?")],
+    [Message(role="user", content="(12+7)*3")],
+]
+ANSWERS = ["down", "calc 12+7", "answer 57 "]
+
+
+def chatml_tokenizer() -> Any:
+    """A byte-level BPE, as SmolLM2 and Qwen have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the answer and now\n\n where is the lake\n system user assistant"] * 3, trainer)
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|endoftext|>")
+    fast.chat_template = CHATML
+    return fast
+
+
+@pytest.fixture(params=["tiny", "chatml"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    tokenizer: Any = tiny_tokenizer() if request.param == "tiny" else chatml_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def plain(messages: list[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def test_deltas_and_answers_are_the_whole(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = ChatTokenizer(directory)
+    reference: Any = AutoTokenizer.from_pretrained(str(directory))
+    end = np.array([tokenizer.end_of_turn], dtype=np.int32)
+    pieces: list[Tokens] = []
+    history: list[Message] = []
+    after: Tokens | None = None
+    for turn, (messages, answer) in enumerate(zip(TALK, ANSWERS, strict=True)):
+        pieces.append(tokenizer.render(messages, fresh=turn == 0, after=after))
+        history += messages
+        whole = reference.apply_chat_template(plain(history), add_generation_prompt=True, tokenize=False)
+        assert np.concatenate(pieces).tolist() == reference.encode(whole, add_special_tokens=False)
+        after = np.concatenate([tokenizer.encode(answer), end])
+        assert tokenizer.decode(after) == answer
+        pieces.append(after)
+        history.append(Message(role="assistant", content=answer))
+
+
+def test_a_turn_the_model_left_open_is_closed(directory: Path) -> None:
+    tokenizer = ChatTokenizer(directory)
+    messages = [Message(role="user", content="go on")]
+    closed = tokenizer.render(messages, fresh=False)
+    answer = tokenizer.encode("down")
+    ended = np.append(answer, tokenizer.end_of_turn).astype(np.int32)
+    assert tokenizer.render(messages, fresh=False, after=ended).tolist() == closed.tolist()
+    assert tokenizer.render(messages, fresh=False, after=answer).tolist() == [tokenizer.end_of_turn, *closed.tolist()]
+    assert tokenizer.render(messages, fresh=False, after=answer[:0])[0] == tokenizer.end_of_turn
+    assert tokenizer.end_of_turn in tokenizer.stop_tokens
+    assert not closed.flags.writeable
+
+
+def test_stop_tokens(tmp_path: Path) -> None:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    assert tokenizer.stop_tokens == (2, 0)
+    assert tokenizer.decode(np.array([2, 0], dtype=np.int32)) == ""
+
+
+def test_a_turn_that_ends_with_plain_text_ends_no_answer(tmp_path: Path) -> None:
+    fast: Any = chatml_tokenizer()
+    fast.chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    fast.save_pretrained(tmp_path)
+    assert ChatTokenizer(tmp_path).stop_tokens == (0,)
+
+
+def test_what_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="no tokenizer"):
+        ChatTokenizer(tmp_path / "nowhere")
+    fast: Any = chatml_tokenizer()
+    fast.chat_template = None
+    fast.save_pretrained(tmp_path / "base")
+    with pytest.raises(JobError, match="no chat template"):
+        ChatTokenizer(tmp_path / "base")
+    fast.chat_template = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ message.content + '<|im_end|>' }}{% endfor %}"  # noqa: E501
+    fast.save_pretrained(tmp_path / "strict")
+    with pytest.raises(JobError, match="tool: no tools"):
+        ChatTokenizer(tmp_path / "strict").render([Message(role="tool", content="3")], fresh=True)
+
+
+def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long observations fill them with a few entries; nothing of it changes what is rendered."""
+    import rollart.model.tokenizer as module
+
+    monkeypatch.setattr(module, "CACHE_BYTES", 100_000)
+    chatml_tokenizer().save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    fresh = ChatTokenizer(tmp_path)
+    for number in range(60):
+        messages = [Message(role="user", content=f"{number} " + "lake " * 500)]
+        for _ in range(2):
+            tokens = tokenizer.render(messages, fresh=True)
+            assert tokens.tolist() == fresh._render(tuple(messages), True, True).tolist()
+            tokenizer.decode(tokens)
+    texts = [text for text, _ in tokenizer._decoded._entries.values()]
+    rows = [row for row, _ in tokenizer._rendered._entries.values()]
+    assert texts
+    assert rows
+    assert sum(map(len, texts)) <= tokenizer._decoded.num_bytes <= 100_000
+    assert sum(row.nbytes for row in rows) <= tokenizer._rendered.num_bytes <= 100_000
+    assert tokenizer.render(messages, fresh=True) is tokenizer.render(messages, fresh=True), "the last one is kept"
+    long = [Message(role="user", content="lake " * 100_000)]
+    assert tokenizer.render(long, fresh=True) is not tokenizer.render(long, fresh=True), "larger than all: not kept"
+    assert tokenizer._rendered.num_bytes <= 100_000

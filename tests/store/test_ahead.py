@@ -1,0 +1,153 @@
+"""The store contract on shared memory; and buckets mapped ahead of a swap: sooner, but never anything else."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import torch
+
+from rollart.errors import WeightError
+from rollart.store.buckets import Mapped
+from rollart.store.prefetch import FetchAhead
+from rollart.store.shm import ShmStore
+from rollart.types import WeightManifest, WeightVersion
+from tests.contracts.store import StoreBench, StoreContract
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((100,), float(10 * version + number)) for number in range(6)}
+
+
+def is_version(tensors: dict[str, torch.Tensor], version: int) -> bool:
+    return all(torch.equal(tensors[name], wanted) for name, wanted in weights(version).items())
+
+
+@pytest.fixture
+def store() -> Iterator[ShmStore]:
+    store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
+    yield store
+    store.close()
+
+
+class TestShmStore(StoreContract):
+    def play(self, work: Callable[[StoreBench], Awaitable[None]]) -> None:
+        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
+
+        def whole(manifest: WeightManifest) -> bool:
+            try:
+                return is_version(store.fetch(manifest), manifest.version)
+            except WeightError:
+                return False
+
+        async def main() -> None:
+            await work(StoreBench(store=store, put=lambda version: store.push(version, weights(version)), whole=whole))
+
+        try:
+            asyncio.run(main())
+        finally:
+            store.close()
+
+
+class Counting(ShmStore):
+    """Knows which buckets were mapped, and in which thread's call: ahead, or within `fetch`."""
+
+    fetching = False
+    looks = 0
+    """How often somebody asked what has appeared."""
+
+    def appeared(self, version: WeightVersion) -> list[str]:
+        self.looks += 1
+        return super().appeared(version)
+
+    def map_bucket(self, name: str) -> Mapped:
+        (self.late if self.fetching else self.early).append(name)
+        return super().map_bucket(name)
+
+    def fetch(self, manifest: WeightManifest, ahead: "dict[str, Mapped] | None" = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        self.fetching = True
+        try:
+            return super().fetch(manifest, ahead)
+        finally:
+            self.fetching = False
+
+    early: list[str]
+    late: list[str]
+
+
+@pytest.fixture
+def counting() -> Iterator[Counting]:
+    store = Counting(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
+    store.early, store.late = [], []
+    yield store
+    store.close()
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_what_is_staged_is_mapped_when_it_appears_and_the_swap_maps_nothing(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
+    ahead.stage(1)
+    eventually(lambda: counting.looks > 0)
+    assert counting.early == []
+    manifest = counting.push(1, weights(1))
+    eventually(lambda: len(counting.early) == len(manifest.buckets))
+    assert is_version(ahead.fetch(manifest), 1)
+    assert (counting.early, counting.late) == ([bucket.name for bucket in manifest.buckets], [])
+    assert ahead.spent_s(1) > 0
+    assert is_version(ahead.fetch(manifest), 1), "a second engine's, or a second try: from the store itself"
+    assert counting.late == counting.early
+
+
+def test_a_part_that_was_there_is_used_and_the_rest_is_fetched_by_the_swap(counting: Counting) -> None:
+    manifest = counting.push(1, weights(1))
+    held = {name: counting.map_bucket(name) for name in [manifest.buckets[0].name]}
+    assert is_version(counting.fetch(manifest, held), 1)
+    assert counting.late == [bucket.name for bucket in manifest.buckets[1:]]
+
+
+def test_a_version_pushed_again_with_other_bytes_is_never_mixed(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
+    first = counting.push(1, weights(7))
+    ahead.stage(1)
+    eventually(lambda: len(counting.early) == len(first.buckets))
+    second = counting.push(1, weights(1))
+    assert is_version(ahead.fetch(second), 1)
+    assert len(counting.late) == len(second.buckets)
+
+
+def test_a_lost_bucket_that_was_mapped_in_time_is_no_loss_and_else_a_weight_error(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
+    manifest = counting.push(1, weights(1))
+    ahead.stage(1)
+    eventually(lambda: len(counting.early) == len(manifest.buckets))
+    (counting._dir / manifest.buckets[0].name).unlink()
+    assert is_version(ahead.fetch(manifest), 1)
+    with pytest.raises(WeightError, match="missing"):
+        ahead.fetch(manifest)
+
+
+def test_a_newer_version_lets_go_of_the_older(store: ShmStore) -> None:
+    ahead = FetchAhead(store)
+    ahead.stage(1)
+    store.push(1, weights(1))
+    eventually(lambda: len(ahead._held) > 1)
+    ahead.stage(2)
+    assert ahead._held == {} or all(name.startswith("v00000002") for name in ahead._held)
+    manifest = store.push(2, weights(2))
+    eventually(lambda: len(ahead._held) == len(manifest.buckets))
+    assert is_version(ahead.fetch(manifest), 2)
+
+
+def test_the_thread_sleeps_when_a_version_is_whole(store: ShmStore) -> None:
+    ahead = FetchAhead(store)
+    manifest = store.push(1, weights(1))
+    ahead.stage(1)
+    eventually(lambda: len(ahead._held) == len(manifest.buckets) and not ahead._awaited)
+    eventually(lambda: bool(ahead._changed._waiters))  # type: ignore[attr-defined]  # it waits to be called
