@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engines": ("tests/engines", "tests/contracts"),
     "envs": ("tests/envs", "tests/contracts", "tests/tasks"),
     "rewards": ("tests/rewards", "tests/contracts"),
-    "weights": ("tests/weights", "tests/contracts"),
+    "store": ("tests/store", "tests/contracts"),
     "cluster": ("tests/cluster", "tests/contracts", "tests/test_training.py"),
     "tasks": ("tests/tasks", "tests/envs", "tests/rewards"),
 }

@@ -1,4 +1,4 @@
-"""The store contract, on the simulated store. The real ones: tests/weights."""
+"""The store contract, on the simulated store. The real ones: tests/store."""
 
 from collections.abc import Awaitable, Callable
 
