@@ -31,7 +31,7 @@ from rollart.records.recorder import FileRecorder
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link
+from rollart.sim.links import SimLink
 from rollart.sim.trainer import SimJournal
 from rollart.types import (
     Completion,
@@ -225,7 +225,7 @@ def _resident_bytes() -> int:
 
 
 def _world(job: Job, log: EventLog, answer_tokens: int) -> World:
-    world = simulated_world(job, log, Faults((), log), SimJournal(), Link(1e12), Link(1e12))
+    world = simulated_world(job, log, Faults((), log), SimJournal(), SimLink(1e12), SimLink(1e12))
     host = _Host()
     return replace(world, cluster=_Cluster(world.cluster, answer_tokens), host=host, tokenizer=_Tokenizer(host))
 

@@ -6,10 +6,10 @@ Bounded: so many different causes are told apart, and the rest counts together, 
 import re
 from typing import NamedTuple
 
-MOST_CAUSES = 32
+MAX_CAUSES = 32
 """Told apart; later ones count as `OTHERS`."""
 OTHERS = "other reasons"
-MOST_CHARACTERS = 400
+MAX_CHARACTERS = 400
 """Kept of a text."""
 LINE_CHARACTERS = 200
 """Of its first line, which says what kind of cause it is."""
@@ -47,11 +47,11 @@ class Causes:
         self.total += 1
         kind = kind_of(text)
         known = self._found.get(kind)
-        if known is None and len(self._found) >= MOST_CAUSES:
+        if known is None and len(self._found) >= MAX_CAUSES:
             kind = text = OTHERS
             shown, known = None, self._found.get(kind)
         self._found[kind] = (
-            Cause(1, (shown or text)[:MOST_CHARACTERS]) if known is None else known._replace(times=known.times + 1)
+            Cause(1, (shown or text)[:MAX_CHARACTERS]) if known is None else known._replace(times=known.times + 1)
         )
 
     def top(self, most: int = 1) -> list[Cause]:

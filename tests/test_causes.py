@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollart.causes import MOST_CAUSES, MOST_CHARACTERS, OTHERS, Causes, kind_of
+from rollart.causes import MAX_CAUSES, MAX_CHARACTERS, OTHERS, Causes, kind_of
 from rollart.report.summary import WARNINGS_KEPT, Summary
 
 SAME = [
@@ -48,10 +48,10 @@ def test_memory_is_bounded_however_many_texts_there_are() -> None:
     for number in range(5000):
         causes.add("x" * (number % 1000) + "y" * 9999)
     found = causes.top(10**6)
-    assert len(found) == MOST_CAUSES + 1
+    assert len(found) == MAX_CAUSES + 1
     assert sum(cause.times for cause in found) == 5000
     assert found[0].text == OTHERS
-    assert max(len(cause.text) for cause in found) == MOST_CHARACTERS
+    assert max(len(cause.text) for cause in found) == MAX_CHARACTERS
 
 
 def test_a_summary_keeps_the_first_warnings_and_counts_the_others() -> None:

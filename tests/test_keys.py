@@ -148,9 +148,9 @@ def simulated(job: Job) -> Reads:
 def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
     """A real run is put together, and one environment asked for; no worker is started."""
     from rollart.launch import training
-    from rollart.launch.real import real_world, refuse_what_is_not_there
+    from rollart.launch.real import check_supported, real_world
 
-    refuse_what_is_not_there(job)
+    check_supported(job)
     folder.mkdir(parents=True)
     worlds: list[Any] = []
 

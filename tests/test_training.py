@@ -11,7 +11,7 @@ import pytest
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
-from rollart.launch.real import _stores_before, refuse_what_is_not_there
+from rollart.launch.real import _stores_before, check_supported
 from rollart.launch.run import write_summary
 from rollart.launch.training import (
     _alone,
@@ -69,7 +69,7 @@ JOB = {
 )
 def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: dict[str, object], key: str) -> None:
     with pytest.raises(JobError, match=f"^{key}: "):
-        refuse_what_is_not_there(build_job({**JOB, **change}))
+        check_supported(build_job({**JOB, **change}))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
     ],
 )
 def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
-    refuse_what_is_not_there(build_job({**JOB, **change}))
+    check_supported(build_job({**JOB, **change}))
 
 
 @pytest.mark.parametrize(

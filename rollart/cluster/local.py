@@ -21,7 +21,7 @@ from rollart.types import EngineSpec
 from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
 from rollart.workers.link import Link, WorkerFailed, WorkerGone
 
-LAST_BREATH_S = 2.0
+EXIT_S = 2.0
 """How long a worker whose socket is closed may take to have an exit status."""
 TAIL_BYTES = 1500
 """How much of a dead worker's stderr goes into the error."""
@@ -42,7 +42,7 @@ class Process:
         self._devices = devices
         self._lost = lost
         self._stopped = False
-        self._mourning: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._log = log_dir / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._life: int | None = None
@@ -93,9 +93,9 @@ class Process:
 
     def _gone(self, _: object) -> None:
         if self._lost is not None and not self._stopped:
-            self._mourning = asyncio.get_running_loop().create_task(self._mourn(self._lost))
+            self._reporting = asyncio.get_running_loop().create_task(self._report_loss(self._lost))
 
-    async def _mourn(self, lost: Lost) -> None:
+    async def _report_loss(self, lost: Lost) -> None:
         words = await self.last_words()
         if not self._stopped:
             lost(self.name, f"its process has ended; {words}")
@@ -105,7 +105,7 @@ class Process:
         status = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = await asyncio.to_thread(self._process.wait, LAST_BREATH_S)
+                status = await asyncio.to_thread(self._process.wait, EXIT_S)
         how = "no exit status yet" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
         tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip().replace("\n", " | ")
         return f"{how}; see {self._log}" + (f"; it last said: {tail}" if tail else "")

@@ -38,7 +38,7 @@ KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 PLACED = "placed.jsonl"
 """In the run's log directory: one line for each start of a worker, with its node, host and process."""
-MOST_CALLS = 100_000
+MAX_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
 
 
@@ -55,7 +55,7 @@ class Host:
         """Answers as soon as the actor has a machine."""
         return {"node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(), "pid": os.getpid()}
 
-    async def meeting(self) -> str:
+    async def rendezvous(self) -> str:
         """Where ranks can meet: this machine's address, and a port that is free now."""
         with socket.socket() as listener:
             address = ray.util.get_node_ip_address()
@@ -126,7 +126,7 @@ class RayWorker:
                 for name, actor in actors.items():
                     self.places[name] = await actor.where.remote()
                 if self._ranks:
-                    setup = {**setup, "meeting": await self._ranks[0].meeting.remote()}
+                    setup = {**setup, "rendezvous": await self._ranks[0].rendezvous.remote()}
         except TimeoutError:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
@@ -243,7 +243,7 @@ class RayCluster:
                 num_gpus=needs.gpus,
                 resources=_kinds(needs),
                 scheduling_strategy=strategy,
-                max_concurrency=MOST_CALLS,
+                max_concurrency=MAX_CALLS,
                 max_restarts=0,
                 max_task_retries=0,
             )

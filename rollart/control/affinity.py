@@ -14,7 +14,7 @@ from rollart.policy.profile import TaskProfile
 from rollart.types import Status, Trajectory
 
 
-class Placing:
+class AffinityDriver:
     def __init__(self, affinity: Affinity, fleet: Fleet, log: LogHandle) -> None:
         self._affinity = affinity
         self._fleet = fleet

@@ -30,7 +30,7 @@ class Member:
         """Scored or given up."""
 
 
-class Growing:
+class GroupInProgress:
     """A group whose members are under way."""
 
     __slots__ = ("admitted_s", "cause", "id", "members", "order", "settings", "task")
@@ -77,13 +77,13 @@ class SampleBuffer:
         self._advantage = advantage
         self._attempts = attempts
         self._filter = filter_zero_variance
-        self.growing: dict[str, Growing] = {}
+        self.in_progress: dict[str, GroupInProgress] = {}
         self.ready: dict[str, Group] = {}
 
-    def admit(self, group: Growing) -> None:
-        self.growing[group.id] = group
+    def admit(self, group: GroupInProgress) -> None:
+        self.in_progress[group.id] = group
 
-    def ended(self, group: Growing, member: Member, trajectory: Trajectory, serving: WeightVersion) -> Verdict:
+    def ended(self, group: GroupInProgress, member: Member, trajectory: Trajectory, serving: WeightVersion) -> Verdict:
         """Book one attempt's end and say what follows for the group."""
         member.run = None
         member.tries += 1
@@ -105,11 +105,11 @@ class SampleBuffer:
         member.over = verdict is not Verdict.RETRY
         return verdict
 
-    def complete(self, group: Growing) -> Group | None:
+    def complete(self, group: GroupInProgress) -> Group | None:
         """Close a group that has enough members; None when there is nothing to learn from it."""
         members, rewards = group.scored, group.rewards
         assert len(rewards) == len(members), f"{group.id}: a member without a reward"
-        del self.growing[group.id]
+        del self.in_progress[group.id]
         if self._filter and zero_variance(rewards):
             return None
         done = Group(
@@ -123,8 +123,8 @@ class SampleBuffer:
         self.ready[group.id] = done
         return done
 
-    def stale_growing(self, serving: WeightVersion) -> list[Growing]:
-        return [group for group in self.growing.values() if is_stale(group.born, serving, self._bound)]
+    def stale_in_progress(self, serving: WeightVersion) -> list[GroupInProgress]:
+        return [group for group in self.in_progress.values() if is_stale(group.born, serving, self._bound)]
 
     def stale_ready(self, serving: WeightVersion) -> list[Group]:
         return [group for group in self.ready.values() if is_stale(group.born, serving, self._bound)]
@@ -148,4 +148,4 @@ class SampleBuffer:
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """For a checkpoint: an open group starts again, its members as new attempts."""
-        return tuple(OpenGroup(id=group.id, task=group.task) for group in self.growing.values())
+        return tuple(OpenGroup(id=group.id, task=group.task) for group in self.in_progress.values())

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from rollart.config.job import Job
-from rollart.control.affinity import Placing
+from rollart.control.affinity import AffinityDriver
 from rollart.control.env_manager import Agent, EnvManager, Staleness
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout, StopAsked
 from rollart.control.room import Room
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
@@ -83,7 +83,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._plan: SwapPlan = plan(job.rollout.swap, job.rollout.rolling)
         self.waits = Waits()
-        self.crew = Crew()
+        self.supervisor = TaskSupervisor()
         self._room = Room(self.waits, log, limit_s=job.limits.store_full_s)
         self.watchdog = Watchdog(self.waits, log, stall_s=job.limits.stall_s, lag_s=job.limits.lag_s)
         self._evaluating = self.waits.on("evaluation")
@@ -100,13 +100,13 @@ class Coordinator:
 
     async def _until_done(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            main = self.crew.spawn(work)
-            self.crew.spawn(self.watchdog.run(), background=True)
-            await asyncio.wait([main, self.crew.failed], return_when=asyncio.FIRST_COMPLETED)
-            if self.crew.failed.done():
-                self.crew.failed.result()
+            main = self.supervisor.spawn(work)
+            self.supervisor.spawn(self.watchdog.run(), background=True)
+            await asyncio.wait([main, self.supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.supervisor.failed.done():
+                self.supervisor.failed.result()
         finally:
-            await self.crew.close()
+            await self.supervisor.close()
             self.waits.close()
 
     async def _main(self) -> None:
@@ -161,12 +161,12 @@ class Coordinator:
 
     def stop_now(self, reason: str) -> None:
         """Give up at once; the last checkpoint and the batches since are what a resumed job goes on from."""
-        self.crew.fail(Interrupted(reason))
+        self.supervisor.fail(Interrupted(reason))
 
     def lost(self, engine: str, reason: str) -> None:
         """The cluster saw this engine die, though nobody may be calling it now."""
-        if hasattr(self, "fleet") and engine in self.fleet.seats:
-            self.fleet.down(self.fleet.seats[engine], reason)
+        if hasattr(self, "fleet") and engine in self.fleet.slots:
+            self.fleet.down(self.fleet.slots[engine], reason)
 
     async def learn(self) -> None:
         """The steps of the job: batch, weights of the step before, train, publish."""
@@ -190,7 +190,7 @@ class Coordinator:
             if last:
                 self.rollout.end()
             elif self._job.evaluation.every and result.version % self._job.evaluation.every == 0:
-                self.crew.spawn(self.evaluation.run(f"eval{result.version}"))
+                self.supervisor.spawn(self.evaluation.run(f"eval{result.version}"))
         if self._job.evaluation.every:
             await self.weights.to(self.trainer.version)
             await self._evaluate(self.trainer.version)
@@ -248,7 +248,7 @@ class Coordinator:
 
     async def _evaluate(self, version: WeightVersion) -> None:
         """Play the held-out tasks to the end. Raises StopAsked when the user stops the job before."""
-        task = self.crew.spawn(self.evaluation.run(f"eval{version}"))
+        task = self.supervisor.spawn(self.evaluation.run(f"eval{version}"))
         done = asyncio.wait([task, self._stopped], return_when=asyncio.FIRST_COMPLETED)
         await self._evaluating.guard(f"version {version}", done)
         if not task.done():
@@ -273,7 +273,7 @@ class Coordinator:
         self.fleet = Fleet(
             dict(zip(world.engines, engines, strict=True)),
             world.cluster,
-            self.crew,
+            self.supervisor,
             self.waits,
             self._log,
             restarts=limits.engine_restarts,
@@ -284,11 +284,11 @@ class Coordinator:
             look_s=min(limits.progress_s, limits.lag_s) / 4,
             repair=self._repair,
         )
-        self.crew.spawn(self.fleet.watch(), background=True)
-        proxy = Proxy(self.fleet, self.crew, self.waits, self._log, generate_limit_s=limits.generate_s)
-        placing = Placing(world.affinity, self.fleet, self._log)
+        self.supervisor.spawn(self.fleet.watch(), background=True)
+        proxy = Proxy(self.fleet, self.supervisor, self.waits, self._log, generate_limit_s=limits.generate_s)
+        affinity = AffinityDriver(world.affinity, self.fleet, self._log)
         self.rollout = Rollout(
-            job, world.task_sets, placing, self.fleet, self.crew, self.waits, self._log, world.recorder
+            job, world.task_sets, affinity, self.fleet, self.supervisor, self.waits, self._log, world.recorder
         )
         manager = EnvManager(
             job,
@@ -297,7 +297,7 @@ class Coordinator:
             world.rewards,
             world.tokenizer,
             Staleness(serving=lambda: self.fleet.serving, stale=self.rollout.stale),
-            self.crew,
+            self.supervisor,
             self.waits,
             self._log,
             world.agent,
@@ -309,11 +309,11 @@ class Coordinator:
             self.watchdog.parts = lambda: self.fleet.parts() + manager.movement.parts(self.fleet.engine_of())
         for spec in world.further_engines:
             self.fleet.expect(spec)
-        self.evaluation = Evaluation(job, world.task_sets, placing, manager, self._log)
+        self.evaluation = Evaluation(job, world.task_sets, affinity, manager, self._log)
         if trainers:
             self._drive_trainer(trainers[0])
             self.weights = WeightDriver(
-                self._plan, self.trainer, self.fleet, self.rollout, world.store, self.crew, self.waits, self._log
+                self._plan, self.trainer, self.fleet, self.rollout, world.store, self.supervisor, self.waits, self._log
             )
         return began
 

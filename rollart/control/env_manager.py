@@ -16,7 +16,7 @@ from rollart.control.movement import Movement, Mover
 from rollart.control.notes import Notes
 from rollart.control.proxy import Proxy
 from rollart.control.render import Prefix, delta
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import LogHandle
@@ -216,7 +216,7 @@ class EnvManager:
         rewards: RewardBackend,
         tokenizer: Tokenizer,
         staleness: Staleness,
-        crew: Crew,
+        supervisor: TaskSupervisor,
         waits: Waits,
         log: LogHandle,
         agent: Agent | None = None,
@@ -234,7 +234,7 @@ class EnvManager:
         self._proxy = proxy
         self._rewards = rewards
         self._staleness = staleness
-        self._crew = crew
+        self._supervisor = supervisor
         self._log = log
         self._loop = asyncio.get_running_loop()
         limits = job.limits
@@ -289,7 +289,7 @@ class EnvManager:
             with _AGENT:
                 status = await self._agent.play(Session(self, run, env))
         finally:
-            self._crew.spawn(self._close(run, env))
+            self._supervisor.spawn(self._close(run, env))
         if not run.turns and run.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
-from rollart.control.affinity import Placing
+from rollart.control.affinity import AffinityDriver
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.errors import TaskError
@@ -20,11 +20,11 @@ from rollart.types import Trajectory, TrajectoryId
 
 class Evaluation:
     def __init__(
-        self, job: Job, task_sets: Mapping[str, TaskSet], placing: Placing, manager: EnvManager, log: LogHandle
+        self, job: Job, task_sets: Mapping[str, TaskSet], affinity: AffinityDriver, manager: EnvManager, log: LogHandle
     ) -> None:
         self._job = job
         self._task_sets = task_sets
-        self._placing = placing
+        self._affinity = affinity
         self._manager = manager
         self._log = log
         self._room = asyncio.Semaphore(job.evaluation.concurrency)
@@ -69,5 +69,7 @@ class Evaluation:
                 )
                 return None
             return await self._manager.run(
-                Run(TrajectoryId(group, number, 0), task, settings, self._placing.place(settings.name), evaluation=True)
+                Run(
+                    TrajectoryId(group, number, 0), task, settings, self._affinity.place(settings.name), evaluation=True
+                )
             )

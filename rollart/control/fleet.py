@@ -2,7 +2,7 @@
 
 Invariant: an engine takes requests only when it is up and serves the current version or, while a swap rolls through
 the fleet, the one before. `serving` is the oldest version in rotation: that of the last completed swap.
-The proxy sends requests to the seats; the weight driver swaps them.
+The proxy sends requests to the slots; the weight driver swaps them.
 
 An engine is judged by its progress, never by how long one request takes: one that has requests and computes nothing for
 `progress_limit_s` is taken for hung.
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import (
     BoundaryError,
@@ -40,7 +40,7 @@ NOBODY = ""
 Repair = Callable[[WeightVersion], Awaitable[WeightManifest]]
 
 
-class Call:
+class InFlightCall:
     """One request in an engine. `lost` says why it must be sent again."""
 
     __slots__ = ("lost", "task")
@@ -50,7 +50,7 @@ class Call:
         self.lost = ""
 
 
-class Seat:
+class EngineSlot:
     """One engine's place in the fleet; the engine in it may change. A `further` one is filled when there is room."""
 
     __slots__ = (
@@ -76,7 +76,7 @@ class Seat:
             self.engine: Engine = engine
         self.view = EngineView(id=spec.id, pool=spec.pool)
         self.boundary = boundary(EngineError, spec.id)
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, InFlightCall] = {}
         self.restarts = 0
         self.refused = 0
         """Answers in a row that could not be believed."""
@@ -95,7 +95,7 @@ class Fleet:
         self,
         engines: Mapping[EngineSpec, Engine],
         cluster: Cluster,
-        crew: Crew,
+        supervisor: TaskSupervisor,
         waits: Waits,
         log: LogHandle,
         *,
@@ -110,15 +110,15 @@ class Fleet:
         self.progress_limit_s = progress_limit_s
         self._look_s = look_s
         """Between two looks at an engine's progress."""
-        self.seats = {spec.id: Seat(spec, engine) for spec, engine in engines.items()}
+        self.slots = {spec.id: EngineSlot(spec, engine) for spec, engine in engines.items()}
         self.pools: dict[str, list[EngineView]] = {}
-        for seat in self.seats.values():
-            self.pools.setdefault(seat.spec.pool, []).append(seat.view)
+        for slot in self.slots.values():
+            self.pools.setdefault(slot.spec.pool, []).append(slot.view)
         self.serving: WeightVersion = 0
         self._current: WeightManifest | None = None
         self._staging: WeightVersion = 0
         self._cluster = cluster
-        self._crew = crew
+        self._supervisor = supervisor
         self._log = log
         self._restarts = restarts
         self._backoff_s = backoff_s
@@ -133,11 +133,11 @@ class Fleet:
 
     def expect(self, spec: EngineSpec) -> None:
         """One more engine may come: it joins when a machine has room for it, and leaves with its machine."""
-        seat = self.seats[spec.id] = Seat(spec, None)
-        seat.view.up = seat.view.serving = False
-        self.pools.setdefault(spec.pool, []).append(seat.view)
+        slot = self.slots[spec.id] = EngineSlot(spec, None)
+        slot.view.up = slot.view.serving = False
+        self.pools.setdefault(spec.pool, []).append(slot.view)
         cause = self._log.emit("engine.expected", {"engine": spec.id, "pool": spec.pool})
-        self._crew.spawn(self._revive(seat, cause))
+        self._supervisor.spawn(self._revive(slot, cause))
 
     # --- who takes requests -------------------------------------------------------------------------------
 
@@ -153,101 +153,101 @@ class Fleet:
             if not future.done():
                 future.set_result(None)
 
-    def down(self, seat: Seat, reason: str) -> None:
+    def down(self, slot: EngineSlot, reason: str) -> None:
         """Take a lost engine out of rotation, hand its requests back to be sent again, and revive it."""
-        if not seat.view.up:
+        if not slot.view.up:
             return
-        seat.view.up = seat.view.serving = False
-        cause = self._log.emit("engine.down", {"engine": seat.spec.id, "reason": reason, "calls": len(seat.calls)})
-        for call in list(seat.calls.values()):
+        slot.view.up = slot.view.serving = False
+        cause = self._log.emit("engine.down", {"engine": slot.spec.id, "reason": reason, "calls": len(slot.calls)})
+        for call in list(slot.calls.values()):
             call.lost = reason
             call.task.cancel()
         self.on_change(cause)
-        self._crew.spawn(self._revive(seat, cause))
+        self._supervisor.spawn(self._revive(slot, cause))
 
     async def watch(self) -> None:
         """Look at the engines for ever; a background task."""
         while True:
             await asyncio.sleep(self._look_s)
-            for seat in self.seats.values():
-                if not seat.calls:
-                    seat.still = 0
-                elif seat.view.serving and not seat.looking:
-                    seat.looking = True
-                    self._crew.spawn(self._look(seat), background=True)
+            for slot in self.slots.values():
+                if not slot.calls:
+                    slot.still = 0
+                elif slot.view.serving and not slot.looking:
+                    slot.looking = True
+                    self._supervisor.spawn(self._look(slot), background=True)
 
-    async def _look(self, seat: Seat) -> None:
+    async def _look(self, slot: EngineSlot) -> None:
         """Ask an engine that has requests how far it has come; take it for hung where that does not change."""
-        engine = seat.engine
+        engine = slot.engine
         try:
-            with seat.boundary:
-                came = await self._looks.guard(seat.spec.id, engine.abort(NOBODY))
+            with slot.boundary:
+                came = await self._looks.guard(slot.spec.id, engine.abort(NOBODY))
         except BoundaryError as error:
-            if seat.engine is engine:
-                self.down(seat, f"asked for its progress: {error}")
+            if slot.engine is engine:
+                self.down(slot, f"asked for its progress: {error}")
             return
         finally:
-            seat.looking = False
-        if seat.engine is not engine or not seat.view.serving:
+            slot.looking = False
+        if slot.engine is not engine or not slot.view.serving:
             return
-        moved = (seat.served, came)
-        if moved != seat.moved:
-            seat.moved, seat.still = moved, 0
+        moved = (slot.served, came)
+        if moved != slot.moved:
+            slot.moved, slot.still = moved, 0
             return
-        seat.still += 1
-        if seat.still * self._look_s > self.progress_limit_s:  # its first request may have come just before a look
+        slot.still += 1
+        if slot.still * self._look_s > self.progress_limit_s:  # its first request may have come just before a look
             self.down(
-                seat,
-                f"{seat.spec.id}: computed nothing for {self.progress_limit_s:g} s with {len(seat.calls)} requests "
+                slot,
+                f"{slot.spec.id}: computed nothing for {self.progress_limit_s:g} s with {len(slot.calls)} requests "
                 "under way (limits.progress_s)",
             )
 
     def parts(self) -> list[Part]:
         """The engines that take requests, as they stand."""
         return [
-            Part(kind="engine", name=seat.spec.id, still_s=seat.still * self._look_s if seat.calls else 0.0)
-            for seat in self.seats.values()
-            if seat.view.serving
+            Part(kind="engine", name=slot.spec.id, still_s=slot.still * self._look_s if slot.calls else 0.0)
+            for slot in self.slots.values()
+            if slot.view.serving
         ]
 
     def engine_of(self) -> dict[str, str]:
         """The engine that each attempt's call is in."""
-        return {id.rpartition("/")[0]: seat.spec.id for seat in self.seats.values() for id in seat.calls}
+        return {id.rpartition("/")[0]: slot.spec.id for slot in self.slots.values() for id in slot.calls}
 
-    async def _revive(self, seat: Seat, cause: int) -> None:
+    async def _revive(self, slot: EngineSlot, cause: int) -> None:
         """Start the engine again, give it the current weights, and put it back; or give it up."""
-        while seat.restarts < self._restarts:
-            seat.restarts += 1
-            await asyncio.sleep(backoff_s(self._backoff_s, seat.restarts))
+        while slot.restarts < self._restarts:
+            slot.restarts += 1
+            await asyncio.sleep(backoff_s(self._backoff_s, slot.restarts))
             try:
                 with boundary(ClusterError, "engine start"):
-                    seat.engine = await self._starts.guard(seat.spec.id, self._cluster.engine(seat.spec))
-                seat.view.version = 0
+                    slot.engine = await self._starts.guard(slot.spec.id, self._cluster.engine(slot.spec))
+                slot.view.version = 0
                 if self._staging:
-                    with boundary(EngineError, f"{seat.spec.id} stage"):
-                        await self._swaps.guard(seat.spec.id, seat.engine.stage(self._staging))
-                while self._current is not None and seat.view.version != self._current.version:
-                    await self._load(seat, self._current)
+                    with boundary(EngineError, f"{slot.spec.id} stage"):
+                        await self._swaps.guard(slot.spec.id, slot.engine.stage(self._staging))
+                while self._current is not None and slot.view.version != self._current.version:
+                    await self._load(slot, self._current)
             except BoundaryError as error:
-                self._log.emit("engine.retry", {"engine": seat.spec.id, "reason": str(error), "cause": cause})
+                self._log.emit("engine.retry", {"engine": slot.spec.id, "reason": str(error), "cause": cause})
                 if isinstance(error, VersionGone):
-                    seat.restarts -= 1
-                    await self._waiting.guard(seat.spec.id, self.changed())
-                elif isinstance(error, NoRoom) and (seat.further or any(view.up for view in self._views())):
-                    seat.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
+                    slot.restarts -= 1
+                    await self._waiting.guard(slot.spec.id, self.changed())
+                elif isinstance(error, NoRoom) and (slot.further or any(view.up for view in self._views())):
+                    slot.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
                 continue
-            seat.view.up = seat.view.serving = True
-            seat.still = 0
+            slot.view.up = slot.view.serving = True
+            slot.still = 0
             self.on_change(
-                self._log.emit("engine.up", {"engine": seat.spec.id, "version": seat.view.version, "cause": cause})
+                self._log.emit("engine.up", {"engine": slot.spec.id, "version": slot.view.version, "cause": cause})
             )
             self._wake()
             return
-        seat.gone = True
-        self._log.emit("engine.gone", {"engine": seat.spec.id, "restarts": seat.restarts, "cause": cause})
+        slot.gone = True
+        self._log.emit("engine.gone", {"engine": slot.spec.id, "restarts": slot.restarts, "cause": cause})
         self._wake()
-        if all(other.gone or (other.further and not other.view.up) for other in self.seats.values()):
-            self._crew.fail(
+        if all(other.gone or (other.further and not other.view.up) for other in self.slots.values()):
+            self._supervisor.fail(
                 JobStopped(
                     f"no engine is left: each was restarted {self._restarts} times; "
                     "see engine.down in events.jsonl for the reasons"
@@ -255,81 +255,81 @@ class Fleet:
             )
 
     def _views(self) -> list[EngineView]:
-        return [seat.view for seat in self.seats.values()]
+        return [slot.view for slot in self.slots.values()]
 
     # --- weights --------------------------------------------------------------------------------------------
 
     async def stage(self, version: WeightVersion) -> None:
         """Tell all engines that a version is coming."""
         self._staging = version
-        seats = [seat for seat in self.seats.values() if seat.view.up]
-        await asyncio.gather(*(self._stage_one(seat, version) for seat in seats))
+        slots = [slot for slot in self.slots.values() if slot.view.up]
+        await asyncio.gather(*(self._stage_one(slot, version) for slot in slots))
 
-    async def _stage_one(self, seat: Seat, version: WeightVersion) -> None:
-        engine = seat.engine
+    async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
+        engine = slot.engine
         try:
-            with boundary(EngineError, f"{seat.spec.id} stage"):
-                await self._swaps.guard(seat.spec.id, engine.stage(version))
+            with boundary(EngineError, f"{slot.spec.id} stage"):
+                await self._swaps.guard(slot.spec.id, engine.stage(version))
         except BoundaryError as error:
-            if seat.engine is engine:
-                self.down(seat, str(error))
+            if slot.engine is engine:
+                self.down(slot, str(error))
 
     async def swap(self, manifest: WeightManifest, rolling: int) -> None:
         """Bring every engine to these weights; in-flight requests stay where they are and go on."""
         self._current = manifest
-        for wave in waves(list(self.seats.values()), rolling):
-            await self._swap_wave([seat for seat in wave if seat.view.up], manifest)
+        for wave in waves(list(self.slots.values()), rolling):
+            await self._swap_wave([slot for slot in wave if slot.view.up], manifest)
         self.serving = manifest.version
 
-    async def _swap_wave(self, seats: Sequence[Seat], manifest: WeightManifest) -> None:
+    async def _swap_wave(self, slots: Sequence[EngineSlot], manifest: WeightManifest) -> None:
         """Suspend these, load, resume."""
-        for seat in seats:
-            seat.view.serving = False
-        self._log.emit("suspend", {"engines": [seat.spec.id for seat in seats]})
-        await asyncio.gather(*(self._swap_one(seat, manifest) for seat in seats))
-        for seat in seats:
-            seat.view.serving = seat.view.up
-        self._log.emit("resume", {"engines": [seat.spec.id for seat in seats if seat.view.up]})
+        for slot in slots:
+            slot.view.serving = False
+        self._log.emit("suspend", {"engines": [slot.spec.id for slot in slots]})
+        await asyncio.gather(*(self._swap_one(slot, manifest) for slot in slots))
+        for slot in slots:
+            slot.view.serving = slot.view.up
+        self._log.emit("resume", {"engines": [slot.spec.id for slot in slots if slot.view.up]})
         self._wake()
 
-    async def _swap_one(self, seat: Seat, manifest: WeightManifest) -> None:
-        engine = seat.engine
+    async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
+        engine = slot.engine
         try:
-            await self._load(seat, manifest)
+            await self._load(slot, manifest)
         except BoundaryError as error:
-            if seat.engine is engine:
-                self.down(seat, f"swap to {manifest.version}: {error}")
+            if slot.engine is engine:
+                self.down(slot, f"swap to {manifest.version}: {error}")
 
-    async def _load(self, seat: Seat, manifest: WeightManifest) -> None:
+    async def _load(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         """Swap one engine, having damaged buckets pushed again where needed."""
-        engine = seat.engine
+        engine = slot.engine
         for tries_left in range(REPAIRS, -1, -1):
             try:
-                with boundary(EngineError, f"{seat.spec.id} swap"):
-                    report = await self._swaps.guard(seat.spec.id, engine.swap(manifest))
+                with boundary(EngineError, f"{slot.spec.id} swap"):
+                    report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
                 break
             except WeightError as error:
                 self._log.emit(
-                    "weights.damaged", {"engine": seat.spec.id, "version": manifest.version, "reason": str(error)}
+                    "weights.damaged", {"engine": slot.spec.id, "version": manifest.version, "reason": str(error)}
                 )
                 if not tries_left:
                     raise
                 manifest = await self._repair(manifest.version)
                 if self._current is not None and self._current.version == manifest.version:
                     self._current = manifest  # a trainer that was rebuilt may have pushed other bits
-        if seat.engine is engine:
-            seat.view.version = report.version
-        self._log_swap(seat, report)
+        if slot.engine is engine:
+            slot.view.version = report.version
+        self._log_swap(slot, report)
 
-    def _log_swap(self, seat: Seat, report: SwapReport) -> None:
+    def _log_swap(self, slot: EngineSlot, report: SwapReport) -> None:
         self._log.emit(
             "engine.swap",
             {
-                "engine": seat.spec.id,
+                "engine": slot.spec.id,
                 "version": report.version,
                 "pull_s": round(report.pull_s, 6),
                 "exposed_s": round(report.exposed_s, 6),
                 "rebuilt": report.rebuilt_tokens,
-                "in_flight": len(seat.calls),
+                "in_flight": len(slot.calls),
             },
         )

@@ -8,8 +8,8 @@ its attempt ends; its engine, which the fleet judges by its progress, goes on.
 import asyncio
 from collections.abc import Sequence
 
-from rollart.control.fleet import Call, Fleet, Seat
-from rollart.control.supervisor import Crew
+from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Expired, Waits
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import LogHandle
@@ -17,15 +17,17 @@ from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest
 
-MOST_SENDS = 6
+MAX_SENDS = 6
 """A request that was sent so often and lost each time may be what kills the engines: its attempt fails."""
 
 
 class Proxy:
-    def __init__(self, fleet: Fleet, crew: Crew, waits: Waits, log: LogHandle, *, generate_limit_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, supervisor: TaskSupervisor, waits: Waits, log: LogHandle, *, generate_limit_s: float
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
-        self._crew = crew
+        self._supervisor = supervisor
         self._log = log
         self._generating = waits.on("generate", generate_limit_s)
         self._queueing = waits.on("an engine", None)
@@ -39,32 +41,34 @@ class Proxy:
         `order`: the wanted pool, then those that may stand in. `last`: the engine that has the session's cache.
         """
         reason = ""
-        for _ in range(MOST_SENDS):
-            seat = await self._place(request, order, last, cause)
+        for _ in range(MAX_SENDS):
+            slot = await self._place(request, order, last, cause)
             sent_s = self._loop.time()
             try:
-                completion, reason = await self._send(seat, request)
+                completion, reason = await self._send(slot, request)
                 if completion is not None and (wrong := wrong_with(request, completion)):
                     raise AnswerError(f"{completion.engine} {wrong}")
             except AnswerError as error:
-                self._refused(seat, request, str(error), cause)
+                self._refused(slot, request, str(error), cause)
                 raise
             if completion is not None:
-                seat.restarts = seat.refused = 0
-                seat.served += 1
-                return completion, seat.view, self._log_said(request, seat, completion, cause), sent_s
+                slot.restarts = slot.refused = 0
+                slot.served += 1
+                return completion, slot.view, self._log_said(request, slot, completion, cause), sent_s
             last = None
-            cause = self._log.emit("lost", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
-        raise EngineError(f"{MOST_SENDS} engines in a row were lost with this request; the last: {reason}")
+            cause = self._log.emit("lost", {"id": request.id, "engine": slot.spec.id, "reason": reason, "cause": cause})
+        raise EngineError(f"{MAX_SENDS} engines in a row were lost with this request; the last: {reason}")
 
-    async def _place(self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int) -> Seat:
+    async def _place(
+        self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
+    ) -> EngineSlot:
         """Choose an engine, waiting for one where none takes requests now."""
         fleet = self._fleet
         while True:
             route = choose(fleet.pools, order, last, request.min_version)
             if route is not None:
                 break
-            if all(seat.gone for seat in fleet.seats.values()):
+            if all(slot.gone for slot in fleet.slots.values()):
                 raise EngineError("no engine is left")
             await self._queueing.guard(request.id, fleet.changed())
         view = route.engine
@@ -81,58 +85,58 @@ class Proxy:
         if route.fallback:
             event["fallback"] = route.fallback
         self._log.emit("send", event)
-        return fleet.seats[view.id]
+        return fleet.slots[view.id]
 
-    async def _send(self, seat: Seat, request: GenerateRequest) -> tuple[Completion | None, str]:
+    async def _send(self, slot: EngineSlot, request: GenerateRequest) -> tuple[Completion | None, str]:
         """The completion; or None and why the engine was lost."""
         task = asyncio.current_task()
         assert task is not None
-        call = Call(task)
-        seat.calls[request.id] = call
-        seat.view.in_flight += 1
+        call = InFlightCall(task)
+        slot.calls[request.id] = call
+        slot.view.in_flight += 1
         try:
-            with seat.boundary:
-                return await self._generating.guard(request.id, seat.engine.generate(request)), ""
+            with slot.boundary:
+                return await self._generating.guard(request.id, slot.engine.generate(request)), ""
         except (RequestError, AnswerError):
             raise
         except BoundaryError as error:
             if isinstance(error.__cause__, Expired):
-                self._crew.spawn(self._abort(seat, request.id))
+                self._supervisor.spawn(self._abort(slot, request.id))
                 raise RequestError(f"{error}; it was aborted (limits.generate_s)") from error
             reason = str(error)
         except asyncio.CancelledError:
             if not call.lost or task.uncancel() > 0:
-                self._crew.spawn(self._abort(seat, request.id))
+                self._supervisor.spawn(self._abort(slot, request.id))
                 raise
             reason = call.lost
         finally:
-            del seat.calls[request.id]
-            seat.view.in_flight -= 1
+            del slot.calls[request.id]
+            slot.view.in_flight -= 1
         if not call.lost:
-            self._fleet.down(seat, reason)
+            self._fleet.down(slot, reason)
         return None, reason
 
-    async def _abort(self, seat: Seat, request_id: str) -> None:
-        engine = seat.engine
+    async def _abort(self, slot: EngineSlot, request_id: str) -> None:
+        engine = slot.engine
         try:
-            with seat.boundary:
+            with slot.boundary:
                 await self._aborting.guard(request_id, engine.abort(request_id))
         except BoundaryError as error:
-            if seat.engine is engine:
-                self._fleet.down(seat, str(error))
+            if slot.engine is engine:
+                self._fleet.down(slot, str(error))
 
-    def _refused(self, seat: Seat, request: GenerateRequest, reason: str, cause: int) -> None:
+    def _refused(self, slot: EngineSlot, request: GenerateRequest, reason: str, cause: int) -> None:
         """Nobody gets to see this answer. Its attempt ends; an engine that gives nothing better is lost."""
-        self._log.emit("refused", {"id": request.id, "engine": seat.spec.id, "reason": reason, "cause": cause})
-        seat.refused += 1
-        if engine_is_broken(seat.refused):
-            self._fleet.down(seat, f"{seat.refused} answers in a row could not be believed; the last: {reason}")
-            seat.refused = 0
+        self._log.emit("refused", {"id": request.id, "engine": slot.spec.id, "reason": reason, "cause": cause})
+        slot.refused += 1
+        if engine_is_broken(slot.refused):
+            self._fleet.down(slot, f"{slot.refused} answers in a row could not be believed; the last: {reason}")
+            slot.refused = 0
 
-    def _log_said(self, request: GenerateRequest, seat: Seat, completion: Completion, cause: int) -> int:
+    def _log_said(self, request: GenerateRequest, slot: EngineSlot, completion: Completion, cause: int) -> int:
         event = {
             "id": request.id,
-            "engine": seat.spec.id,
+            "engine": slot.spec.id,
             "tokens": len(completion.tokens),
             "spans": [tuple(span) for span in completion.spans],
             "prefill": completion.prefill_tokens,

@@ -1,6 +1,6 @@
 """From observation to token delta. Tokens once sampled are never tokenised again.
 
-A prefix is the growing list of token pieces one engine session sees: context, completion, context, completion, ...
+A prefix is the in_progress list of token pieces one engine session sees: context, completion, context, completion, ...
 Where an agent rewrites history, a new prefix begins and the old one stays a sample of its own.
 """
 

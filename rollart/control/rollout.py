@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from rollart.config.job import Job, advantage_of
-from rollart.control.affinity import Placing
-from rollart.control.buffer import Growing, Member, SampleBuffer
+from rollart.control.affinity import AffinityDriver
+from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped, TaskError
 from rollart.events import LogHandle
@@ -37,9 +37,9 @@ class Rollout:
         self,
         job: Job,
         task_sets: Mapping[str, TaskSet],
-        placing: Placing,
+        affinity: AffinityDriver,
         fleet: Fleet,
-        crew: Crew,
+        supervisor: TaskSupervisor,
         waits: Waits,
         log: LogHandle,
         recorder: Recorder | None = None,
@@ -49,9 +49,9 @@ class Rollout:
         self._job = job
         self._settings = {task.name: task for task in job.tasks}
         self._task_sets = task_sets
-        self._placing = placing
+        self._affinity = affinity
         self._fleet = fleet
-        self._crew = crew
+        self._supervisor = supervisor
         self._log = log
         self._loop = asyncio.get_running_loop()
         quotas = {task.name: task.quota for task in job.tasks}
@@ -133,23 +133,23 @@ class Rollout:
             self.feed()
 
         if wait_s is not None:
-            self._crew.spawn(wait(wait_s))
+            self._supervisor.spawn(wait(wait_s))
 
     def _admit(self, group_id: str, task: Task) -> None:
         settings = self._settings[task.domain]
         first = self._incarnation * ATTEMPTS_PER_LIFE
         places = [Member(first) for _ in range(settings.group_size + self._job.rollout.spare_members)]
-        group = Growing(group_id, task, settings, places, self._loop.time())
+        group = GroupInProgress(group_id, task, settings, places, self._loop.time())
         self.slots.admit(group_id)
         self.buffer.admit(group)
-        group.order = self._placing.admit(task.domain)
+        group.order = self._affinity.admit(task.domain)
         group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
         for number, member in enumerate(group.members):
-            self._crew.spawn(self._play(group, number, member))
+            self._supervisor.spawn(self._play(group, number, member))
 
-    async def _play(self, group: Growing, number: int, member: Member) -> None:
+    async def _play(self, group: GroupInProgress, number: int, member: Member) -> None:
         """One member of a group, attempt after attempt, until it is scored or the group needs it no more."""
-        while group.id in self.buffer.growing:
+        while group.id in self.buffer.in_progress:
             if self._closed:
                 await self._holding.guard(group.id, self._when_open())
                 continue
@@ -169,10 +169,10 @@ class Rollout:
                 self._running -= 1
                 if not self._running:
                     self._notify()
-            self._placing.measure(trajectory)
+            self._affinity.measure(trajectory)
             if trajectory.status is Status.FAILED:
                 self.health.attempt_failed(group.task.domain, trajectory.reason)
-            if group.id not in self.buffer.growing:
+            if group.id not in self.buffer.in_progress:
                 if trajectory.reward is not None:
                     self._log.emit("late", {"id": run.key, "cause": run.cause})
                 return
@@ -182,11 +182,11 @@ class Rollout:
                 return
             await asyncio.sleep(backoff_s(self._job.limits.backoff_s, member.tries))
 
-    def _settle(self, group: Growing, verdict: Verdict, cause: int) -> None:
+    def _settle(self, group: GroupInProgress, verdict: Verdict, cause: int) -> None:
         match verdict:
             case Verdict.READY:
                 done = self.buffer.complete(group)
-                self._placing.left(group.task.domain, group.order[0])
+                self._affinity.left(group.task.domain, group.order[0])
                 self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
                 self.health.group_scored(group.task.domain, group.id, group.rewards, cause, filtered=done is None)
                 if done is None:
@@ -213,14 +213,14 @@ class Rollout:
                 pass
         self.feed()
 
-    def _kill(self, group: Growing, how: str, status: Status, reason: str, cause: int) -> None:
+    def _kill(self, group: GroupInProgress, how: str, status: Status, reason: str, cause: int) -> None:
         """End a group whose members are still under way."""
-        del self.buffer.growing[group.id]
-        self._placing.left(group.task.domain, group.order[0])
+        del self.buffer.in_progress[group.id]
+        self._affinity.left(group.task.domain, group.order[0])
         self._stop_members(group, status, reason)
         self._end(group.id, group.task, how, cause)
 
-    def _stop_members(self, group: Growing, status: Status, reason: str) -> None:
+    def _stop_members(self, group: GroupInProgress, status: Status, reason: str) -> None:
         for run in group.runs():
             run.stop(status, reason)
 
@@ -267,7 +267,7 @@ class Rollout:
 
     def _sweep(self, cause: int) -> None:
         """Stop the groups under way that are too old: in an engine, an environment or a reward."""
-        for group in self.buffer.stale_growing(self._fleet.serving):
+        for group in self.buffer.stale_in_progress(self._fleet.serving):
             self._kill(group, "stale", Status.STALE, "too old after a swap", cause)
 
     def _evict(self, cause: int) -> None:
@@ -291,7 +291,7 @@ class Rollout:
             groups = self.buffer.form() if enough else None
             if groups is not None:
                 self._short = 0
-            elif not self.buffer.growing:
+            elif not self.buffer.in_progress:
                 if self.slots.room == 0 and self.buffer.ready:
                     groups = self.buffer.form(relaxed=True)
                 elif self._refills >= self._refill_limit or self.health.hopeless:
@@ -330,8 +330,8 @@ class Rollout:
         )
         if self._bound == 0:
             self._sated = True
-            for growing in list(self.buffer.growing.values()):
-                self._kill(growing, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
+            for in_progress in list(self.buffer.in_progress.values()):
+                self._kill(in_progress, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
             for done in list(self.buffer.ready.values()):
                 del self.buffer.ready[done.id]
                 self._end(done.id, done.task, "surplus", cause)

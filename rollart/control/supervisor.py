@@ -11,7 +11,7 @@ from typing import Any
 from rollart.ports import BACKGROUND
 
 
-class Crew:
+class TaskSupervisor:
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

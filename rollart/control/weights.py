@@ -8,7 +8,7 @@ import asyncio
 
 from rollart.control.fleet import Fleet
 from rollart.control.rollout import Rollout
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.errors import WeightError, boundary
@@ -29,7 +29,7 @@ class WeightDriver:
         fleet: Fleet,
         rollout: Rollout,
         store: WeightStore,
-        crew: Crew,
+        supervisor: TaskSupervisor,
         waits: Waits,
         log: LogHandle,
     ) -> None:
@@ -38,7 +38,7 @@ class WeightDriver:
         self._fleet = fleet
         self._rollout = rollout
         self._store = store
-        self._crew = crew
+        self._supervisor = supervisor
         self._log = log
         self._publishing = waits.on("publish")
         self._swapping = waits.on("swap")
@@ -51,7 +51,7 @@ class WeightDriver:
         """Start to push a version; engines stage its buckets as they appear."""
         previous = self._manifests.get(version - 1)
         self._manifests[version] = asyncio.get_running_loop().create_future()
-        self._crew.spawn(self._push(version, previous))
+        self._supervisor.spawn(self._push(version, previous))
 
     async def _push(self, version: WeightVersion, previous: "asyncio.Future[WeightManifest] | None") -> None:
         if previous is not None:
@@ -98,7 +98,7 @@ class WeightDriver:
             self._rollout.reopen()
         if self._reached is not None and not self._reached.done():
             self._reached.set_result(None)
-        self._crew.spawn(self._drop_before(manifest.version))
+        self._supervisor.spawn(self._drop_before(manifest.version))
 
     async def ready_for(self, step: int) -> None:
         """Wait until the engines are new enough for this step to start."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollart.engines.embedded.segments import Call, Piece, Segment, Share, segment_seed, wrong_in
+from rollart.engines.embedded.segments import EngineSeconds, Piece, RequestProgress, Segment, segment_seed, wrong_in
 from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.engines.stops import StopFinder
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
@@ -96,12 +96,12 @@ class RemoteEngine:
         """Of the version served; None while that is the initial one."""
         self._proven: list[Proven | None] = []
         """What is known of each process behind the server since the last swap."""
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, RequestProgress] = {}
         self._open = asyncio.Event()
         """Closed while weights change: no segment starts."""
         self._open.set()
         self._swapping = asyncio.Lock()
-        self._share = Share()
+        self._share = EngineSeconds()
         self._pieces = 0
         """Received from the server since the start: a server that computes sends some."""
         self._failure: EngineError | None = None
@@ -110,7 +110,7 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check(request)
-        call = self._calls[request.id] = Call(request=request, prompt=request.tokens().tolist())
+        call = self._calls[request.id] = RequestProgress(request=request, prompt=request.tokens().tolist())
         try:
             while True:
                 while not self._open.is_set():  # another swap may begin between its opening and our turn
@@ -195,7 +195,7 @@ class RemoteEngine:
         if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._settings.vocab_size:
             raise RequestError(f"{self._id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
 
-    async def _segment(self, call: Call) -> Finish | None:
+    async def _segment(self, call: RequestProgress) -> Finish | None:
         """Sample under the present version; None where a swap cut it short and the rest is to come."""
         sampling = call.request.sampling
         limit = min(len(call.prompt) + sampling.max_tokens, self._settings.max_context)
@@ -231,7 +231,7 @@ class RemoteEngine:
             raise EngineError(f"{self._id}: the server ended request {call.request.id} by itself")
         return None
 
-    async def _read(self, call: Call, segment: Segment) -> Finish | None:
+    async def _read(self, call: RequestProgress, segment: Segment) -> Finish | None:
         """Take what the server streams, until it or a stop string ends it."""
         finish: Finish | None = None
         cached = 0
@@ -253,7 +253,7 @@ class RemoteEngine:
             call.cached_tokens += cached
             call.prefill_tokens += len(segment.prompt) - cached
 
-    def _stopped(self, call: Call) -> bool:
+    def _stopped(self, call: RequestProgress) -> bool:
         """Found here and not by the server: a stop string may begin in one segment and end in the next."""
         stop = call.request.sampling.stop
         return bool(stop) and self._stops is not None and self._stops.ends(call.tokens, stop)

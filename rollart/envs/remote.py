@@ -35,11 +35,11 @@ Launch = Callable[[int], Awaitable[EnvWorker]]
 class _Slot(NamedTuple):
     """Room for one environment, in this worker and in no successor of it."""
 
-    seat: "_Seat"
+    place: "_WorkerPlace"
     worker: EnvWorker
 
 
-class _Seat:
+class _WorkerPlace:
     """The place of one worker after another."""
 
     __slots__ = ("free", "number", "size", "worker")
@@ -62,7 +62,7 @@ class RemoteEnvHost:
 
     def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
         self._launch = launch
-        self._seats = [_Seat(number, size) for number, size in enumerate(slots)]
+        self._places = [_WorkerPlace(number, size) for number, size in enumerate(slots)]
         self._waiters: deque[asyncio.Future[_Slot]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
@@ -94,26 +94,26 @@ class RemoteEnvHost:
 
     def release(self, slot: _Slot) -> None:
         """It is free again, unless its worker is gone: a successor has slots of its own."""
-        seat = slot.seat
-        if slot.worker is seat.worker:
-            seat.free += 1
-            self._serve(seat)
+        place = slot.place
+        if slot.worker is place.worker:
+            place.free += 1
+            self._serve(place)
 
     def lost(self, slot: _Slot) -> None:
         """Its worker is gone: start another."""
-        seat = slot.seat
-        if slot.worker is seat.worker:
-            seat.free = 0
-            seat.worker = None
-            self._spawn(self._revive(seat))
+        place = slot.place
+        if slot.worker is place.worker:
+            place.free = 0
+            place.worker = None
+            self._spawn(self._revive(place))
 
     async def _slot(self) -> _Slot:
         """A slot that is now ours. First come, first served."""
         if not self._started:
             self._started = True
-            for seat in self._seats:
-                self._spawn(self._revive(seat))
-        best = max(self._seats, key=lambda seat: seat.free)
+            for place in self._places:
+                self._spawn(self._revive(place))
+        best = max(self._places, key=lambda place: place.free)
         if best.free and not self._waiters:
             return best.take()
         waiter: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
@@ -125,26 +125,26 @@ class RemoteEnvHost:
                 self.release(waiter.result())  # handed over as we were cancelled
             raise
 
-    def _serve(self, seat: _Seat) -> None:
-        while seat.free and self._waiters:
+    def _serve(self, place: _WorkerPlace) -> None:
+        while place.free and self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_result(seat.take())
+                waiter.set_result(place.take())
 
-    async def _revive(self, seat: _Seat) -> None:
+    async def _revive(self, place: _WorkerPlace) -> None:
         while True:
             try:
-                worker = await self._launch(seat.number)
+                worker = await self._launch(place.number)
                 break
             except NoRoom:
                 continue  # it has waited long enough in there
             except BoundaryError as error:
-                if all(other.worker is None for other in self._seats):
+                if all(other.worker is None for other in self._places):
                     self._fail(f"open: no environment worker is up: {error}")
                 await asyncio.sleep(RETRY_S)
-        seat.worker = worker
-        seat.free = seat.size
-        self._serve(seat)
+        place.worker = worker
+        place.free = place.size
+        self._serve(place)
 
     def _fail(self, reason: str) -> None:
         """Nobody can be served now, and it is no lack of machines: do not let them wait in silence."""

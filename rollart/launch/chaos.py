@@ -23,7 +23,7 @@ from rollart.sim.faults import draw_plan
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
 """Real seconds for one plan, hundreds of times what it takes: beyond, it goes in circles."""
-MOST_FAILURES = 50
+MAX_FAILURES = 50
 """Failures that are told one by one."""
 
 
@@ -61,7 +61,7 @@ def run_plans(
         **totals,
         "faults": {kind: {"fired": count, "during_swap": during} for kind, (count, during) in fired.items()},
         "wall_s": round(time.monotonic() - began_s, 1),
-        "failures": failures[:MOST_FAILURES],
+        "failures": failures[:MAX_FAILURES],
     }
 
 

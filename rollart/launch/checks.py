@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.errors import BoundaryError, JobError
-from rollart.launch.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
+from rollart.launch.real import check_supported, refuse_long_contexts, refuse_mixtures_on_servers
 from rollart.launch.resources import refuse_unplaceable
 from rollart.launch.setups import task_variables
 from rollart.launch.shapes import saved_params, shape_of
@@ -67,7 +67,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, _refuse_weights_path):
+    for check in (check_trackers, check_supported, _refuse_devices, _refuse_weights_path):
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)

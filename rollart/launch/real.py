@@ -118,7 +118,7 @@ def real_world(
     return RealWorld(world=world, close=close)
 
 
-def refuse_what_is_not_there(job: Job) -> None:
+def check_supported(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     for pool in job.pools:
         if pool.engines is not None and pool.engines.prefill is not None:
@@ -289,15 +289,15 @@ def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str
     from rollart.envs.remote import RemoteEnvHost
 
     pools = {pool.name: pool for pool in job.pools}
-    seats = [
+    places = [
         (pools[demand.pool], demand.needs, number)
         for demand in demands(job)
         if demand.role == "environments"
         for number in range(demand.count)
     ]
 
-    async def launch(seat: int) -> "RayWorker":
-        pool, needs, number = seats[seat]
+    async def launch(place: int) -> "RayWorker":
+        pool, needs, number = places[place]
         name = f"{pool.name}-env-{number}"
         setup = {
             "role": "environments",
@@ -311,7 +311,7 @@ def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str
         return await cluster.worker(name, setup, needs)
 
     sizes = [
-        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in seats
+        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in places
     ]
     return RemoteEnvHost(launch, slots=sizes)
 

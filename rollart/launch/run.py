@@ -30,7 +30,7 @@ from rollart.report.audit import Audit
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
-from rollart.sim.links import Disk, Link
+from rollart.sim.links import Disk, SimLink
 from rollart.sim.trainer import SimJournal
 
 RESTART_S = 5.0
@@ -149,8 +149,8 @@ class _Simulation:
         faults = Faults(self._job.sim.faults, log)
         faults.start()
         faults.on("full_store", _filler(faults, disk))
-        push = Link(self._job.sim.links.push_gb_s * 1e9)
-        pull = Link(self._job.sim.links.pull_gb_s * 1e9)
+        push = SimLink(self._job.sim.links.push_gb_s * 1e9)
+        pull = SimLink(self._job.sim.links.pull_gb_s * 1e9)
         while True:
             killed: asyncio.Future[None] = loop.create_future()
             faults.on("coordinator_restart", _killer(faults, killed))
@@ -195,7 +195,7 @@ def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
 def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
     def report() -> None:
         words = coordinator.watchdog.report("deadlock", "nothing can ever move again")
-        coordinator.crew.fail(Deadlock(words))
+        coordinator.supervisor.fail(Deadlock(words))
 
     return report
 

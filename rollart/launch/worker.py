@@ -21,7 +21,7 @@ from rollart.workers.child import die_with_parent
 from rollart.workers.link import LENGTH, Outbox
 from rollart.workers.wire import unpack
 
-MEETING = "ranks-meet"
+RENDEZVOUS = "ranks-meet"
 """Name of the file in the log directory through which the ranks of a trainer find each other."""
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ async def build(setup: Mapping[str, Any], ranks: "Sequence[RankWorker]" = ()) ->
             from rollart.store.open import open_store
 
             files = open_store(setup["store"])
-            assert isinstance(files, FileStore)  # `refuse_what_is_not_there` lets no other through
+            assert isinstance(files, FileStore)  # `check_supported` lets no other through
             server = ServerSettings(
                 **setup["server"], kind=setup["type"], engine_id=setup["id"], model=str(files.initial())
             )
@@ -167,12 +167,12 @@ async def _ranked_trainer(setup: Mapping[str, Any], placed: "Sequence[RankWorker
 
     log_dir, device = Path(setup["log_dir"]), setup["settings"]["device"]
     ranks = placed or [Process(f"rank-{rank}", log_dir) for rank in range(setup["world_size"])]
-    meeting = setup["meeting"] if placed else f"file://{_meeting_place(log_dir)}"
+    rendezvous = setup["rendezvous"] if placed else f"file://{_rendezvous_file(log_dir)}"
     setups = [
         {
             **setup,
             "role": "rank",
-            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": meeting},
+            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": rendezvous},
             # a rank that was placed sees no GPU but its own
             "settings": {**setup["settings"], "device": device if placed else _device_of(device, rank)},
         }
@@ -190,11 +190,11 @@ async def _ranked_trainer(setup: Mapping[str, Any], placed: "Sequence[RankWorker
     return RankedTrainer(_trainer_settings(setup), ranks)
 
 
-def _meeting_place(log_dir: Path) -> Path:
+def _rendezvous_file(log_dir: Path) -> Path:
     """A file that is not there yet, for ranks of this machine. What a trainer before this one left is removed."""
-    for left in log_dir.glob(f"{MEETING}-*"):
+    for left in log_dir.glob(f"{RENDEZVOUS}-*"):
         left.unlink(missing_ok=True)
-    return log_dir.resolve() / f"{MEETING}-{os.getpid()}"
+    return log_dir.resolve() / f"{RENDEZVOUS}-{os.getpid()}"
 
 
 def _device_of(first: str, rank: int) -> str:

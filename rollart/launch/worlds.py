@@ -20,7 +20,7 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
-from rollart.sim.links import Disk, Link, SimStore
+from rollart.sim.links import Disk, SimLink, SimStore
 from rollart.sim.rewards import SimRewards
 from rollart.sim.trainer import SimCluster, SimJournal
 
@@ -98,7 +98,7 @@ def pairs_of(job: Job) -> dict[str, Pair]:
 
 
 def simulated_world(
-    job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: Link, pull: Link, disk: Disk | None = None
+    job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: SimLink, pull: SimLink, disk: Disk | None = None
 ) -> World:
     """Every port of the job, simulated. `disk`: what the trainer writes to; the journal has its own."""
     sim = job.sim

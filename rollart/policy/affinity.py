@@ -18,7 +18,7 @@ FIRST_LOOK = 8
 """Trajectories of each free task before the first assignment by measurement."""
 REPLAN_EVERY = 64
 """Trajectories between two looks, or half a step's worth where that is more."""
-MOST_OWED = 2.0
+MAX_OWED = 2.0
 """Groups that a pool can be owed, or owe: one that was passed over for long does not get all of them at once."""
 YOUNG = 4
 """Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
@@ -111,11 +111,11 @@ class Affinity:
             return self._order[self._fixed[task]]
         shares = self.plan[task]
         for pool, share in shares.items():
-            self._owed[task, pool] = min(MOST_OWED, self._owed.get((task, pool), 0.0) + share)
+            self._owed[task, pool] = min(MAX_OWED, self._owed.get((task, pool), 0.0) + share)
         most = (self._ahead + WAVE) * self._demand[task] / self._members[task]
         under = [pool for pool, share in shares.items() if (living or {}).get(pool, 0) < share * most]
         chosen = max(under or shares, key=lambda pool: self._owed[task, pool])
-        self._owed[task, chosen] = max(-MOST_OWED, self._owed[task, chosen] - 1.0)
+        self._owed[task, chosen] = max(-MAX_OWED, self._owed[task, chosen] - 1.0)
         return self._order[chosen]
 
     def first(self) -> Decision:

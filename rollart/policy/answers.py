@@ -11,7 +11,7 @@ from rollart.types import Completion, GenerateRequest
 
 ROUNDING = 1e-3
 """A log-probability may be so much above 0: a certain token, as the engine rounded it."""
-MOST_REFUSED = 8
+MAX_REFUSED = 8
 """An engine of which so many answers in a row were refused is broken."""
 
 _largest = np.maximum.reduce
@@ -46,4 +46,4 @@ def wrong_with(request: GenerateRequest, completion: Completion) -> str:
 
 def engine_is_broken(refused_in_a_row: int) -> bool:
     """One bad answer is a request's misfortune; nothing but bad ones is the engine's."""
-    return refused_in_a_row >= MOST_REFUSED
+    return refused_in_a_row >= MAX_REFUSED

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOST_WAIT_S = 600.0
+MAX_WAIT_S = 600.0
 """Between two probes, however many have failed."""
 
 
@@ -75,7 +75,7 @@ class Breaker:
             circuit.open = True
         else:
             return None
-        wait_s = min(MOST_WAIT_S, self._wait_s * 2.0 ** min(circuit.probes, 30))
+        wait_s = min(MAX_WAIT_S, self._wait_s * 2.0 ** min(circuit.probes, 30))
         circuit.due_s = now_s + wait_s
         return wait_s
 

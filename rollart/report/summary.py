@@ -13,7 +13,7 @@ from rollart.report.summary_timings import RewardTimes, WeightTimes, spread
 WASTE = ("stale", "failed", "surplus", "filtered", "restart")
 WARNINGS_KEPT = 200
 """The first ones; of the others the number. All of them are in the events."""
-MOST_PARTS = 32
+MAX_PARTS = 32
 """Named parts of one reward that become metrics: names are the user's, and a tracker keeps each for ever."""
 
 
@@ -197,7 +197,7 @@ class Summary:
                 self._metrics.add(f"{prefix}reward/mean", Mean(event["reward"]))
                 self._metrics.add(f"{prefix}response_length/mean", Mean(work.tokens))
                 self._metrics.add(f"{prefix}num_turns/mean", Mean(event["turns"]))
-            for part in list(work.parts)[:MOST_PARTS]:
+            for part in list(work.parts)[:MAX_PARTS]:
                 self._metrics.add(f"{work.task}/reward/{part}/mean", Mean(work.parts[part]))
         else:
             self._metrics.add(f"stop/{status}", Sum(1))

@@ -11,7 +11,7 @@ from rollart.causes import Causes
 from rollart.events import Event, Metrics, Sum
 
 FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
-MOST_REASONS = 5
+MAX_REASONS = 5
 """Told of each kind of failure."""
 
 
@@ -30,7 +30,7 @@ class Failures:
 
 def reasons(causes: Causes) -> list[str]:
     """The most frequent ones, with how often each was met."""
-    return [f"{cause.times} x {cause.text}" for cause in causes.top(MOST_REASONS)]
+    return [f"{cause.times} x {cause.text}" for cause in causes.top(MAX_REASONS)]
 
 
 @dataclass(slots=True)

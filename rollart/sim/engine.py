@@ -21,7 +21,7 @@ from rollart.events import EventLog
 from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link, SimStore
+from rollart.sim.links import SimLink, SimStore
 from rollart.types import (
     Completion,
     EngineSpec,
@@ -55,12 +55,12 @@ class EngineWorld:
     tasks: Mapping[str, SimTaskSettings]
     dice: Dice
     store: SimStore
-    pull: Link
+    pull: SimLink
     log: EventLog
     faults: Faults
 
 
-class Sequence:
+class SimSequence:
     """One request in the engine."""
 
     __slots__ = (
@@ -132,11 +132,11 @@ class SimEngine:
         """Calls, since it was started."""
         self._paused = False
         self._staged_s: dict[WeightVersion, float] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
-        self._decoding: list[tuple[float, int, Sequence]] = []
+        self._waiting: deque[SimSequence] = deque()
+        self._prefilling: deque[SimSequence] = deque()
+        self._decoding: list[tuple[float, int, SimSequence]] = []
         self._num_decoding = 0
-        self._active: dict[str, Sequence] = {}
+        self._active: dict[str, SimSequence] = {}
         self._idle: dict[str, int] = {}
         """Cached tokens of sessions between turns, least recently used first."""
         self._idle_kv = 0
@@ -153,7 +153,7 @@ class SimEngine:
         self._numbers = 0
         self._computed = 0.0
         """Tokens, since it was started."""
-        self._slow: dict[str, Sequence] = {}
+        self._slow: dict[str, SimSequence] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
 
@@ -171,7 +171,7 @@ class SimEngine:
             raise RequestError(
                 f"prompt of {request.prompt_tokens} tokens does not fit in {self._capacity} of KV memory"
             )
-        sequence = Sequence(request, need, self._loop.create_future())
+        sequence = SimSequence(request, need, self._loop.create_future())
         self._active[request.id] = sequence
         self._waiting.append(sequence)
         self._advance()
@@ -329,14 +329,14 @@ class SimEngine:
         """Seconds from one decode step to the next, and from one chunk of prefill to the next: they take turns."""
         return decode_s + chunk_s, decode_s + chunk_s
 
-    def _prefilled(self, sequence: Sequence) -> None:
+    def _prefilled(self, sequence: SimSequence) -> None:
         self._begin_decode(sequence)
 
     def _moved_s(self) -> float:
         """When the next sequence arrives here from elsewhere."""
         return math.inf
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SimSequence) -> None:
         """Take an aborted sequence out of wherever it is."""
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
@@ -396,13 +396,13 @@ class SimEngine:
             session = next(iter(self._idle))
             self._idle_kv -= self._idle.pop(session)
 
-    def _queue_prefill(self, sequence: Sequence, tokens: int) -> None:
+    def _queue_prefill(self, sequence: SimSequence, tokens: int) -> None:
         sequence.prefilled += tokens
         sequence.prefill = tokens + self._overhead_tokens
         sequence.busy_s += sequence.prefill * self._prefill_s
         self._prefilling.append(sequence)
 
-    def _begin_decode(self, sequence: Sequence) -> None:
+    def _begin_decode(self, sequence: SimSequence) -> None:
         said = sequence.said
         sequence.target = self._steps + sequence.need - said
         sequence.shift = sequence.request.prompt_tokens + said - self._steps
@@ -412,7 +412,7 @@ class SimEngine:
         self._numbers += 1
         heapq.heappush(self._decoding, (sequence.target, self._numbers, sequence))
 
-    def _leave_decode(self, sequence: Sequence) -> int:
+    def _leave_decode(self, sequence: SimSequence) -> int:
         """Take it out of the batch; returns the tokens it said since it came in."""
         said = min(
             sequence.need - sequence.said, int(sequence.need - (sequence.target - self._steps) + ALMOST) - sequence.said
@@ -425,7 +425,7 @@ class SimEngine:
         sequence.target = -1.0
         return said
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: SimSequence) -> None:
         if sequence.target < 0:
             return  # aborted or restarted; its place in the heap is all that was left
         self._leave_decode(sequence)
@@ -438,13 +438,13 @@ class SimEngine:
         else:
             self._answer(sequence)
 
-    def _at_last(self, sequence: Sequence) -> None:
+    def _at_last(self, sequence: SimSequence) -> None:
         if not (self.hung or self.dead) and self._slow.pop(sequence.request.id, None) is sequence:
             self._advance()
             self._answer(sequence)
             self._plan()
 
-    def _answer(self, sequence: Sequence) -> None:
+    def _answer(self, sequence: SimSequence) -> None:
         request = sequence.request
         self._active.pop(request.id, None)
         self._active_kv -= sequence.kv

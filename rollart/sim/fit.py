@@ -23,7 +23,7 @@ from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.events import Event, read_events
 from rollart.hardware import MODELS
-from rollart.sim.steps import Call, StepCosts, fit_steps
+from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
 
 SAME = 0.01
 """Values that spread by less than this share of their mean are taken for constant."""
@@ -68,9 +68,9 @@ class Fit:
         self._job = job
         self._tasks = {task.name: _Task() for task in job.tasks}
         self._live: dict[str, _Attempt] = {}
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, GenerateCall] = {}
         """Sent and not answered."""
-        self._done: list[Call] = []
+        self._done: list[GenerateCall] = []
         self._run = 0
         self._swap_s: list[float] = []
         self._swap_began: float | None = None
@@ -122,7 +122,9 @@ class Fit:
             if undisturbed:
                 task.step_s.append(event["t"] - attempt.free_s)
         attempt.prompt = event["prompt"]
-        self._calls[event["id"]] = Call(engine=f"{self._run}/{event['engine']}", pool=event["pool"], sent_s=event["t"])
+        self._calls[event["id"]] = GenerateCall(
+            engine=f"{self._run}/{event['engine']}", pool=event["pool"], sent_s=event["t"]
+        )
 
     def _on_said(self, event: Event) -> None:
         call = self._calls.pop(event["id"])

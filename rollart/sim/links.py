@@ -15,7 +15,7 @@ SLOW = 0.1
 """What a slow link keeps of its rate."""
 
 
-class Link:
+class SimLink:
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
         self._dips: list[tuple[float, float, float]] = []
@@ -95,7 +95,7 @@ class SimStore:
         self._buckets.clear()
         self._manifests.clear()
 
-    def pull_done_s(self, manifest: WeightManifest, link: Link, start_s: float) -> tuple[float, float]:
+    def pull_done_s(self, manifest: WeightManifest, link: SimLink, start_s: float) -> tuple[float, float]:
         """(when the last bucket is there, seconds of transfer) for an engine that began to pull at `start_s`.
 
         Buckets are pulled in order, each as soon as it is in the store. Raises WeightError where one is not.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rollart.hardware import kv_capacity_tokens, prefill_s_per_token
-from rollart.sim.engine import ALMOST, EngineWorld, Sequence, SimEngine
+from rollart.sim.engine import ALMOST, EngineWorld, SimEngine, SimSequence
 from rollart.types import EngineSpec, WeightVersion
 
 
@@ -28,7 +28,7 @@ class SimPair(SimEngine):
         self._prompts_kv = 0
         self._lacking: dict[str, int] = {}
         """Call -> tokens whose KV the decode half does not have."""
-        self._moving: deque[tuple[float, Sequence]] = deque()
+        self._moving: deque[tuple[float, SimSequence]] = deque()
         """On the link, in order: when each has arrived."""
         self._link_free_s = 0.0
 
@@ -39,7 +39,7 @@ class SimPair(SimEngine):
     def _in_batch(self) -> int:
         return super()._in_batch + len(self._moving)
 
-    def _queue_prefill(self, sequence: Sequence, tokens: int) -> None:
+    def _queue_prefill(self, sequence: SimSequence, tokens: int) -> None:
         """`tokens` is what the decode half lacks. The prefill half computes what its own cache does not hold."""
         request = sequence.request
         context = request.prompt_tokens + sequence.said
@@ -54,7 +54,7 @@ class SimPair(SimEngine):
         sequence.prefill_busy_s += sequence.prefill * self._prefill_s
         self._prefilling.append(sequence)
 
-    def _prefilled(self, sequence: Sequence) -> None:
+    def _prefilled(self, sequence: SimSequence) -> None:
         """Keep the prompt here for the next turn, and send on what the decode half lacks."""
         request = sequence.request
         if not request.last:
@@ -75,7 +75,7 @@ class SimPair(SimEngine):
                 self._begin_decode(self._moving.popleft()[1])
         super()._plan()
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SimSequence) -> None:
         self._lacking.pop(sequence.request.id, None)
         kept = [entry for entry in self._moving if entry[1] is not sequence]
         if len(kept) < len(self._moving):

@@ -24,7 +24,7 @@ PASSES = 6
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class GenerateCall:
     """One generate call as the coordinator saw it."""
 
     engine: str
@@ -50,7 +50,7 @@ class StepCosts:
     """Median of |predicted - measured| / measured, over the calls."""
 
 
-def fit_steps(calls: Sequence[Call]) -> StepCosts:
+def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
     """`calls` of engines of one kind."""
     engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
     seconds = np.concatenate([engine.seconds for engine in engines])
@@ -85,7 +85,7 @@ def fit_steps(calls: Sequence[Call]) -> StepCosts:
 class _Timeline:
     """Who was in one engine when, between any two arrivals or answers."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[GenerateCall]) -> None:
         sent = np.array([call.sent_s for call in calls])
         said = np.array([call.said_s for call in calls])
         context = np.array([call.prompt + call.tokens / 2 for call in calls], dtype=np.float64)

@@ -8,7 +8,7 @@ from rollart.errors import TrainerError
 from rollart.hardware import Hardware, ModelShape, train_s_per_token
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
-from rollart.sim.links import SLOW, Disk, Link, SimStore, digest_of
+from rollart.sim.links import SLOW, Disk, SimLink, SimStore, digest_of
 from rollart.sim.pair import SimPair
 from rollart.types import (
     Batch,
@@ -30,7 +30,7 @@ class SimTrainer:
         token_s: float,
         bucket_bytes: float,
         store: SimStore,
-        push: Link,
+        push: SimLink,
         faults: Faults,
         disk: Disk,
         noted: dict[int, tuple[SetAside, ...]],
@@ -181,7 +181,7 @@ class SimCluster:
         train_hardware: Hardware,
         train_gpus: int,
         bucket_bytes: float,
-        push: Link,
+        push: SimLink,
         faults: Faults,
         noted: dict[int, tuple[SetAside, ...]],
         disk: Disk | None = None,

@@ -54,7 +54,7 @@ from rollart.train.learner import Learner, Scorer
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import Store
-from rollart.train.step import Share, UpdateReport
+from rollart.train.step import RankWork, UpdateReport
 from rollart.train.versions import Versions
 from rollart.types import Probe, WeightManifest, WeightVersion
 
@@ -144,7 +144,7 @@ class ShardedTrainer:
     def vocab_size(self) -> int:
         return int(self._sharded.network.config.vocab_size)
 
-    def train_step(self, step: WeightVersion, shares: Sequence[Share], lr: float, begin: bool) -> list[UpdateReport]:
+    def train_step(self, step: WeightVersion, shares: Sequence[RankWork], lr: float, begin: bool) -> list[UpdateReport]:
         """This rank's part of the updates of step `step`, up to the first that is not made."""
         assert step == self._versions.current, f"step {step} on version {self._versions.current}"
         self._versions.of(step)

@@ -17,10 +17,10 @@ from rollart.train.losses import LossInputs, LossReport, Totals, add_reports, po
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, micro_batch
 from rollart.train.settings import TrainerSettings
-from rollart.train.step import NOT_FINITE, Failed, Share, UpdateReport
+from rollart.train.step import NOT_FINITE, Failed, RankWork, UpdateReport
 from rollart.types import Sample, TrajectoryId
 
-COMPANY = Sample(
+PADDING_SAMPLE = Sample(
     trajectory=TrajectoryId("", 0, 0),
     domain="",
     tokens=np.zeros(2, dtype=np.int32),
@@ -63,7 +63,7 @@ class Learner:
         self._proximal: dict[tuple[TrajectoryId, bytes, bytes], Tensor] = {}
         """By sample: how it is cut may change on the way. Empty where a step is one update."""
 
-    def updates(self, step: int, shares: Sequence[Share], lr: float, *, begin: bool) -> Iterator[UpdateReport]:
+    def updates(self, step: int, shares: Sequence[RankWork], lr: float, *, begin: bool) -> Iterator[UpdateReport]:
         """Do one update after another, up to the first that is not made. `begin`: the weights are those that the step
         began with, and what must be of then is taken now."""
         self._now = self._settings.at(step)
@@ -79,7 +79,7 @@ class Learner:
             if report.skipped:
                 return
 
-    def _anchor(self, shares: Sequence[Share]) -> tuple[Failed, ...]:
+    def _anchor(self, shares: Sequence[RankWork]) -> tuple[Failed, ...]:
         """The log-probabilities of all samples under the weights of now: the proximal policy of each update."""
         for update, share in enumerate(shares):
             for place, members in enumerate(share.parts):
@@ -99,9 +99,9 @@ class Learner:
         return ()
 
     def _micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
-        return micro_batch(members or [COMPANY], self._now.temperatures).to(self._device)
+        return micro_batch(members or [PADDING_SAMPLE], self._now.temperatures).to(self._device)
 
-    def _update(self, share: Share, lr: float) -> UpdateReport:
+    def _update(self, share: RankWork, lr: float) -> UpdateReport:
         """One optimizer update over the micro-batches' accumulated gradients."""
         reports: list[LossReport] = []
         losses: list[Tensor | float] = []
@@ -137,7 +137,7 @@ class Learner:
     def _loss(self, part: MicroBatch, totals: Totals) -> tuple[Tensor, LossReport]:
         current_N, entropy_N = self._score(self._scorer, part)
         anchors = [self._proximal[key] for sample in part.samples if (key := _key(sample)) in self._proximal]
-        # None where the step is one update, or for `COMPANY`, whose loss does not count.
+        # None where the step is one update, or for `PADDING_SAMPLE`, whose loss does not count.
         proximal_N = torch.cat(anchors) if anchors else current_N.detach()
         reference_N = None
         if self._reference is not None:

@@ -22,11 +22,11 @@ from rollart.train.fsdp2 import ShardedTrainer
 from rollart.train.losses import LossReport, Totals
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.single import Store
-from rollart.train.step import Failed, Share, Step, UpdateReport, check_step
+from rollart.train.step import Failed, RankWork, Step, UpdateReport, check_step
 from rollart.train.versions import not_held
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
-CONFESSION_S = 2.0
+REPORT_S = 2.0
 """When a rank reports that another is gone, how long to wait for the end of that other to be seen, to name it."""
 
 
@@ -162,7 +162,7 @@ class RankedTrainer:
     async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> str:
         """End all ranks; returns why: the words of one that died, or else of the first that raised."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + CONFESSION_S
+        until = loop.time() + REPORT_S
         while not (dead := [place for place in _failed(calls) if self._ranks[place].pid is None]):
             waiting = [call for call in calls if not call.done()]
             if not waiting or loop.time() >= until:
@@ -185,7 +185,7 @@ async def _found_no_room(calls: Sequence["asyncio.Future[Any]"]) -> StoreFull | 
     error = calls[0].exception() if calls[0].done() else None
     if not isinstance(error, StoreFull):
         return None
-    await asyncio.wait(calls, timeout=CONFESSION_S)
+    await asyncio.wait(calls, timeout=REPORT_S)
     return error if all(call.done() for call in calls) and _failed(calls) == [0] else None
 
 
@@ -218,13 +218,13 @@ class AsyncRank:
         return await asyncio.get_running_loop().run_in_executor(self._work, self._core.restore, reference)
 
 
-def _shares_to_wire(shares: Sequence[Share]) -> list[Any]:
+def _shares_to_wire(shares: Sequence[RankWork]) -> list[Any]:
     return [[share.totals.tokens, share.totals.sequences, [list(part) for part in share.parts]] for share in shares]
 
 
-def _shares_from_wire(shares: list[Any]) -> list[Share]:
+def _shares_from_wire(shares: list[Any]) -> list[RankWork]:
     return [
-        Share(Totals(tokens=tokens, sequences=sequences), tuple(tuple(part) for part in parts))
+        RankWork(Totals(tokens=tokens, sequences=sequences), tuple(tuple(part) for part in parts))
         for tokens, sequences, parts in shares
     ]
 

@@ -27,7 +27,7 @@ from rollart.types import Batch, Sample, SetAside, StepResult, TrajectoryId, Wei
 NOT_FINITE = "its loss is not a finite number"
 
 
-class Share(NamedTuple):
+class RankWork(NamedTuple):
     """What one rank does in one optimizer update."""
 
     totals: Totals
@@ -90,15 +90,15 @@ class Step:
         self._samples = [sample for sample in given.samples if sample.mask.any()]
         self._plan()
 
-    def shares(self, rank: int) -> list[Share]:
+    def shares(self, rank: int) -> list[RankWork]:
         """What this rank has to do, update by update. Empty when the step is over."""
-        found: list[Share] = []
+        found: list[RankWork] = []
         for update in self._left:
             samples = [sample for parts in update for part in parts for sample in part]
             totals = Totals(tokens=sum(int(sample.mask.sum()) for sample in samples), sequences=len(samples))
             most = max(len(parts) for parts in update)
             own = [tuple(part) for part in update[rank]]
-            found.append(Share(totals, (*own, *[()] * (most - len(own)))))
+            found.append(RankWork(totals, (*own, *[()] * (most - len(own)))))
         return found
 
     def book(self, reports: Sequence[UpdateReport]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rollart.workers.wire import pack, unpack
 
 LENGTH = struct.Struct(">I")
-MOST_BYTES = 2**31 - 1
+MAX_BYTES = 2**31 - 1
 """Of one message; a longer one is noise."""
 
 
@@ -93,7 +93,7 @@ class Link(asyncio.Protocol):
         while len(self._buffer) - at >= LENGTH.size:
             count = LENGTH.unpack_from(self._buffer, at)[0]
             end = at + LENGTH.size + count
-            if len(self._buffer) < end and count <= MOST_BYTES:
+            if len(self._buffer) < end and count <= MAX_BYTES:
                 break
             try:
                 self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))

@@ -139,7 +139,7 @@ class Child:
         self, module: str, log: Path, *, life: int, variables: Sequence[str] = (), lost: Lost | None = None
     ) -> None:
         self._name, self._lost = log.name, lost
-        self._mourning: asyncio.Task[str] | None = None
+        self._reporting: asyncio.Task[str] | None = None
         self._killed_alive = False
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         self._err_start = self._err.stat().st_size if self._err.exists() else 0
@@ -191,7 +191,7 @@ class Child:
         try:
             answer = unpack(await self._link.ask(frame))
         except EOFError:
-            raise ChildError(await self._obituary(), gone=True) from None
+            raise ChildError(await self._how_it_ended(), gone=True) from None
         except ValueError as error:
             self.kill()
             raise ChildError(f"the child process answered nonsense: {error}", gone=True) from error
@@ -232,9 +232,9 @@ class Child:
     def died_idle(self) -> None:
         """Say so, when its exit status is known."""
         if self._lost is not None:
-            self._mourning = asyncio.get_running_loop().create_task(self._obituary())
+            self._reporting = asyncio.get_running_loop().create_task(self._how_it_ended())
 
-    async def _obituary(self) -> str:
+    async def _how_it_ended(self) -> str:
         """How it ended, and its last words. It closed its socket, so it is dead or as good as dead."""
         if self._killed_alive:
             return "its process was killed"

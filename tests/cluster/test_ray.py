@@ -35,7 +35,7 @@ pytestmark = [
 
 STEPS = 400
 """More than any test waits for: each stops its job when it has seen what it wants."""
-MOST_S = 600
+MAX_S = 600
 CPUS = {"h800": 1, "h20": 2, "environments": 3}
 """One engine; one and the trainer; two environment workers and the trainer."""
 EMBEDDED: dict[str, Any] = {"hardware": "h20", "engines": {"kv_tokens": 16384, "max_batch": 64}}
@@ -140,7 +140,7 @@ class Script:
 
     def __init__(self, *deeds: tuple[Callable[[Event], bool], Callable[[], object]]) -> None:
         self._deeds = list(deeds)
-        self._alarm = threading.Timer(MOST_S, self.stop)
+        self._alarm = threading.Timer(MAX_S, self.stop)
         self._alarm.start()
 
     def read(self, event: Event) -> None:

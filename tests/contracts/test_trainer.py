@@ -10,7 +10,7 @@ from rollart.ports import Journal, Trainer
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link, SimStore
+from rollart.sim.links import SimLink, SimStore
 from rollart.sim.trainer import SimCluster, SimJournal
 from rollart.types import WeightManifest
 from tests.contracts.trainer import (
@@ -36,11 +36,11 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         tasks={"a": SimTaskSettings()},
         dice=Dice(0),
         store=store,
-        pull=Link(1e9),
+        pull=SimLink(1e9),
         log=log,
         faults=Faults((), log),
     )
-    return SimCluster(world, SimTrainSettings(), HARDWARE["h800"], 8, 1e9, Link(1e9), Faults((), log), {}), store
+    return SimCluster(world, SimTrainSettings(), HARDWARE["h800"], 8, 1e9, SimLink(1e9), Faults((), log), {}), store
 
 
 class TestSimTrainer(TrainerContract):

@@ -479,7 +479,7 @@ class Scene:
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 
         def deadlocked() -> None:
-            coordinator.crew.fail(Deadlock(coordinator.watchdog.report("deadlock", "nothing can move")))
+            coordinator.supervisor.fail(Deadlock(coordinator.watchdog.report("deadlock", "nothing can move")))
 
         loop.on_deadlock = deadlocked
         task = loop.create_task(coordinator.evaluate() if self.only_evaluate else coordinator.run())

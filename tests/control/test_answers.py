@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollart.policy.answers import MOST_REFUSED
+from rollart.policy.answers import MAX_REFUSED
 from rollart.report.summary import Summary
 from rollart.types import Completion, GenerateRequest, Span, WeightManifest
 from tests.control.scene import Played, Scene, ScriptedEngine, scene_job
@@ -92,8 +92,8 @@ def test_an_engine_that_gives_bad_answers_only_is_started_again(monkeypatch: pyt
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    assert f"{MOST_REFUSED} answers in a row could not be believed" in played.one("engine.down")["reason"]
-    assert len(played.of("refused", engine="fast-0")) == MOST_REFUSED
+    assert f"{MAX_REFUSED} answers in a row could not be believed" in played.one("engine.down")["reason"]
+    assert len(played.of("refused", engine="fast-0")) == MAX_REFUSED
 
 
 def test_a_good_answer_forgives_the_bad_ones_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_good_answer_forgives_the_bad_ones_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("tests.control.scene.ScriptedEngine", EverySecond)
     played = Scene(scene_job(limits__attempts=50, train__steps=8), turns=1).play()
     assert played.finished, played.error
-    assert len(played.of("refused")) > 2 * MOST_REFUSED
+    assert len(played.of("refused")) > 2 * MAX_REFUSED
     assert not played.of("engine.down")
 
 

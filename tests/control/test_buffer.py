@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollart.config.settings import TaskSettings
-from rollart.control.buffer import Growing, Member
+from rollart.control.buffer import GroupInProgress, Member
 from rollart.types import Task
 
 
@@ -30,4 +30,4 @@ def member(*, running: int | None = None, scored: int | None = None) -> Member:
 )
 def test_a_group_is_as_old_as_its_oldest_member_under_way_or_scored(members: list[Member], born: int | None) -> None:
     task = Task(id="a/0", domain="a", index=0)
-    assert Growing("g0", task, TaskSettings(name="a"), members, 0.0).born == born
+    assert GroupInProgress("g0", task, TaskSettings(name="a"), members, 0.0).born == born

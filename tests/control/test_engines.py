@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rollart.control.fleet import Fleet
-from rollart.control.proxy import MOST_SENDS, Proxy
-from rollart.control.supervisor import Crew
+from rollart.control.proxy import MAX_SENDS, Proxy
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import EngineError, JobStopped, RequestError, WeightError
 from rollart.events import Event, EventLog, LogHandle
@@ -178,9 +178,9 @@ def test_a_request_that_kills_its_engines_is_given_up_after_so_many_sends() -> N
     scene.on_generate = poisoned
     played = scene.play()
     assert played.finished
-    assert len(played.of("send", id="g1.1.0/0")) == MOST_SENDS
+    assert len(played.of("send", id="g1.1.0/0")) == MAX_SENDS
     failed = played.one("end", id="g1.1.0")
-    assert f"{MOST_SENDS} engines in a row were lost with this request; the last:" in failed["reason"]
+    assert f"{MAX_SENDS} engines in a row were lost with this request; the last:" in failed["reason"]
     assert "segmentation fault" in failed["reason"]
     assert {event["status"] for event in played.of("end") if event["id"] != "g1.1.0"} <= {"done", "aborted"}
 
@@ -494,13 +494,13 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
         events: list[Event] = []
         log = EventLog(asyncio.get_running_loop().time)
         log.read_by(events.append)
-        crew, waits, handle = Crew(), Waits(), LogHandle(log)
+        supervisor, waits, handle = TaskSupervisor(), Waits(), LogHandle(log)
         spec = EngineSpec(id="e", pool="p", type="", hardware="h20", gpus=1)
         cluster = ScriptedCluster(scene)
         fleet = Fleet(
             {spec: await cluster.engine(spec)},
             cluster,
-            crew,
+            supervisor,
             waits,
             handle,
             restarts=3,
@@ -511,17 +511,17 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
             look_s=10.0,
             repair=no_repair,
         )
-        crew.spawn(fleet.watch(), background=True)
-        proxy = Proxy(fleet, crew, waits, handle, generate_limit_s=500.0)
+        supervisor.spawn(fleet.watch(), background=True)
+        proxy = Proxy(fleet, supervisor, waits, handle, generate_limit_s=500.0)
         scene.engine("e").hung = True
-        first = crew.spawn(proxy.generate(request("first"), ["p"], None, -1))
+        first = supervisor.spawn(proxy.generate(request("first"), ["p"], None, -1))
         await asyncio.sleep(10.0)
-        second = crew.spawn(proxy.generate(request("second"), ["p"], None, -1))
+        second = supervisor.spawn(proxy.generate(request("second"), ["p"], None, -1))
         await asyncio.sleep(10.0)
         second.cancel()
         await first
         await asyncio.sleep(100.0)
-        await crew.close()
+        await supervisor.close()
         return events
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollart.control.affinity import Placing, needs
+from rollart.control.affinity import AffinityDriver, needs
 from rollart.types import Completion, Finish, Span, Status, Task, Trajectory, TrajectoryId, Turn
 
 
@@ -43,12 +43,12 @@ def fleet() -> Any:
     return SimpleNamespace(on_change=None, pools={"a": views, "b": []})
 
 
-def placing(told: Any, fleet: Any) -> Placing:
-    return Placing(told, fleet, SimpleNamespace(emit=lambda kind, fields: 0))  # type: ignore[arg-type]
+def affinity(told: Any, fleet: Any) -> AffinityDriver:
+    return AffinityDriver(told, fleet, SimpleNamespace(emit=lambda kind, fields: 0))  # type: ignore[arg-type]
 
 
 def test_a_group_lives_on_its_pool_until_it_left(told: Told, fleet: Any) -> None:
-    place = placing(told, fleet)
+    place = affinity(told, fleet)
     for _ in range(2):
         place.admit("lake")
     place.left("lake", "a")
@@ -92,8 +92,8 @@ def trajectory(status: Status, *turns: tuple[int, int, bool]) -> Trajectory:
 def test_a_trajectory_that_was_cancelled_says_nothing_of_its_task(
     status: Status, measured: bool, told: Told, fleet: Any
 ) -> None:
-    placing(told, fleet).measure(trajectory(status, (5, 2, True)))
-    placing(told, fleet).measure(trajectory(status))
+    affinity(told, fleet).measure(trajectory(status, (5, 2, True)))
+    affinity(told, fleet).measure(trajectory(status))
     assert told.seen_of == ["lake"] * measured
 
 
@@ -105,6 +105,6 @@ def test_a_rewritten_history_is_a_prompt_of_its_own() -> None:
 
 
 def test_an_engine_counts_while_it_is_up_though_it_may_be_suspended(told: Told, fleet: Any) -> None:
-    placing(told, fleet)
+    affinity(told, fleet)
     fleet.on_change(-1)
     assert told.up == {"a": 1, "b": 0}

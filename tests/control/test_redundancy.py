@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollart.control.buffer import Growing, Member
+from rollart.control.buffer import GroupInProgress, Member
 from rollart.ports import Env
 from rollart.types import Task, TrajectoryId
 from tests.control.invariant import check_first_invariant
@@ -72,6 +72,6 @@ def test_a_failed_member_costs_nothing_while_a_spare_is_under_way() -> None:
 
 
 def test_a_group_is_as_old_as_its_oldest_member() -> None:
-    group = Growing("g", Task(id="a/0", domain="a", index=0), scene_job().tasks[0], [Member(), Member()], 0.0)
+    group = GroupInProgress("g", Task(id="a/0", domain="a", index=0), scene_job().tasks[0], [Member(), Member()], 0.0)
     assert group.born is None
     assert group.runs() == []

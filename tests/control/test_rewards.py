@@ -28,7 +28,7 @@ def test_a_reward_is_asked_for_the_moment_its_trajectory_ends() -> None:
         assert event["t"] == pytest.approx(trajectory_ended)
 
 
-def test_a_failing_reward_is_tried_again_with_growing_pauses() -> None:
+def test_a_failing_reward_is_tried_again_with_in_progress_pauses() -> None:
     scene = Scene(scene_job(rewards__backoff_s=4.0), reward_s=0.0)
     asked: list[float] = []
 

@@ -230,7 +230,7 @@ def test_a_trajectory_too_old_before_its_next_turn_does_not_take_it() -> None:
     class AgesInside(ScriptedEnv):
         async def step(self, action: str) -> Observation:
             assert scene.coordinator is not None
-            group = scene.coordinator.rollout.buffer.growing["g1"]
+            group = scene.coordinator.rollout.buffer.in_progress["g1"]
             run = group.members[1].run
             assert run is not None
             run.born = -5

@@ -340,7 +340,7 @@ def pushes_at(scene: Scene, played_kind: str, **fields: Any) -> dict[int, str]:
 
     scene.when(
         lambda event: event["e"] == played_kind and all(event.get(key) == value for key, value in fields.items()),
-        lambda: scene.coordinator is not None and scene.coordinator.crew.spawn(ask()),
+        lambda: scene.coordinator is not None and scene.coordinator.supervisor.spawn(ask()),
     )
     return found
 

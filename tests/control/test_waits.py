@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rollart.control.env_manager import Run, Session
-from rollart.control.supervisor import Crew
+from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.errors import Deadlock
@@ -279,28 +279,28 @@ def test_a_run_stopped_before_it_began_or_after_it_ended_is_just_stopped() -> No
     run(work)
 
 
-# --- crew -----------------------------------------------------------------------------------------------------------
+# --- supervisor ----------------------------------------------------------------------------------------------------
 
 
-def test_a_task_of_the_crew_that_raises_fails_the_crew_with_the_first_error() -> None:
+def test_a_task_of_the_supervisor_that_raises_fails_the_supervisor_with_the_first_error() -> None:
     async def work() -> None:
-        crew = Crew()
+        supervisor = TaskSupervisor()
 
         async def fails(text: str) -> None:
             raise ValueError(text)
 
-        crew.spawn(fails("first"))
-        crew.spawn(fails("second"))
+        supervisor.spawn(fails("first"))
+        supervisor.spawn(fails("second"))
         with pytest.raises(ValueError, match="first"):
-            await crew.failed
-        await crew.close()
+            await supervisor.failed
+        await supervisor.close()
 
     run(work)
 
 
-def test_closing_a_crew_ends_its_tasks_in_the_order_they_began_and_those_they_start_on_the_way() -> None:
+def test_closing_a_supervisor_ends_its_tasks_in_the_order_they_began_and_those_they_start_on_the_way() -> None:
     async def work() -> None:
-        crew = Crew()
+        supervisor = TaskSupervisor()
         ended: list[str] = []
 
         async def one(name: str, then: str = "") -> None:
@@ -309,30 +309,30 @@ def test_closing_a_crew_ends_its_tasks_in_the_order_they_began_and_those_they_st
             finally:
                 ended.append(name)
                 if then:
-                    crew.spawn(one(then))
+                    supervisor.spawn(one(then))
 
         for name in ("a", "b", "c"):
-            crew.spawn(one(name, "late" if name == "b" else ""))
+            supervisor.spawn(one(name, "late" if name == "b" else ""))
         await asyncio.sleep(0)
-        await crew.close()
+        await supervisor.close()
         assert ended[:3] == ["a", "b", "c"]
-        assert crew.failed.cancelled()
+        assert supervisor.failed.cancelled()
 
     run(work)
 
 
 def test_only_background_tasks_have_background_timers() -> None:
     async def work() -> list[bool]:
-        crew = Crew()
+        supervisor = TaskSupervisor()
         seen: list[bool] = []
 
         async def look() -> None:
             seen.append(BACKGROUND.get())
 
-        await crew.spawn(look())
-        await crew.spawn(look(), background=True)
+        await supervisor.spawn(look())
+        await supervisor.spawn(look(), background=True)
         seen.append(BACKGROUND.get())
-        await crew.close()
+        await supervisor.close()
         return seen
 
     assert run(work) == [False, True, False]
@@ -445,7 +445,7 @@ def test_a_job_cancelled_from_outside_leaves_nothing_running() -> None:
 
     def look() -> None:
         assert scene.coordinator is not None
-        left.append(scene.coordinator.crew)
+        left.append(scene.coordinator.supervisor)
 
     scene.at(10.0, look)
     played = scene.play(kills=[lambda event: event["t"] >= 3600.0 * 0.9 or event["e"] == "stall"])

@@ -48,7 +48,7 @@ def test_it_goes_on_from_what_the_request_said_itself() -> None:
 
 
 def test_what_was_learnt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.engines.embedded.drafts.MOST_CONTEXTS", 50)
+    monkeypatch.setattr("rollart.engines.embedded.drafts.MAX_CONTEXTS", 50)
     drafts = Drafts()
     for number in range(200):
         drafts.learn(sequence(), list(range(number, number + 4)))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
-from rollart.engines.embedded.segments import Call
+from rollart.engines.embedded.segments import RequestProgress
 from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
@@ -140,7 +140,7 @@ def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versio
         stop = decode(whole.tokens[cut - 1 : cut + 1].tolist())
         assert stop not in decode(whole.tokens[:cut].tolist())
         # The same tokens again, one by one: all of the call's are looked at, and not those of a segment alone.
-        call = Call(request=replace(asked, sampling=replace(asked.sampling, stop=(stop,))), prompt=[5, 6, 7])
+        call = RequestProgress(request=replace(asked, sampling=replace(asked.sampling, stop=(stop,))), prompt=[5, 6, 7])
         ends = []
         for token in whole.tokens[: cut + 1].tolist():
             call.tokens.append(token)

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from rollart.engines.embedded.segments import Call, Share, segment_seed
+from rollart.engines.embedded.segments import EngineSeconds, RequestProgress, segment_seed
 from rollart.types import Finish, GenerateRequest, Sampling, Span
 
 
-def call() -> Call:
+def call() -> RequestProgress:
     prompt = np.array([1, 2], dtype=np.int32)
     request = GenerateRequest(
         id="g1.0.0/3", session="g1.0.0", domain="a", turn=3, prompt=(prompt,), prompt_tokens=2, sampling=Sampling()
     )
-    return Call(request=request, prompt=[1, 2])
+    return RequestProgress(request=request, prompt=[1, 2])
 
 
 def test_each_segment_has_an_id_and_random_numbers_of_its_own() -> None:
@@ -43,7 +43,7 @@ def test_spans_of_one_version_are_one_and_empty_ones_are_none() -> None:
 
 def test_engine_seconds_are_divided_among_those_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    share = Share()
+    share = EngineSeconds()
     share._at = 0.0
     monkeypatch.setattr("rollart.engines.embedded.segments.time.perf_counter", lambda: now[0])
     first = share.enter()

@@ -95,7 +95,7 @@ def test_environments_are_spread_over_the_workers(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(Whole(Machines(tmp_path, 2, "inline"), [2, 2])) as host:
             first = await host.open(task("count"), ID)
-            await until(lambda: sum(seat.free for seat in host._seats) == 3)  # both are up
+            await until(lambda: sum(place.free for place in host._places) == 3)  # both are up
             others = [await host.open(task("count"), ID) for _ in range(3)]
             counts = [len(worker.service._places) for worker in host.machines.workers]
             assert counts == [2, 2]
@@ -210,17 +210,17 @@ class Seats:
 
 def test_a_slot_of_a_lost_worker_is_no_slot_of_its_successor() -> None:
     async def work() -> None:
-        seats = Seats()
-        env = await seats.host.open(task("count"), ID)
-        seats.workers[0].gone = True
+        places = Seats()
+        env = await places.host.open(task("count"), ID)
+        places.workers[0].gone = True
         with pytest.raises(EnvError):
             await env.step("a")
-        await seats.settle()
-        assert len(seats.workers) == 2
+        await places.settle()
+        assert len(places.workers) == 2
         with pytest.raises(EnvError):
             await env.close()
-        assert await seats.room() == 1
-        assert seats.workers[1].most == 1
+        assert await places.room() == 1
+        assert places.workers[1].most == 1
 
     run(work)
 
@@ -230,63 +230,63 @@ def test_a_slot_handed_over_as_its_worker_is_lost_is_no_slot_of_the_successor(ca
     """Between the hand-over and the moment the one who waited goes on, the worker goes and another comes."""
 
     async def work() -> None:
-        seats = Seats()
-        env = await seats.host.open(task("count"), ID)
-        waiting = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        behind = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        await seats.settle()
+        places = Seats()
+        env = await places.host.open(task("count"), ID)
+        waiting = asyncio.ensure_future(places.host.open(task("count"), ID))
+        behind = asyncio.ensure_future(places.host.open(task("count"), ID))
+        await places.settle()
         await env.close()  # hands its slot to the one who waits first
-        seats.workers[0].gone = True
-        seats.host.lost(env._slot)
+        places.workers[0].gone = True
+        places.host.lost(env._slot)
         if cancelled:
             waiting.cancel()
         async with asyncio.timeout(SOON_S):
             for opening in (behind,) if cancelled else (behind, waiting):
                 await (await opening).close()
-        assert await seats.room() == 1
-        assert [worker.most for worker in seats.workers] == [1, 1]
+        assert await places.room() == 1
+        assert [worker.most for worker in places.workers] == [1, 1]
 
     run(work)
 
 
 def test_a_slot_is_not_lost_with_a_waiter_that_is_cancelled_as_it_gets_it() -> None:
     async def work() -> None:
-        seats = Seats()
-        env = await seats.host.open(task("count"), ID)
-        first = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        second = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        await seats.settle()
+        places = Seats()
+        env = await places.host.open(task("count"), ID)
+        first = asyncio.ensure_future(places.host.open(task("count"), ID))
+        second = asyncio.ensure_future(places.host.open(task("count"), ID))
+        await places.settle()
         await env.close()
         first.cancel()  # its slot is there, and it has not gone on yet
         async with asyncio.timeout(SOON_S):
             await (await second).close()
-        assert await seats.room() == 1
+        assert await places.room() == 1
 
     run(work)
 
 
 def test_a_slot_is_not_lost_with_a_waiter_that_is_cancelled_before() -> None:
     async def work() -> None:
-        seats = Seats()
-        env = await seats.host.open(task("count"), ID)
-        first = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        second = asyncio.ensure_future(seats.host.open(task("count"), ID))
-        await seats.settle()
+        places = Seats()
+        env = await places.host.open(task("count"), ID)
+        first = asyncio.ensure_future(places.host.open(task("count"), ID))
+        second = asyncio.ensure_future(places.host.open(task("count"), ID))
+        await places.settle()
         first.cancel()
         await env.close()
         async with asyncio.timeout(SOON_S):
             await (await second).close()
-        assert await seats.room() == 1
+        assert await places.room() == 1
 
     run(work)
 
 
 def test_a_slot_is_not_lost_with_an_open_that_is_cancelled_in_the_worker() -> None:
     async def work() -> None:
-        seats = Seats()
-        await (await seats.host.open(task("count"), ID)).close()
+        places = Seats()
+        await (await places.host.open(task("count"), ID)).close()
         hangs = asyncio.Event()
-        plain = seats.workers[0].call
+        plain = places.workers[0].call
 
         async def slow(error: type[BoundaryError], method: str, *arguments: Any) -> Any:
             answer = await plain(error, method, *arguments)
@@ -295,13 +295,13 @@ def test_a_slot_is_not_lost_with_an_open_that_is_cancelled_in_the_worker() -> No
                 await asyncio.get_running_loop().create_future()
             return answer
 
-        seats.workers[0].call = slow  # type: ignore[method-assign]
-        opening = asyncio.ensure_future(seats.host.open(task("count"), ID))
+        places.workers[0].call = slow  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(places.host.open(task("count"), ID))
         await hangs.wait()
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
-        await seats.settle()
-        assert not seats.workers[0].open, "it is closed there"
-        assert await seats.room() == 1
+        await places.settle()
+        assert not places.workers[0].open, "it is closed there"
+        assert await places.room() == 1
 
     run(work)

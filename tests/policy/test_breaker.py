@@ -1,6 +1,6 @@
 """A task that keeps failing opens its breaker; probes close it again."""
 
-from rollart.policy.breaker import MOST_WAIT_S, Breaker
+from rollart.policy.breaker import MAX_WAIT_S, Breaker
 
 
 def breaker(*tasks: str, failures: int = 3, wait_s: float = 10.0, probes: int = 2) -> Breaker:
@@ -48,7 +48,7 @@ def test_one_probe_at_a_time_and_each_that_fails_doubles_the_wait() -> None:
         assert made.due(now_s + wait_s - 0.1) is None
         waits.append(wait_s)
         now_s += wait_s
-    assert waits == [20.0, 40.0, 80.0, 160.0, 320.0] + [MOST_WAIT_S] * 4
+    assert waits == [20.0, 40.0, 80.0, 160.0, 320.0] + [MAX_WAIT_S] * 4
 
 
 def test_a_probe_that_ends_well_closes_it_and_the_count_starts_anew() -> None:

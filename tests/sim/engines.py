@@ -14,7 +14,7 @@ from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
-from rollart.sim.links import Link, SimStore, digest_of
+from rollart.sim.links import SimLink, SimStore, digest_of
 from rollart.sim.pair import SimPair
 from rollart.types import Bucket, EngineSpec, GenerateRequest, Sampling, WeightManifest
 
@@ -57,7 +57,7 @@ class Bench:
             tasks={"a": SimTaskSettings(answer_tokens=answer or Spread(mean=100))},
             dice=Dice(0),
             store=self.store,
-            pull=Link(10e9),
+            pull=SimLink(10e9),
             log=self.log,
             faults=Faults((), self.log),
         )

@@ -10,7 +10,7 @@ from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import EngineError, JobError
 from rollart.hardware import HARDWARE, MODELS, Pair, decode_step_s, prefill_s_per_token
-from rollart.launch.real import refuse_what_is_not_there
+from rollart.launch.real import check_supported
 from rollart.launch.run import simulate
 from tests.sim.engines import Bench, ask, now, run
 
@@ -198,4 +198,4 @@ def test_rollart_train_refuses_pairs_of_pools(kind: str) -> None:
         {"name": "environments", "slots": 64},
     ]
     with pytest.raises(JobError, match=r"pools.decode.engines.prefill: pairs of two pools are simulated only; remove"):
-        refuse_what_is_not_there(job(pools=pools))
+        check_supported(job(pools=pools))

@@ -14,7 +14,7 @@ from rollart.events import Event, EventLog
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, draw_plan
-from rollart.sim.links import SLOW, Link, SimStore, digest_of
+from rollart.sim.links import SLOW, SimLink, SimStore, digest_of
 from rollart.sim.rewards import SimRewards
 from rollart.types import Bucket, Status, Task, Trajectory, TrajectoryId, WeightManifest
 
@@ -75,18 +75,18 @@ def test_draws_are_cut_to_their_range_and_counts_are_at_least_one() -> None:
 
 
 def test_a_transfer_takes_bytes_over_rate() -> None:
-    assert Link(10.0).done_s(3.0, 50.0) == 8.0
+    assert SimLink(10.0).done_s(3.0, 50.0) == 8.0
 
 
 def test_a_slow_link_keeps_its_share_and_a_cut_one_nothing_while_it_lasts() -> None:
-    slow = Link(10.0)
+    slow = SimLink(10.0)
     slow.disturb(2.0, 10.0, SLOW)
     assert slow.done_s(0.0, 50.0) == pytest.approx(12.0 + (50 - 20 - 10) / 10)
-    cut = Link(10.0)
+    cut = SimLink(10.0)
     cut.disturb(2.0, 10.0, 0.0)
     assert cut.done_s(0.0, 50.0) == pytest.approx(12.0 + 3.0)
     assert cut.done_s(20.0, 50.0) == 25.0, "and is well again"
-    both = Link(10.0)
+    both = SimLink(10.0)
     both.disturb(0.0, 10.0, SLOW)
     both.disturb(5.0, 10.0, 0.0)
     assert both.done_s(0.0, 50.0) == pytest.approx(15.0 + (50 - 5) / 10)
@@ -94,7 +94,7 @@ def test_a_slow_link_keeps_its_share_and_a_cut_one_nothing_while_it_lasts() -> N
 
 def test_a_transfer_under_way_feels_what_happens_to_the_link() -> None:
     async def work() -> None:
-        link = Link(10.0)
+        link = SimLink(10.0)
         asyncio.get_running_loop().call_later(1.0, link.disturb, 1.0, 100.0, 0.0)
         await link.transfer(50.0)
         assert now() == pytest.approx(101.0 + 4.0)
@@ -118,21 +118,21 @@ def test_a_store_gives_back_what_was_put_and_names_what_is_lost_or_damaged() -> 
         wanted = manifest(4)
         assert store.newest() is None
         with pytest.raises(WeightError, match="bucket 0 of version 4 is not in the store"):
-            store.pull_done_s(wanted, Link(10.0), 0.0)
+            store.pull_done_s(wanted, SimLink(10.0), 0.0)
         for position, bucket in enumerate(wanted.buckets):
             await asyncio.sleep(20.0)
             store.put(4, position, bucket)
         store.commit(wanted)
         assert [event["e"] for event in events] == ["bucket"] * 3 + ["manifest"]
-        assert store.pull_done_s(wanted, Link(10.0), 0.0) == (70.0, 30.0), "each as soon as it is there"
-        assert store.pull_done_s(wanted, Link(10.0), 100.0) == (130.0, 30.0)
+        assert store.pull_done_s(wanted, SimLink(10.0), 0.0) == (70.0, 30.0), "each as soon as it is there"
+        assert store.pull_done_s(wanted, SimLink(10.0), 100.0) == (130.0, 30.0)
         assert store.read(wanted) == [4, 4, 4]
         store.damage(4, 1, lose=False)
         with pytest.raises(WeightError, match="bucket 1 of version 4 is damaged"):
             store.read(wanted)
         store.damage(4, 2, lose=True)
         with pytest.raises(WeightError, match="bucket 2 of version 4 is not in the store"):
-            store.pull_done_s(wanted, Link(10.0), 0.0)
+            store.pull_done_s(wanted, SimLink(10.0), 0.0)
         store.put(5, 0, manifest(5).buckets[0])
         await store.drop_before(5)
         assert store.newest() == 5

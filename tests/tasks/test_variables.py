@@ -8,7 +8,7 @@ import pytest
 from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
-from rollart.launch.real import refuse_what_is_not_there
+from rollart.launch.real import check_supported
 from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
 from rollart.workers.pool import ChildPool
@@ -102,17 +102,17 @@ def job(isolation: str = "process", **rewards: object) -> dict[str, object]:
 def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAKE_KEY", "1")
     with pytest.raises(JobError, match=r"tasks\.1\.environment: A_KEY is not set here; set it"):
-        refuse_what_is_not_there(build_job(job()))
+        check_supported(build_job(job()))
     monkeypatch.setenv("A_KEY", "1")
-    refuse_what_is_not_there(build_job(job()))
+    check_supported(build_job(job()))
     assert task_variables(build_job(job())) == ["A_KEY", "LAKE_KEY"]
     with pytest.raises(JobError, match=r"rewards\.environment: R_KEY is not set here"):
-        refuse_what_is_not_there(build_job(job(environment=["R_KEY"])))
+        check_supported(build_job(job(environment=["R_KEY"])))
 
 
 def test_names_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(JobError, match=r"tasks\.0\.environment: environments of isolation inline run in this process"):
-        refuse_what_is_not_there(build_job(job("inline")))
+        check_supported(build_job(job("inline")))
     with pytest.raises(JobError, match=r"rewards\.environment: has no effect with type http"):
         build_job(job(type="http", url="http://127.0.0.1:1", environment=["R_KEY"]))
     with pytest.raises(JobError, match=r"environment"):

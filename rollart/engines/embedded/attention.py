@@ -1,7 +1,7 @@
 """Attention of one engine step: new tokens of many sessions against their slots in the cache.
 
-The T flat tokens of a step are ordered by slab; within a slab first the riders, in slot order, then the long chunks.
-Riders are decode tokens, and chunks so short that padding them costs less than calls of their own: one batched call per
+The T flat tokens of a step are ordered by slab; within a slab first the short queries, in slot order, then the long
+chunks. Short are decode tokens, and chunks that cost less padded than with calls of their own: one batched call per
 slab reads all its slots in place. A long prefill chunk gets a call of its own. Built once per step, used by all layers.
 """
 
@@ -23,7 +23,7 @@ RIDE_FLOPS = 2_000_000
 
 
 @dataclass(slots=True)
-class _Riders:
+class _ShortQueries:
     """One batched call: `num_rows` slots x `num_queries` padded queries, keys up to `num_keys`."""
 
     num_tokens: int
@@ -55,7 +55,7 @@ class _SlabWork:
     end: int
     rows: Tensor
     """Cache row of each (new token, KV head)."""
-    riders: _Riders | None
+    short: _ShortQueries | None
     chunks: list[_Chunk]
 
 
@@ -111,13 +111,13 @@ class StepPlan:
         first_rows = token_slots * (self._shape.heads * slab.capacity) + positions[-1]
         chunks: list[_Chunk] = []
         end = begin + int(takes[: len(riding)].sum())
-        riders = self._plan_riders(len(seqs), takes, starts, slots, len(riding)) if riding else None
+        short = self._plan_short(len(seqs), takes, starts, slots, len(riding)) if riding else None
         for seq in chunked:
             num_keys = seq.length + seq.take
             chunks.append(_Chunk(end, end + seq.take, seq.slot, num_keys, self._chunk_mask(seq.length, seq.take)))
             end += seq.take
         rows = self._to_device((first_rows[:, None] + heads).ravel())
-        return _SlabWork(slab, begin, end, rows, riders, chunks)
+        return _SlabWork(slab, begin, end, rows, short, chunks)
 
     def _longest_ride(self, slab: Slab) -> int:
         """The longest chunk that rides: all of the short ones do, or only decode tokens."""
@@ -129,21 +129,21 @@ class StepPlan:
                 return RIDE_MAX_TOKENS
         return 1
 
-    def _plan_riders(
+    def _plan_short(
         self,
         num_rows: int,
         takes: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
         count: int,
-    ) -> _Riders:
+    ) -> _ShortQueries:
         takes, starts, slots = takes[:count], starts[:count], slots[:count]
         num_queries, num_keys = int(takes.max()), int((starts + takes).max())
         if num_queries == 1 and count == num_rows:
             seen = torch.from_numpy(starts)[:, None]
             hidden = torch.arange(num_keys) > seen
             mask = self._additive(hidden[:, None, None])
-            return _Riders(count, num_rows, 1, num_keys, None, mask)
+            return _ShortQueries(count, num_rows, 1, num_keys, None, mask)
         # A row that does not ride in this step is computed as if at position 0, and thrown away.
         row_starts = np.zeros(num_rows, dtype=np.int64)
         row_starts[slots] = starts
@@ -152,7 +152,7 @@ class StepPlan:
         mask = self._additive(hidden.repeat_interleave(self._group, dim=1)[:, None])
         offsets = np.arange(takes.sum()) - np.repeat(takes.cumsum() - takes, takes)
         place = self._to_device(np.repeat(slots * num_queries, takes) + offsets)
-        return _Riders(int(takes.sum()), num_rows, num_queries, num_keys, place, mask)
+        return _ShortQueries(int(takes.sum()), num_rows, num_queries, num_keys, place, mask)
 
     def _chunk_mask(self, start: int, take: int) -> Tensor | None:
         if start == 0:
@@ -175,19 +175,21 @@ class StepPlan:
             slab, tokens = work.slab, slice(work.begin, work.end)
             slab.key_rows[layer].index_copy_(0, work.rows, key_THD[tokens].flatten(0, 1))
             slab.value_rows[layer].index_copy_(0, work.rows, value_THD[tokens].flatten(0, 1))
-            if work.riders is not None:
-                riders = work.riders
-                outs.append(self._ride(riders, slab, layer, query_THD[work.begin : work.begin + riders.num_tokens]))
+            if work.short is not None:
+                short = work.short
+                outs.append(
+                    self._attend_short(short, slab, layer, query_THD[work.begin : work.begin + short.num_tokens])
+                )
             for chunk in work.chunks:
                 outs.append(self._run_chunk(chunk, slab, layer, query_THD[chunk.begin : chunk.end]))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _ride(self, riders: _Riders, slab: Slab, layer: int, query_THD: Tensor) -> Tensor:
-        rows, queries, keys = riders.num_rows, riders.num_queries, riders.num_keys
+    def _attend_short(self, short: _ShortQueries, slab: Slab, layer: int, query_THD: Tensor) -> Tensor:
+        rows, queries, keys = short.num_rows, short.num_queries, short.num_keys
         heads, group, size = self._shape.heads, self._group, self._shape.head_size
-        if riders.place is not None:
+        if short.place is not None:
             padded = query_THD.new_zeros(rows * queries, heads * group, size)
-            query_THD = padded.index_copy_(0, riders.place, query_THD)
+            query_THD = padded.index_copy_(0, short.place, query_THD)
         # Query heads of one KV head become further queries of it: no key is read, or copied, twice.
         query = query_THD.reshape(rows, queries * heads, group, size)
         if queries > 1:
@@ -195,13 +197,13 @@ class StepPlan:
         key, value = slab.keys[layer][:rows, :, :keys], slab.values[layer][:rows, :, :keys]
         if self._dot_products:
             # On a CPU in float32 this is up to twice as fast as the fused kernel for so few queries.
-            out = torch.matmul(torch.matmul(query, key.transpose(2, 3)).add_(riders.mask).softmax(-1), value)
+            out = torch.matmul(torch.matmul(query, key.transpose(2, 3)).add_(short.mask).softmax(-1), value)
         else:
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=riders.mask, scale=1.0)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=short.mask, scale=1.0)
         if queries > 1:
             out = out.view(rows, heads, queries, group, size).transpose(1, 2)
         out_THD = out.reshape(rows * queries, heads * group, size)
-        return out_THD if riders.place is None else out_THD.index_select(0, riders.place)
+        return out_THD if short.place is None else out_THD.index_select(0, short.place)
 
     def _run_chunk(self, chunk: _Chunk, slab: Slab, layer: int, query_THD: Tensor) -> Tensor:
         key = slab.keys[layer][chunk.slot, None, :, : chunk.num_keys]

@@ -14,7 +14,7 @@ CONTEXT_TOKENS = 3
 """What comes next is guessed from so many tokens of the answer."""
 SURE = 3
 """So many times in a row the same token must have come next."""
-MOST_CONTEXTS = 1 << 16
+MAX_CONTEXTS = 1 << 16
 
 Context = tuple[str | int, ...]
 """A task's name and the last tokens of an answer, fewer at its beginning."""
@@ -34,7 +34,7 @@ class Drafts:
             self._next[context] = (token, times + 1 if known == token else 1)
             context = shifted(context, token)
         seq.context = context
-        if len(self._next) > MOST_CONTEXTS:
+        if len(self._next) > MAX_CONTEXTS:
             self._next.clear()
 
     def guess(self, seq: Sequence, most: int) -> list[int]:

@@ -10,7 +10,7 @@ from rollart.engines.embedded.sequence import Sequence
 
 BLOCK_TOKENS = 16
 """Shorter prompts share nothing: computing them anew costs less than a copy."""
-MOST_KEYS = 1 << 16
+MAX_KEYS = 1 << 16
 
 
 class Prefixes:
@@ -29,7 +29,7 @@ class Prefixes:
 
     def note(self, seq: Sequence, beyond: int = 0) -> None:
         """This sequence has, or will have, every prefix of its own that is longer than `beyond` tokens."""
-        if len(self._sessions) > MOST_KEYS:
+        if len(self._sessions) > MAX_KEYS:
             self._sessions = {key: session for key, session in self._sessions.items() if self._known(session)}
         for key in keys_of(seq)[beyond // BLOCK_TOKENS :]:
             self._sessions[key] = seq.session

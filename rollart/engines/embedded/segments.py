@@ -57,7 +57,7 @@ class Segment:
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class RequestProgress:
     """One request, over all its segments."""
 
     request: GenerateRequest
@@ -107,7 +107,7 @@ class Call:
         )
 
 
-class Share:
+class EngineSeconds:
     """Engine seconds of each segment: wall time divided among those in flight at each moment."""
 
     def __init__(self) -> None:
