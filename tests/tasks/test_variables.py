@@ -11,7 +11,7 @@ from rollart.errors import JobError
 from rollart.launch.real import check_supported
 from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
-from rollart.workers.pool import ChildPool
+from rollart.workers.pool import ProcessPool
 from rollart.workers.variables import for_children
 
 SECRETS = {
@@ -51,11 +51,12 @@ def test_what_the_job_names_is_given_whatever_it_is_called() -> None:
     assert found == NEEDED | {"WANDB_API_KEY": "w"}
 
 
-def given(pool: ChildPool, names: list[str]) -> dict[str, str]:
+def given(pool: ProcessPool, names: list[str]) -> dict[str, str]:
     """The variables of a child that was really started."""
 
     async def work() -> dict[str, str]:
         child = await pool.acquire()
+        assert child.pid is not None
         raw = environment_of(child.pid)
         pool.release(child)
         await pool.close()
@@ -78,7 +79,7 @@ def test_a_child_is_started_with_no_secret(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
 
-    async def pool() -> ChildPool:
+    async def pool() -> ProcessPool:
         if kind == "environments":
             uses = {"lake": "rollart.tasks.frozen_lake"}
             return ProcessEnvHost(uses, slots=1, log_dir=tmp_path, variables=named)._pool
