@@ -23,7 +23,7 @@ from rollart.config.load import build_job, load_job
 from rollart.config.settings import MODES
 from rollart.errors import JobError
 from rollart.events import read_events
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from rollart.sim.fit import fit_runs
 

@@ -9,7 +9,7 @@ import pytest
 from rollart.append import AppendFile
 from rollart.errors import StoreFull, writing
 from rollart.events import EventLog, read_events
-from rollart.launch.run import as_lines
+from rollart.launch.driver import as_lines
 
 
 class SmallDisk:

@@ -7,7 +7,8 @@ import pytest
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event
-from rollart.launch.run import facts, simulate
+from rollart.launch.driver import facts
+from rollart.launch.simulation import simulate
 from rollart.report.summary import Summary
 
 RAW: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.events import Event, read_events
-from rollart.launch.run import simulate
-from rollart.launch.training import add_control
+from rollart.launch.rundir import add_control
+from rollart.launch.simulation import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

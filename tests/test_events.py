@@ -12,8 +12,9 @@ import pytest
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events
-from rollart.launch.run import simulate
-from rollart.launch.training import _Known, _read_again
+from rollart.launch.driver import read_again
+from rollart.launch.simulation import simulate
+from rollart.launch.training import _Known
 from tests.control.scene import BASE
 
 
@@ -134,7 +135,7 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
     def look(event: dict[str, Any]) -> None:
         seen[event["e"]] += 1
 
-    assert _read_again(path, (known.read, look))["n"] == 9_999
+    assert read_again(path, (known.read, look))["n"] == 9_999
     assert seen["a"] == 10_000
     assert reads["bytes"] < 1.5 * size, "once, and the last line's block"
     assert reads["largest"] <= 1 << 17, "in pieces"

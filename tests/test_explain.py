@@ -9,7 +9,7 @@ import pytest
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.events import read_events
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.report.explain import Explain, words
 
 

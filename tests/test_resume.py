@@ -12,8 +12,8 @@ from rollart.config.load import build_job, load_job
 from rollart.config.paths import settings_in
 from rollart.errors import JobError
 from rollart.events import Event, EventLog, read_events
+from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
-from rollart.launch.run import facts
 from rollart.launch.training import _Known, _tell_changes
 from rollart.report.audit import Audit
 from rollart.report.summary import Summary

@@ -15,7 +15,7 @@ from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import Event, Reader
-from rollart.launch.run import facts
+from rollart.launch.driver import facts
 from rollart.launch.training import _drive, _longest
 from rollart.report.show import LiveView, show_plays, show_summary
 from rollart.report.summary import Summary

@@ -22,7 +22,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import Event, read_events
-from rollart.launch.run import RunResult
+from rollart.launch.driver import RunResult
 from rollart.launch.training import train
 from tests.cluster.small import raw_job
 from tests.vllm_python import PYTHON, ROOT, needs_vllm, none_left_in

@@ -19,8 +19,8 @@ from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
 from rollart.events import Event, EventLog, LogHandle
 from rollart.hardware import MODELS
-from rollart.launch.run import facts
-from rollart.launch.worlds import build_affinity, offers
+from rollart.launch.driver import facts
+from rollart.launch.offers import build_affinity, offers
 from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import Engine, Env, Recorder, Trainer
 from rollart.report.audit import Audit
