@@ -303,6 +303,7 @@ CLIP_RANGES: dict[str, tuple[float, float]] = {
     "reinforce++": (0.2, 0.2),
 }
 """(eps_low, eps_high) of each algorithm's authors; the ratio is kept within [1 - eps_low, 1 + eps_high]."""
+DEFAULT_WEIGHT_CAP = 2.0
 CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
 
@@ -321,6 +322,7 @@ class TrainSettings(Settings):
     lr_decay: FromNextStep[Literal["none", "linear", "cosine"]] = "none"
     """How the learning rate falls from `lr` to zero over the job's `steps`."""
     weight_decay: FromNextStep[NonNegative] = 0.0
+    adam_eps: FromNextStep[Positive] = 1e-8
     grad_clip: FromNextStep[NonNegative] = 1.0
     """Largest gradient norm; 0 means no clipping."""
     algorithm: Annotated[Algorithm, Fixed("the groups in the checkpoint have their advantages by it")] = "grpo"
@@ -342,6 +344,13 @@ class TrainSettings(Settings):
     weight_cap: FromNextStep[Annotated[float, Field(ge=1)] | None] = None
     """Largest importance weight (`decoupled`) or ratio (`bypass`): truncated importance sampling. Default: 2, or
     twice the top of the clip range where that is higher than 2."""
+    weight_level: FromNextStep[Literal["token", "sequence"]] = "token"
+    """`decoupled`: one importance weight for each token, or the product over a sequence for all its tokens."""
+    over_cap: FromNextStep[Literal["truncate", "mask"]] = "truncate"
+    """What happens beyond `weight_cap`: the weight is cut to it, or the token (sequence) is left out: masked importance
+    sampling."""
+    weight_floor: FromNextStep[Annotated[float, Field(ge=0, lt=1)]] = 0.0
+    """With `over_cap: mask`: what lies below is left out as well."""
     kl_coef: FromNextStep[NonNegative] = 0.0
     """Weight of the KL to the `reference`."""
     reference: Annotated[Place | None, Fixed("the KL was taken to it so far")] = None
@@ -359,16 +368,37 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _loss_is_read(self) -> Self:
-        """What `rollart.train.losses` would refuse in the trainer's process."""
+        """Refuses what has no effect with the algorithm or the correction."""
         for key in ("eps_low", "eps_high"):
             if getattr(self, key) is not None and self.algorithm == "rloo":
                 raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
         if self.length_constant is not None and self.algorithm != "dr_grpo":
             raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
         self._clip_acts()
+        if self.weight_level == "sequence" and self.correction != "decoupled":
+            raise ValueError("train.weight_level: sequence needs train.correction decoupled; set that, or remove it")
+        if self.over_cap == "mask" and self.correction == "none":
+            raise ValueError("train.over_cap: has no effect with train.correction none; remove it")
+        if self.weight_floor and self.over_cap != "mask":
+            raise ValueError("train.weight_floor: has an effect with train.over_cap mask only; set that, or remove it")
         if self.reference is not None and not self.kl_coef:
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(eps_low, eps_high) in force; infinite for `rloo`."""
+        low, high = CLIP_RANGES.get(self.algorithm, (math.inf, math.inf))
+        return (low if self.eps_low is None else self.eps_low, high if self.eps_high is None else self.eps_high)
+
+    @property
+    def cap(self) -> float:
+        """The `weight_cap` in force. A cap below the top of the clip range would keep the clip from acting."""
+        if self.weight_cap is not None:
+            return self.weight_cap
+        top = 1 + self.clip_range[1]
+        beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
+        return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
     def _clip_acts(self) -> None:
         """Refuses what was asked for and would do nothing."""

@@ -177,8 +177,9 @@ class Process:
         assert self._popen is not None
         assert self._link is not None
         wrong = self._link.lost.result()
-        until = time.monotonic() + EXIT_S
-        while not wrong and (status := self._popen.poll()) is None and time.monotonic() < until:
+        for _ in range(50):
+            if wrong or (status := self._popen.poll()) is not None:
+                break
             await asyncio.sleep(EXIT_S / 50)
         if wrong:
             how = f"{wrong} and was killed"
