@@ -92,7 +92,12 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         from rollart.store.prefetch import FetchAhead
 
         core = EmbeddedEngine.from_directory(
-            job.model.path, pool.engines, engine_id=setup.name, seed=job.seed, stop_tokens=setup.stop_tokens
+            job.model.path,
+            pool.engines,
+            engine_id=setup.name,
+            seed=job.seed,
+            max_context=job.model.context_tokens,
+            stop_tokens=setup.stop_tokens,
         )
         ahead = FetchAhead(store)
         return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)

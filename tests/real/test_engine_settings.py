@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +11,22 @@ import torch
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
 from rollart.launch.real import real_world
-from rollart.launch.setups import engine_setups
 from rollart.launch.worker import build
 from rollart.model.network import load_model, named_weights
 from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
 from rollart.types import GenerateRequest, Sampling
 from tests.real.harness import job
+from tests.real.processes import SPEC
+from tests.setups import worker_setup
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
-    run_id = f"test-{uuid.uuid4().hex}"
     engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "max_batch": 32, "kv_tokens": 1024}
     settings = build_job(job(model, pools=[{"name": "cpu", "engines": engines, "slots": 1}]))
-    store_setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20}
-    setup = engine_setups(settings, tmp_path, store_setup, stop_tokens=[40])["cpu"]
-    store = ShmStore(run_id, bucket_bytes=1 << 20)
+    setup = worker_setup(settings, tmp_path, stop_tokens=(40,))
+    store = ShmStore(setup.store.run_id, bucket_bytes=1 << 20)
     asked = GenerateRequest(
         id="a/0",
         session="a",
@@ -40,7 +38,7 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
     )
 
     async def work() -> None:
-        engine = await build({"role": "engine", **setup, "id": "cpu-0"})
+        engine = await build(setup.engine(SPEC))
         try:
             assert engine._core._model.dtype == engine._core._shape.dtype == dtype
             assert engine._core._settings.step_tokens == 96
@@ -65,13 +63,12 @@ def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path
     out = tmp_path / "run"
     out.mkdir()
 
-    async def work() -> list[int]:
+    async def work() -> tuple[int, ...]:
         real = real_world(build_job(job(own)), out, FileJournal(out / "journal"))
         try:
             assert isinstance(real.world.cluster, LocalCluster)
-            told: list[int] = real.world.cluster._engine_setup["cpu"]["stop_tokens"]
-            return told
+            return real.world.cluster._setup.stop_tokens
         finally:
             await real.close()
 
-    assert asyncio.run(work()) == [0, 2]
+    assert asyncio.run(work()) == (0, 2)

@@ -9,7 +9,6 @@ from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
 from rollart.launch.checks import check_supported
-from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
 from rollart.workers.pool import ProcessPool
 from rollart.workers.variables import for_children
@@ -106,7 +105,7 @@ def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) 
         check_supported(build_job(job()))
     monkeypatch.setenv("A_KEY", "1")
     check_supported(build_job(job()))
-    assert task_variables(build_job(job())) == ["A_KEY", "LAKE_KEY"]
+    assert build_job(job()).task_variables == ["A_KEY", "LAKE_KEY"]
     with pytest.raises(JobError, match=r"rewards\.environment: R_KEY is not set here"):
         check_supported(build_job(job(environment=["R_KEY"])))
 

@@ -230,9 +230,8 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
     at = RankSetup(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
     trainer = ShardedTrainer(settings, at)
     try:
-        trainer.train_step(
-            0, Step(batches(1)[0], settings, Aside(shared.settings.set_aside_path), vocab_size=VOCAB).shares(0), 0.1, True
-        )
+        step = Step(batches(1)[0], settings, Aside(settings.set_aside_path), vocab_size=VOCAB)
+        trainer.train_step(0, step.shares(0), 0.1, True)
         trainer.end_step()
         reference = trainer.save()
         old += [weakref.ref(param) for param in trainer._sharded.parameters()]

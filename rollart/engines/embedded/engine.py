@@ -59,12 +59,13 @@ class EmbeddedEngine:
         *,
         engine_id: str = "embedded",
         seed: int = 0,
+        max_context: int | None = None,
         version: WeightVersion = 0,
         eos: frozenset[int] | None = None,
         decode: Decode | None = None,
     ) -> None:
         """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only;
-        `seed` is of requests that bring none."""
+        `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not."""
         config = model.config.get_text_config()
         self._model = model
         self._shape, self._num_query_heads = kept_by(model)
@@ -75,7 +76,7 @@ class EmbeddedEngine:
         self._eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
         positions = getattr(config, "max_position_embeddings", None) or 1 << 62
-        self._max_context = min(settings.kv_tokens, positions)
+        self._max_context = min(settings.kv_tokens, positions, max_context or 1 << 62)
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
         self._dense = dense_forward(model, self._max_context)
         """None where only transformers' own code will do."""
@@ -103,6 +104,7 @@ class EmbeddedEngine:
         *,
         engine_id: str = "embedded",
         seed: int = 0,
+        max_context: int | None = None,
         version: WeightVersion = 0,
         stop_tokens: Iterable[int] = (),
     ) -> "EmbeddedEngine":
@@ -119,7 +121,16 @@ class EmbeddedEngine:
         model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
-        engine = cls(model, settings, engine_id=engine_id, seed=seed, version=version, eos=eos, decode=decode)
+        engine = cls(
+            model,
+            settings,
+            engine_id=engine_id,
+            seed=seed,
+            max_context=max_context,
+            version=version,
+            eos=eos,
+            decode=decode,
+        )
         prove_steps(model, engine._shape, engine._num_query_heads, engine._hidden, engine._project)
         return engine
 
@@ -165,7 +176,7 @@ class EmbeddedEngine:
         if not 0 < request.prompt_tokens < self._max_context:
             raise RequestError(
                 f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
-                f"{self._max_context} tokens (the lesser of kv_tokens and the model's positions)"
+                f"{self._max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
