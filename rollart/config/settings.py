@@ -323,6 +323,7 @@ class TrainSettings(Settings):
     """How the learning rate falls from `lr` to zero over the job's `steps`."""
     weight_decay: FromNextStep[NonNegative] = 0.0
     adam_eps: FromNextStep[Positive] = 1e-8
+    """Added to the root of Adam's second moment."""
     grad_clip: FromNextStep[NonNegative] = 1.0
     """Largest gradient norm; 0 means no clipping."""
     algorithm: Annotated[Algorithm, Fixed("the groups in the checkpoint have their advantages by it")] = "grpo"
