@@ -72,6 +72,7 @@ class EmbeddedEngine:
         self._vocab_size: int = config.vocab_size
         self._id = engine_id
         self._settings = settings
+        self._keep_kv = settings.keep_kv
         self.version = version
         self._eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
@@ -206,12 +207,12 @@ class EmbeddedEngine:
         rebuilt = 0
         for seq in self._live.values():
             seq.turn_to(version)
-            if self._settings.keep_kv:
+            if self._keep_kv:
                 seq.shares = False
             else:
                 rebuilt += seq.length
                 seq.length = 0
-        if self._settings.keep_kv:
+        if self._keep_kv:
             self.kv.drop_parked()
         else:
             self.kv.clear()
