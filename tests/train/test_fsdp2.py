@@ -515,8 +515,7 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
             assert moved.dtype == torch.float32
             assert float(moved.abs().max()) == pytest.approx(3e-5, rel=0.1)
             assert (
-                load_file(Path(reference) / "model" / "model.safetensors")["model.norm.weight"].dtype
-                == torch.bfloat16
+                load_file(Path(reference) / "model" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
             )
             before = await bench.trainer.train_step(batches(1, first=3)[0])
             assert await bench.trainer.restore(reference) == 3
