@@ -200,9 +200,7 @@ class ShardedTrainer:
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
         at = self._settings
-        optimizer = MasterAdamW(
-            sharded.network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip
-        )
+        optimizer = MasterAdamW(sharded.network, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
         if reference:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
             self._checkpoints.use(path)

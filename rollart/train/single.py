@@ -169,7 +169,7 @@ class SingleTrainer:
 
     def _new_optimizer(self, network: PreTrainedModel) -> MasterAdamW:
         at = self._settings
-        return MasterAdamW(network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
+        return MasterAdamW(network, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
 
     def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""

@@ -375,16 +375,6 @@ def test_bf16_updates_too_small_for_bf16_add_up(settings: TrainerSettings) -> No
     assert float((after - before).abs().max()) == pytest.approx(5e-5, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [({"lr": 0.0}, "lr"), ({"updates_per_step": 0}, "updates_per_step"), ({"grad_clip": -1.0}, "grad_clip"),
-     ({"keep_checkpoints": 1}, "keep_checkpoints"), ({"temperatures": {"lake": -1.0}}, "temperatures.lake")],
-)  # fmt: skip
-def test_settings_name_the_key(settings: TrainerSettings, values: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: .*; give"):
-        replace(settings, **values)
-
-
 class SlowStore(MemoryStore):
     """Waits in the middle of a push until it is let go."""
 
