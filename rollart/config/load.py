@@ -29,6 +29,8 @@ ALIASES = {
     "updates_per_step": ("ppo_epochs", "num_iterations", "mini_batches"),
     "microbatch_tokens": ("micro_batch_size", "per_device_train_batch_size", "max_token_len"),
     "weight_cap": ("tis_imp_ratio_cap", "importance_cap"),
+    "weight_level": ("importance_sampling_level", "rollout_is"),
+    "over_cap": ("tis_mode", "icepop"),
     "reference": ("ref_model", "reference_model"),
     "group_size": ("num_generations", "rollout_n", "samples_per_prompt", "n_samples"),
     "groups_per_step": ("batch_size", "train_batch_size", "rollout_batch_size", "prompts_per_step"),

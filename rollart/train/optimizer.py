@@ -18,9 +18,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq", "step")
 class MasterAdamW:
     """One optimizer for one network. `accumulated` gradients come from `loss.backward()`, any number of times."""
 
-    def __init__(
-        self, network: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, grad_clip: float
-    ) -> None:
+    def __init__(self, network: nn.Module, *, eps: float, weight_decay: float, grad_clip: float) -> None:
         self._params = {name: param for name, param in network.named_parameters() if param.requires_grad}
         self._masters: dict[str, Tensor] = dict(self._params)
         self._grad_clip = grad_clip
@@ -30,7 +28,7 @@ class MasterAdamW:
                 self._masters[name] = master
                 param.register_post_accumulate_grad_hook(_move_gradient(master))  # type: ignore[no-untyped-call]
         self._adam = torch.optim.AdamW(
-            list(self._masters.values()), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            list(self._masters.values()), lr=0.0, eps=eps, weight_decay=weight_decay, fused=True
         )
 
     def tune(self, *, weight_decay: float, grad_clip: float) -> None:

@@ -13,7 +13,7 @@ from rollart.train.losses import LossSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """All that a trainer is started from. Plain data: it travels to the trainer's process."""
+    """All that a trainer is started from. Plain data, checked by the job: it travels to the trainer's process."""
 
     model_path: str
     """A Hugging Face directory: the initial weights, and the tokenizer's files."""
@@ -25,7 +25,6 @@ class TrainerSettings:
     lr_decay: Literal["none", "linear", "cosine"] = "none"
     steps: int = 1
     """How many there will be: over them `lr_decay` brings the learning rate to zero."""
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -52,21 +51,6 @@ class TrainerSettings:
     """The file of what could not be trained on; empty: it is kept in memory only."""
     earlier: "tuple[tuple[int, TrainerSettings], ...]" = ()
     """(n, what the steps before n are trained with), n rising."""
-
-    def __post_init__(self) -> None:
-        least_of = {"updates_per_step": 1, "microbatch_tokens": 1, "warmup_steps": 0, "keep_checkpoints": 2, "steps": 1}
-        for key, least in least_of.items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}: {getattr(self, key)} is too few; give {least} or more")
-        if self.lr <= 0:
-            raise ValueError(f"lr: {self.lr} trains nothing; give a positive number such as 1.0e-5")
-        if self.grad_clip < 0:
-            raise ValueError(f"grad_clip: {self.grad_clip} is negative; give 0 for none, or a norm such as 1.0")
-        for domain, temperature in self.temperatures.items():
-            if temperature < 0:
-                raise ValueError(
-                    f"temperatures.{domain}: {temperature} is negative; give what the task is sampled at, such as 1.0"
-                )
 
     def at(self, step: int) -> "TrainerSettings":
         """What this step is trained with."""

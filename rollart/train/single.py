@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
+from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
@@ -29,8 +30,7 @@ from rollart.train.checkpoints import (
     OPTIMIZER,
     RNG,
     Checkpoints,
-    Saved,
-    copy_tokenizer,
+    optimizer_files,
     saved_version,
     write_state,
 )
@@ -124,8 +124,8 @@ class SingleTrainer:
         network = self._load_network(path / MODEL_DIR if reference else path)
         optimizer = self._new_optimizer(network)
         if reference:
-            saved = Saved(path)
-            torch.set_rng_state(saved.rng)
+            saved = StoredTensors(optimizer_files(path))
+            torch.set_rng_state(saved.pop(RNG))
             optimizer.load(saved)
             self._checkpoints.use(path)
 
@@ -169,7 +169,7 @@ class SingleTrainer:
 
     def _new_optimizer(self, network: PreTrainedModel) -> MasterAdamW:
         at = self._settings
-        return MasterAdamW(network, betas=at.betas, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
+        return MasterAdamW(network, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
 
     def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
@@ -179,8 +179,9 @@ class SingleTrainer:
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""
         model = folder / MODEL_DIR
+        model.mkdir()
+        copy_other_files(Path(self._settings.model_path), model)
         self._network.save_pretrained(model)
-        copy_tokenizer(Path(self._settings.model_path), model)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
         write_state(folder, self.version, bf16=self._settings.bf16)

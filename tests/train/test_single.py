@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
+from rollart.model.directory import StoredTensors
 from rollart.model.network import load_model
 from rollart.ports import Trainer
 from rollart.train import checkpoints, single
@@ -374,16 +375,6 @@ def test_bf16_updates_too_small_for_bf16_add_up(settings: TrainerSettings) -> No
     assert float((after - before).abs().max()) == pytest.approx(5e-5, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [({"lr": 0.0}, "lr"), ({"updates_per_step": 0}, "updates_per_step"), ({"grad_clip": -1.0}, "grad_clip"),
-     ({"keep_checkpoints": 1}, "keep_checkpoints"), ({"temperatures": {"lake": -1.0}}, "temperatures.lake")],
-)  # fmt: skip
-def test_settings_name_the_key(settings: TrainerSettings, values: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: .*; give"):
-        replace(settings, **values)
-
-
 class SlowStore(MemoryStore):
     """Waits in the middle of a push until it is let go."""
 
@@ -465,19 +456,19 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
     trainer.train_step(make_batch(0, random_samples(0, 4)))
     reference, expected = trainer.save(), {name: one.clone() for name, one in trainer._optimizer.tensors().items()}
     alive, peak = [0], [0]
-    read = checkpoints.Saved.__getitem__
+    read = StoredTensors.__getitem__
 
     def gone() -> None:
         alive[0] -= 1
 
-    def counted(saved: checkpoints.Saved, name: str) -> Tensor:
+    def counted(saved: StoredTensors, name: str) -> Tensor:
         tensor = read(saved, name)
         alive[0] += 1
         peak[0] = max(peak[0], alive[0])
         weakref.finalize(tensor, gone)
         return tensor
 
-    monkeypatch.setattr(checkpoints.Saved, "__getitem__", counted)
+    monkeypatch.setattr(StoredTensors, "__getitem__", counted)
     trainer.restore(reference)
     assert 1 <= peak[0] <= 6, "the three moments of one weight, and of the one before it"
     for name, tensor in trainer._optimizer.tensors().items():
