@@ -170,7 +170,7 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     log = EventLog(loop.time, folder / "events.jsonl")
     summary = Summary()
     log.read_by(summary.read)
-    log.emit("run", facts(job, clock="virtual"))
+    log.emit(facts(job, clock="virtual"))
     began_s = time.process_time()
     recorder = FileRecorder(folder / FOLDER) if record else None
     world = replace(_world(job, log, ANSWER_TOKENS), recorder=recorder)

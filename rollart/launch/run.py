@@ -23,7 +23,7 @@ from rollart.config.job import Job, min_group_size
 from rollart.config.sim import FaultSettings
 from rollart.control.coordinator import Coordinator
 from rollart.errors import Deadlock, JobError, RollartError, StayedFull, StoreFull
-from rollart.events import Event, EventLog, LogHandle
+from rollart.events import Event, EventLog, LogHandle, schema
 from rollart.hardware import HARDWARE
 from rollart.launch.worlds import simulated_world, task_shares
 from rollart.report.audit import Audit
@@ -121,15 +121,15 @@ class _Simulation:
             log.read_by(metric_rows(self._summary, as_lines(metrics)))
         if self._progress is not None:
             log.read_by(_tell(self._progress, job.train.steps))
-        log.emit("run", facts(job, clock="virtual"))
+        log.emit(facts(job, clock="virtual"))
         deadlock = False
         try:
             await self._incarnations(loop, log)
         except Deadlock as error:
             deadlock = True
-            log.emit("stopped", {"reason": str(error), "deadlock": True})
+            log.emit(schema.Stopped(reason=str(error), deadlock=True))
         except RollartError as error:
-            log.emit("stopped", {"reason": str(error), "full": isinstance(error, StayedFull)})
+            log.emit(schema.Stopped(reason=str(error), full=isinstance(error, StayedFull)))
         finally:
             log.close()
             if metrics is not None:
@@ -164,7 +164,7 @@ class _Simulation:
                 await world.cluster.close()
                 task.result()
                 return
-            log.emit("killed", {})
+            log.emit(schema.Killed())
             handle.cut()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -194,7 +194,7 @@ def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
 
 def _deadlock_reporter(coordinator: Coordinator) -> Callable[[], None]:
     def report() -> None:
-        words = coordinator.watchdog.report("deadlock", "nothing can ever move again")
+        words = coordinator.watchdog.report(schema.Deadlock, "nothing can ever move again")
         coordinator.supervisor.fail(Deadlock(words))
 
     return report
@@ -229,11 +229,9 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
 
     def read(event: Event) -> None:
         nonlocal told_s
-        if event["e"] == "step.end" and time.monotonic() - told_s > 2.0:
+        if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
             told_s = time.monotonic()
-            progress(
-                f"step {event['version']}/{steps}, {event['t'] / 3600:.2f} h of virtual time, {event['n']:,} events"
-            )
+            progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
 
     return read
 
@@ -241,54 +239,54 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
 # --- the job, seen by the parts ---------------------------------------------------------------------------------
 
 
-def facts(job: Job, clock: str) -> Event:
+def facts(job: Job, clock: str) -> schema.Run:
     """What a reader of the events needs to know of the job."""
     target = task_shares(job)
     train_pool = job.train_pool
-    return {
-        "name": job.name,
-        "mode": job.mode,
-        "seed": job.seed,
-        "clock": clock,
-        "bound": job.rollout.staleness,
-        "recheck": job.rollout.recheck,
-        "swap": job.rollout.swap,
-        "rolling": job.rollout.rolling,
-        "slots": job.slots,
-        "groups_per_step": job.rollout.groups_per_step,
-        "steps": job.train.steps,
-        "task_failures": job.limits.task_failures,
-        "tasks": {
-            task.name: {
-                "share": target[task.name],
-                "group_size": task.group_size,
-                "min_group_size": min_group_size(task),
-                "affinity": task.affinity,
-            }
+    return schema.Run(
+        name=job.name,
+        mode=job.mode,
+        seed=job.seed,
+        clock=clock,
+        bound=job.rollout.staleness,
+        recheck=job.rollout.recheck,
+        swap=job.rollout.swap,
+        rolling=job.rollout.rolling,
+        slots=job.slots,
+        groups_per_step=job.rollout.groups_per_step,
+        steps=job.train.steps,
+        task_failures=job.limits.task_failures,
+        tasks={
+            task.name: schema.TaskFacts(
+                share=target[task.name],
+                group_size=task.group_size,
+                min_group_size=min_group_size(task),
+                affinity=task.affinity,
+            )
             for task in job.tasks
         },
-        "pools": {
-            pool.name: {
-                "hardware": pool.hardware,
-                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
-                "engines": pool.engines.count if pool.engines else 0,
-                "gpus": pool.engines.gpus if pool.engines else 0,
-                "prefill": pool.engines.prefill if pool.engines else None,
-                "slots": pool.slots or 0,
-            }
+        pools={
+            pool.name: schema.PoolFacts(
+                hardware=pool.hardware,
+                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                engines=pool.engines.count if pool.engines else 0,
+                gpus=pool.engines.gpus if pool.engines else 0,
+                prefill=pool.engines.prefill if pool.engines else None,
+                slots=pool.slots or 0,
+            )
             for pool in job.pools
         },
-        "train": {
-            "pool": train_pool.name,
-            "gpus": job.train.gpus,
-            "cost": HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
-        },
-        "rewards": job.rewards.type,
-        "reward_workers": job.rewards.workers if job.rewards.type == "local" else None,
-        "reward_cost": {"hour": job.rewards.cost, "call": job.rewards.call_cost},
-        "store_full_s": job.limits.store_full_s,
-        "breaks": any(task.failure or task.hang for task in job.sim.tasks.values()),
-    }
+        train=schema.TrainFacts(
+            pool=train_pool.name,
+            gpus=job.train.gpus,
+            cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+        ),
+        rewards=job.rewards.type,
+        reward_workers=job.rewards.workers if job.rewards.type == "local" else None,
+        reward_cost=schema.RewardCost(hour=job.rewards.cost, call=job.rewards.call_cost),
+        store_full_s=job.limits.store_full_s,
+        breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
+    )
 
 
 def say(text: str) -> None:
