@@ -144,7 +144,7 @@ class Proxy:
                 cached=completion.cached_tokens,
                 busy_s=round(completion.busy_s, 6),
                 finish=completion.finish.value,
-                prefill_busy_s=round(completion.prefill_busy_s, 6),
+                prefill_busy_s=round(completion.prefill_busy_s, 6) if completion.prefill_busy_s else None,
                 cause=cause,
             )
         )

@@ -460,7 +460,7 @@ class Said(Event, tag="said", kw_only=True):
     """Its share of engine time."""
     finish: str
     """`stop`, `length` or `abort`."""
-    prefill_busy_s: float = 0.0
+    prefill_busy_s: float | None = None
     """Its share of the time of the half that prefills, only where the engine is a pair."""
 
 

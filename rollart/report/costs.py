@@ -102,7 +102,7 @@ class Costs:
         if pool.prefill is not None:
             beside = self._pools[pool.prefill]
             beside.requests += 1
-            cost += _used(beside, event.prefill_busy_s)
+            cost += _used(beside, event.prefill_busy_s or 0.0)
         return cost
 
     def given_up(self, attempt: str, now_s: float) -> float:
