@@ -146,14 +146,14 @@ def test_every_event_field_in_the_source_is_documented() -> None:
 
 def test_every_event_field_of_a_run_is_documented(run: tuple[list[Event], dict[str, Any]]) -> None:
     known = documented_events()
-    unknown = {(event["e"], field) for event in run[0] for field in event if field not in ON_EVERY_EVENT}
+    unknown = {(event.e, field) for event in run[0] for field in event if field not in ON_EVERY_EVENT}
     assert {(kind, field) for kind, field in unknown if field not in known[kind]} == set()
 
 
 def test_no_event_field_is_documented_that_is_not_written(run: tuple[list[Event], dict[str, Any]]) -> None:
     seen = emitted()
     for event in run[0]:
-        seen[event["e"]] |= event.keys()
+        seen[event.e] |= event.keys()
     seen["send"] |= {"fallback"}  # only where a whole pool is down
     seen["said"] |= {"prefill_busy_s"}  # only from engines that are pairs
     seen["reward"] |= {"parts"}  # only where the function names parts

@@ -11,23 +11,24 @@ import pytest
 
 from rollart.cli import main
 from rollart.config.load import build_job
-from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events
+from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events, schema
 from rollart.launch.run import simulate
 from rollart.launch.training import _Known, _read_again
 from tests.control.scene import BASE
+from tests.events import some
 
 
 def log_of(path: Path, count: int, *, part_bytes: int = 100, first: int = 0) -> None:
     """Events of about 30 bytes, a flush after each."""
-    log = EventLog(lambda: 0.0, path, part_bytes=part_bytes, after={"n": first - 1, "t": 0.0} if first else None)
+    log = EventLog(lambda: 0.0, path, part_bytes=part_bytes, after=schema.Killed(n=first - 1, t=0.0) if first else None)
     for _ in range(count):
-        log.emit("a", {})
+        log.emit(schema.Killed())
         log.flush()
     log.close()
 
 
 def numbers(path: Path) -> list[int]:
-    return [event["n"] for event in read_events(path)]
+    return [event.n for event in read_events(path)]
 
 
 def test_a_log_goes_on_in_a_new_part_and_is_read_as_one(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_reader_that_is_overtaken_by_a_new_part_misses_none(tmp_path: Path, mo
             log_of(path, 3, part_bytes=1 << 20, first=3)
         return open(name, mode)
 
-    monkeypatch.setattr("rollart.events.open", open_late, raising=False)
+    monkeypatch.setattr("rollart.events.log.open", open_late, raising=False)
     assert numbers(path) == list(range(6))
 
 
@@ -129,13 +130,13 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
 
     monkeypatch.setattr(builtins, "open", counting)
     monkeypatch.setattr(io, "open", counting)
-    known, seen = _Known(), Counter[str]()
+    known, seen = _Known(), Counter[type[Event]]()
 
-    def look(event: dict[str, Any]) -> None:
-        seen[event["e"]] += 1
+    def look(event: Event) -> None:
+        seen[type(event)] += 1
 
-    assert _read_again(path, (known.read, look))["n"] == 9_999
-    assert seen["a"] == 10_000
+    assert _read_again(path, (known.read, look)).n == 9_999
+    assert seen[schema.Killed] == 10_000
     assert reads["bytes"] < 1.5 * size, "once, and the last line's block"
     assert reads["largest"] <= 1 << 17, "in pieces"
 
@@ -160,22 +161,27 @@ def test_the_size_of_a_part_is_the_jobs(tmp_path: Path) -> None:
     simulate(job, tmp_path / "run")
     parts = event_files(tmp_path / "run" / "events.jsonl")
     assert len(parts) > 1
-    assert [event["n"] for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
+    assert [event.n for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
 
 
 def test_text_that_is_no_utf8_is_written_with_a_mark_in_its_place(tmp_path: Path) -> None:
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
     heard: list[Event] = []
     log.read_by(heard.append)
-    log.emit("a", {"reason": "caf\udce9", "waiting": [{"who": "caf\udce9"}], "\udce9": 1})
+    log.emit(schema.Stall(text="caf\udce9", waiting=[schema.Wait(who="caf\udce9", what="", for_s=1.0)]))
+    log.emit(some(schema.Reward, id="g0", parts={"\udce9": 1.0}))
     log.close()
     written = list(read_events(tmp_path / "events.jsonl"))
-    assert written == [{"n": 0, "t": 0.0, "e": "a", "reason": "caf?", "waiting": [{"who": "caf?"}], "?": 1}]
+    waiting = [schema.Wait(who="caf?", what="", for_s=1.0)]
+    assert written == [
+        schema.Stall(n=0, t=0.0, text="caf?", waiting=waiting),
+        some(schema.Reward, n=1, t=0.0, id="g0", parts={"?": 1.0}),
+    ]
     assert heard == written
 
 
 def test_what_is_no_json_is_a_mistake_of_ours_and_not_hidden(tmp_path: Path) -> None:
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
     with pytest.raises(TypeError):
-        log.emit("a", {"path": tmp_path})
+        log.emit(schema.Warning(text=tmp_path))  # type: ignore[arg-type]
     log.close()
