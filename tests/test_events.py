@@ -3,6 +3,8 @@
 import builtins
 import gzip
 import io
+import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 
 from rollart.cli import main
 from rollart.config.load import build_job
+from rollart.errors import JobError
 from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events, schema
 from rollart.launch.run import simulate
 from rollart.launch.training import _Known, _read_again
+from rollart.types import Span
 from tests.control.scene import BASE
 from tests.events import some
 
@@ -185,3 +189,75 @@ def test_what_is_no_json_is_a_mistake_of_ours_and_not_hidden(tmp_path: Path) -> 
     with pytest.raises(TypeError):
         log.emit(schema.Warning(text=tmp_path))  # type: ignore[arg-type]
     log.close()
+
+
+def test_a_field_with_its_default_is_not_in_the_line(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    log.emit(some(schema.Reward, id="g0"))
+    log.emit(schema.Stopped(reason="no", user=True, cause=0))
+    log.emit(some(schema.Said, id="g0/0", spans=[Span(0, 3), Span(1, 2)]))
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "e": "reward",
+        "n": 0,
+        "t": 0,
+        "id": "g0",
+        "value": 0,
+        "s": 0,
+        "busy_s": 0,
+        "cold_s": 0,
+        "tries": 0,
+    }
+    assert lines[1] == {"e": "stopped", "n": 1, "t": 0.0, "cause": 0, "reason": "no", "user": True}
+    assert lines[2]["spans"] == [[0, 3], [1, 2]]
+    assert "prefill_busy_s" not in lines[2]
+
+
+def test_a_number_that_is_none_is_null_and_read_again(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    log.emit(some(schema.StepEnd, metrics={"actor/grad_norm": math.nan}))
+    log.close()
+    [event] = read_events(tmp_path / "events.jsonl")
+    assert isinstance(event, schema.StepEnd)
+    assert event.metrics == {"actor/grad_norm": None}
+
+
+def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    heard: list[Event] = []
+    log.read_by(heard.append)
+    for kind in schema.KINDS.values():
+        log.emit(some(kind))
+    log.close()
+    assert list(read_events(tmp_path / "events.jsonl")) == heard
+    assert [type(event) for event in heard] == list(schema.KINDS.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is no kind of event that is known here; read it with the"),
+        (b'{"n":1,"t":0.0}', "line 2: None is no kind of event that is known here; read it with the"),
+        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' that is not as .*missing required field `version`"),
+        (b'{"e":"push","n":1,"t":0.0,"version":"one"}', r"line 2: an event 'push' .*Expected `int`, got `str`"),
+        (b'{"e":"push","n":1,', r"line 2: is no event \(.*\); the file was damaged"),
+        (b"[1]", r"line 2: is no event \(.*\); the file was damaged"),
+        (b'{"e":"warning","text":"\xff"}', r"line 2: is no event \(.*\); the file was damaged"),
+    ],
+)
+def test_a_line_that_is_no_event_of_this_version_is_named(
+    tmp_path: Path, line: bytes, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 1)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(JobError, match=f"^{path}: {text}"):
+        numbers(path)
+    assert main(["audit", str(tmp_path)]) == 2
+    assert f"{path}: line 2: " in capsys.readouterr().err
+
+
+def test_a_field_that_a_newer_version_added_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b'{"e":"push","n":0,"t":0.0,"version":3,"new":{"a":1}}\n')
+    assert list(read_events(tmp_path / "events.jsonl")) == [schema.Push(n=0, t=0.0, version=3)]

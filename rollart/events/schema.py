@@ -145,7 +145,7 @@ class Alone(Value):
 class Run(Event, tag="run", kw_only=True):
     """Always the first: what readers need to know of the job.
 
-    By: launch/run, launch/training
+    By: launch/run
     """
 
     name: str
@@ -173,9 +173,9 @@ class Run(Event, tag="run", kw_only=True):
     task_failures: int
     """`limits.task_failures`."""
     tasks: dict[str, TaskFacts]
-    """By name."""
+    """What is known of each."""
     pools: dict[str, PoolFacts]
-    """By name."""
+    """What is known of each."""
     train: TrainFacts
     """What trains."""
     rewards: str
@@ -277,7 +277,7 @@ class Changed(Event, tag="changed", kw_only=True):
     step: int
     """Settings of train steps act from this step on."""
     changes: dict[str, Change]
-    """By key."""
+    """The keys that changed."""
     job: Run
     """What `run` said, as it is now."""
 
