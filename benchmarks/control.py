@@ -22,7 +22,7 @@ from benchmarks.command import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
-from rollart.events import EventLog, LogHandle
+from rollart.events.log import EventLog, LogHandle
 from rollart.launch.run import facts, rare_collections
 from rollart.launch.worlds import simulated_world
 from rollart.ports import Cluster, Trainer

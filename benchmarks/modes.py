@@ -22,7 +22,9 @@ from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.settings import MODES
 from rollart.errors import JobError
-from rollart.events import Event, read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.launch.run import simulate
 from rollart.launch.training import train
 from rollart.sim.fit import fit_runs

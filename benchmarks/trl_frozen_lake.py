@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.lake_player import FORMS, held_out_success
-from rollart.events import Event, read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.model.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

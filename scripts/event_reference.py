@@ -39,7 +39,7 @@ An example, one generate call (simulated):
 Ids: a group is `g7` (`g7r1` when admitted after the first restart), an attempt `g7.3.0`, a generate call `g7.3.0/2`
 (turn 2), an engine `<pool>-<number>`. Attempts of the second life of a coordinator begin at 100, of the third at 200.
 
-In Python, `rollart.events.read_events` gives the structs: `schema.Send` for a line whose `e` is `send`, and
+In Python, `rollart.events.log.read_events` gives the structs: `schema.Send` for a line whose `e` is `send`, and
 `schema.EngineUp` for `engine.up`. A line of a kind that this version does not know, or without a field that it needs,
 is an error that names the line.
 """

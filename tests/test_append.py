@@ -8,7 +8,8 @@ import pytest
 
 from rollart.append import AppendFile
 from rollart.errors import StoreFull, writing
-from rollart.events import EventLog, read_events, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
 from rollart.launch.run import as_lines
 from tests.events import some
 

@@ -2,7 +2,8 @@
 
 import itertools
 
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.report.audit import Audit
 from rollart.report.audit_tasks import TaskBooks
 from rollart.report.summary import Summary

@@ -6,7 +6,8 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.launch.run import facts, simulate
 from rollart.report.summary import Summary
 from tests.events import some

@@ -14,7 +14,9 @@ import pytest
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, drop_torn_line, event_files, read_events
+from rollart.events.schema import Event
 from rollart.launch.run import simulate
 from rollart.launch.training import _Known, _read_again
 from rollart.types import Span

@@ -11,7 +11,9 @@ from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.paths import settings_in
 from rollart.errors import JobError
-from rollart.events import Event, EventLog, read_events, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
+from rollart.events.schema import Event
 from rollart.launch.resume import Resumption, resumption, write_job
 from rollart.launch.run import facts
 from rollart.launch.training import _Known, _tell_changes

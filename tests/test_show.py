@@ -15,7 +15,9 @@ from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
-from rollart.events import Event, Reader, schema
+from rollart.events import schema
+from rollart.events.log import Reader
+from rollart.events.schema import Event
 from rollart.launch.run import facts
 from rollart.launch.training import _drive, _longest
 from rollart.report.show import LiveView, show_plays, show_summary

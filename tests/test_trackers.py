@@ -10,7 +10,8 @@ import pytest
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, JobStopped
-from rollart.events import read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.training import _drive, train
 from rollart.report.trackers import Tracking, check_trackers, trackers
 from tests.control.scene import NoWorld

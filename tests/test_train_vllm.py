@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rollart.config.load import load_job
-from rollart.events import read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.training import train
 from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 from tests.vllm_python import HEAD_SIZE, PYTHON, ROOT, needs_vllm, none_left_in

@@ -12,7 +12,9 @@ from msgspec.json import encode as json_encode
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, EventLog, read_events, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
+from rollart.events.schema import Event
 from rollart.launch.real import _stores_before, check_supported
 from rollart.launch.run import write_summary
 from rollart.launch.training import (

@@ -6,7 +6,8 @@ Affinity decides; this measures. Everything in a profile comes from finished tur
 from collections import Counter
 
 from rollart.control.fleet import Fleet
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity, Decision
 from rollart.policy.prediction import NEVER_S
 from rollart.policy.profile import TaskProfile

@@ -25,7 +25,8 @@ from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
 from rollart.errors import ClusterError, Interrupted, JobStopped, StoreFull, boundary
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
 from rollart.policy.training import set_aside_whole, trained_on

@@ -19,7 +19,8 @@ from rollart.control.render import Prefix, delta
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
 from rollart.types import (

@@ -13,7 +13,8 @@ from rollart.control.affinity import AffinityDriver
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.errors import TaskError
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.ports import TaskSet
 from rollart.types import Trajectory, TrajectoryId
 

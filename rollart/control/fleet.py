@@ -24,7 +24,8 @@ from rollart.errors import (
     WeightError,
     boundary,
 )
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.stalls import Part
 from rollart.policy.swap import waves

@@ -11,7 +11,8 @@ from typing import Any
 from rollart.causes import Causes
 from rollart.config.settings import LimitSettings
 from rollart.control.samples import zero_variance
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.breaker import Breaker
 from rollart.policy.mix import Mix
 

@@ -12,7 +12,8 @@ from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Expired, Waits
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest

@@ -8,7 +8,8 @@ import asyncio
 
 from rollart.control.waits import Waits
 from rollart.errors import StayedFull, StoreFull
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 
 RETRY_S = 5.0
 """Between two tries."""

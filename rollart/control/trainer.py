@@ -12,7 +12,8 @@ from typing import TypeVar
 from rollart.control.room import Room
 from rollart.control.waits import Waits
 from rollart.errors import BoundaryError, ClusterError, JobStopped, StoreFull, TrainerError, VersionGone, boundary
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.training import Progress, in_vain, progress, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from rollart.control.waits import Waits
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.stalls import Lag, Part, lagging, to_name
 
 

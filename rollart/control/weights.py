@@ -12,7 +12,8 @@ from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.errors import WeightError, boundary
-from rollart.events import LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
 from rollart.ports import WeightStore
 from rollart.types import WeightManifest, WeightVersion

@@ -23,7 +23,9 @@ from rollart.config.job import Job, min_group_size
 from rollart.config.sim import FaultSettings
 from rollart.control.coordinator import Coordinator
 from rollart.errors import Deadlock, JobError, RollartError, StayedFull, StoreFull
-from rollart.events import Event, EventLog, LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.hardware import HARDWARE
 from rollart.launch.worlds import simulated_world, task_shares
 from rollart.report.audit import Audit

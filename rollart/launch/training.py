@@ -22,7 +22,9 @@ from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator, committed
 from rollart.control.waits import Waits
 from rollart.errors import Interrupted, JobError, RollartError, StayedFull
-from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
+from rollart.events.schema import Event
 from rollart.launch.checks import refuse_start
 from rollart.launch.real import real_world
 from rollart.launch.resume import Resumption, resumed_job

@@ -9,7 +9,7 @@ from rollart.config.job import Job
 from rollart.config.sim import SimTaskSettings
 from rollart.control.coordinator import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.hardware import HARDWARE, MODELS, ModelShape, Pair
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares

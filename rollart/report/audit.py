@@ -6,7 +6,9 @@ control plane computed (an age, a count of slots, a serving version) where it ca
 
 from dataclasses import dataclass
 
-from rollart.events import Event, Handlers, on, schema
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.schema import Event
 from rollart.report.audit_tasks import TaskBooks
 
 SENDS = 6

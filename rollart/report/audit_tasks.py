@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rollart.events import Event, Handlers, on, schema
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.schema import Event
 
 LATE_S = 1e-3
 """Times in events are rounded."""

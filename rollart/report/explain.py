@@ -8,7 +8,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 
 
 @dataclass(slots=True)

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.causes import first_line
-from rollart.events import Event, Reader, schema
+from rollart.events import schema
+from rollart.events.log import Reader
+from rollart.events.schema import Event
 from rollart.report.summary import Summary
 
 DRAW_EVERY_S = 1.0

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.events import Event, Handlers, Last, Max, Mean, Metrics, Sum, on, schema
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
+from rollart.events.schema import Event
 from rollart.report.costs import Costs
 from rollart.report.summary_evals import Evaluations
 from rollart.report.summary_tasks import Failures, TaskBooks

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.causes import Causes
-from rollart.events import Metrics, Sum, schema
+from rollart.events import schema
+from rollart.events.metrics import Metrics, Sum
 
 FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
 MAX_REASONS = 5

@@ -3,7 +3,8 @@
 import statistics
 from typing import Any
 
-from rollart.events import Last, Metrics, schema
+from rollart.events import schema
+from rollart.events.metrics import Last, Metrics
 
 
 class WeightTimes:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from rollart.config.job import Job
 from rollart.errors import JobError, install
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 
 INSTALL = f"install it with: {install('logging')}"
 

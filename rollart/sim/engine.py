@@ -17,7 +17,8 @@ import numpy as np
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
-from rollart.events import EventLog, schema
+from rollart.events import schema
+from rollart.events.log import EventLog
 from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults

@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
-from rollart.events import Event, EventLog, schema
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
 from rollart.sim.dice import Dice
 
 AT_A_SWAP = 0.6

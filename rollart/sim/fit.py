@@ -21,7 +21,9 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
-from rollart.events import Event, Handlers, on, read_events, schema
+from rollart.events import schema
+from rollart.events.log import Handlers, on, read_events
+from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
 

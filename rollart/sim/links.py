@@ -8,7 +8,8 @@ import asyncio
 import math
 
 from rollart.errors import StoreFull, WeightError
-from rollart.events import EventLog, schema
+from rollart.events import schema
+from rollart.events.log import EventLog
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 SLOW = 0.1

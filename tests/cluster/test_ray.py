@@ -21,7 +21,9 @@ from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.launch.run import RunResult
 from rollart.launch.training import train
 from tests.cluster.small import raw_job

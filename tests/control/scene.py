@@ -17,7 +17,9 @@ from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
-from rollart.events import Event, EventLog, LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.launch.run import facts
 from rollart.launch.worlds import build_affinity, offers

@@ -12,7 +12,9 @@ from rollart.control.proxy import MAX_SENDS, Proxy
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import EngineError, JobStopped, RequestError, WeightError
-from rollart.events import Event, EventLog, LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.sim.clock import VirtualLoop
 from rollart.types import (

@@ -8,7 +8,8 @@ import pytest
 
 from rollart.control.rollout import ATTEMPTS_PER_LIFE
 from rollart.errors import JobStopped
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import Observation, Task, TrajectoryId
 from tests.control.scene import Played, Scene, ScriptedEnv, scene_job

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_waited_is_of_what_there_is_then() -> None:
 
 def test_the_events_of_a_full_disk_hold_up_the_journal_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the journal knows, the events before it know as well: so it waits for their room too."""
-    from rollart.events import LogHandle
+    from rollart.events.log import LogHandle
 
     scene = Scene(scene_job(train__steps=3, limits__store_full_s=300.0))
     disk = FullDisk(scene, first_s=10.0, lasts_s=50.0)

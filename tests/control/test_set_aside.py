@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rollart.errors import JobStopped, TrainerError
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.policy.training import STOP_AFTER, WARN_AFTER
 from rollart.report.summary import Summary
 from rollart.types import Batch, SetAside, Trajectory

@@ -9,7 +9,8 @@ import pytest
 
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
-from rollart.events import EventLog, LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
 from rollart.policy.stalls import Part
 from rollart.ports import Env
 from rollart.sim.clock import VirtualLoop

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rollart.config.job import Job
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import GenerateRequest, Observation, Status, Task, Trajectory, TrajectoryId, WeightManifest
 from tests.control.invariant import check_first_invariant

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from rollart.errors import EnvError, JobError, JobStopped
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import Message, Observation, Task, Trajectory, TrajectoryId
 from tests.control.scene import REFUSED, Played, Scene, ScriptedEnv, scene_job

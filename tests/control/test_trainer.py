@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rollart.errors import JobStopped, TrainerError, VersionGone, WeightError
-from rollart.events import Event, schema
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.types import Batch, EngineSpec, WeightManifest, WeightVersion
 from tests.control.scene import TRAIN_S, Played, Scene, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
 

@@ -13,7 +13,9 @@ from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.errors import Deadlock
-from rollart.events import Event, EventLog, LogHandle, schema
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.ports import BACKGROUND, Env
 from rollart.sim.clock import VirtualLoop
 from rollart.types import GenerateRequest, Status, Task, TrajectoryId, WeightVersion

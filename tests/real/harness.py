@@ -20,7 +20,9 @@ from typing import Any
 
 import yaml
 
-from rollart.events import Event, read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = str(Path(__file__).with_name("slow_tasks.py"))

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from rollart.config.load import build_job
-from rollart.events import Event, read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.launch.training import train
 from rollart.tasks.load import load_task_set
 from tests.real.bad_tasks import FAILING

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollart.events import read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
 from tests.real.harness import ROOT, SOON_S, TASKS, job, running
 
 

@@ -10,7 +10,9 @@ import pytest
 from rollart.config.settings import RewardSettings, Spread
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError, WeightError
-from rollart.events import Event, EventLog, schema
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, draw_plan

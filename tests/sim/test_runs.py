@@ -11,7 +11,8 @@ import pytest
 from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.settings import MODES
-from rollart.events import read_events, schema
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.chaos import plan_job
 from rollart.launch.run import RunResult, simulate
 from rollart.sim.faults import draw_plan
