@@ -16,7 +16,7 @@ from benchmarks.affinity_mixes import CHEAP, DEAR, GROUP, STALENESS, Mix
 from rollart.config.load import build_job
 from rollart.events import schema
 from rollart.events.log import read_events
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.policy.profile import TaskProfile
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"

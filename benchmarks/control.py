@@ -23,8 +23,8 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.events.log import EventLog, LogHandle
-from rollart.launch.run import facts, rare_collections
-from rollart.launch.worlds import simulated_world
+from rollart.launch.driver import facts, rare_collections
+from rollart.launch.simulation import simulated_world
 from rollart.ports import Cluster, Trainer
 from rollart.records.format import FOLDER, files_of
 from rollart.records.recorder import FileRecorder

@@ -25,7 +25,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from rollart.sim.fit import fit_runs
 

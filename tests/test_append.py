@@ -10,7 +10,7 @@ from rollart.append import AppendFile
 from rollart.errors import StoreFull, writing
 from rollart.events import schema
 from rollart.events.log import EventLog, read_events
-from rollart.launch.run import as_lines
+from rollart.launch.driver import as_lines
 from tests.events import some
 
 

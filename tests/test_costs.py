@@ -8,7 +8,8 @@ from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.schema import Event
-from rollart.launch.run import facts, simulate
+from rollart.launch.driver import facts
+from rollart.launch.simulation import simulate
 from rollart.report.summary import Summary
 from tests.events import some
 

@@ -14,8 +14,8 @@ import pytest
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.events import schema
-from rollart.launch.run import simulate
-from rollart.launch.training import add_control
+from rollart.launch.rundir import add_control
+from rollart.launch.simulation import simulate
 from scripts.event_reference import read_docstring
 
 ROOT = Path(__file__).resolve().parent.parent

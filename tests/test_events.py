@@ -17,8 +17,9 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import EventLog, drop_torn_line, event_files, read_events
 from rollart.events.schema import Event
-from rollart.launch.run import simulate
-from rollart.launch.training import _Known, _read_again
+from rollart.launch.driver import read_again
+from rollart.launch.simulation import simulate
+from rollart.launch.training import _Known
 from rollart.types import Span
 from tests.control.scene import BASE
 from tests.events import some
@@ -141,7 +142,7 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
     def look(event: Event) -> None:
         seen[type(event)] += 1
 
-    assert _read_again(path, (known.read, look)).n == 9_999
+    assert read_again(path, (known.read, look)).n == 9_999
     assert seen[schema.Killed] == 10_000
     assert reads["bytes"] < 1.5 * size, "once, and the last line's block"
     assert reads["largest"] <= 1 << 17, "in pieces"

@@ -10,7 +10,7 @@ from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.events import schema
 from rollart.events.log import read_events
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.report.explain import Explain, words
 
 

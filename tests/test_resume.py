@@ -14,8 +14,8 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import EventLog, read_events
 from rollart.events.schema import Event
+from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
-from rollart.launch.run import facts
 from rollart.launch.training import _Known, _tell_changes
 from rollart.report.audit import Audit
 from rollart.report.summary import Summary

@@ -18,7 +18,7 @@ from rollart.errors import JobStopped
 from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event
-from rollart.launch.run import facts
+from rollart.launch.driver import facts
 from rollart.launch.training import _drive, _longest
 from rollart.report.show import LiveView, show_plays, show_summary
 from rollart.report.summary import Summary

@@ -15,18 +15,10 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import EventLog, read_events
 from rollart.events.schema import Event
-from rollart.launch.real import _stores_before, check_supported
-from rollart.launch.run import write_summary
-from rollart.launch.training import (
-    _alone,
-    _complete,
-    _harmless,
-    _Known,
-    add_control,
-    newest_run,
-    summary_again,
-    trained_s,
-)
+from rollart.launch.checks import check_supported
+from rollart.launch.real import _stores_before
+from rollart.launch.rundir import add_control, alone, newest_run, summary_again, trained_s, write_summary
+from rollart.launch.training import _complete, _harmless, _Known
 from rollart.report.summary import Summary
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
@@ -206,9 +198,9 @@ def test_the_newest_unfinished_run_of_a_job_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
-    with _alone(tmp_path), pytest.raises(JobError, match="still running"), _alone(tmp_path):
+    with alone(tmp_path), pytest.raises(JobError, match="still running"), alone(tmp_path):
         pass
-    with _alone(tmp_path):
+    with alone(tmp_path):
         pass
 
 

@@ -145,7 +145,7 @@ class Alone(Value):
 class Run(Event, tag="run", kw_only=True):
     """Always the first: what readers need to know of the job.
 
-    By: launch/run
+    By: launch/driver
     """
 
     name: str
@@ -248,7 +248,7 @@ class Interrupted(Event, tag="interrupted", kw_only=True):
 class Stopped(Event, tag="stopped", kw_only=True):
     """The job gave up.
 
-    By: launch/run, launch/training
+    By: launch/driver
     """
 
     reason: str
@@ -264,7 +264,7 @@ class Stopped(Event, tag="stopped", kw_only=True):
 class Killed(Event, tag="killed", kw_only=True):
     """Simulated: a fault killed the coordinator, and all workers with it. Real: a resumed run begins here.
 
-    By: launch/run, launch/training
+    By: launch/driver, launch/training
     """
 
 

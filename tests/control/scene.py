@@ -21,8 +21,8 @@ from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
-from rollart.launch.run import facts
-from rollart.launch.worlds import build_affinity, offers
+from rollart.launch.driver import facts
+from rollart.launch.offers import build_affinity, offers
 from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import Engine, Env, Recorder, Trainer
 from rollart.report.audit import Audit

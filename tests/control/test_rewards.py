@@ -9,7 +9,7 @@ import pytest
 
 from rollart.errors import RewardError
 from rollart.events import schema
-from rollart.launch.run import metric_rows
+from rollart.launch.driver import metric_rows
 from rollart.report.summary import Summary
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job
@@ -174,7 +174,7 @@ def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
     assert {event.parts["brief"] for event in played.of(schema.Reward)} == {0.25}
     summary = Summary()
     rows: list[Mapping[str, float]] = []
-    keep = metric_rows(summary, rows.append)
+    keep = metric_rows(summary, [rows.append])
     for event in played.events:
         summary.read(event)
         keep(event)

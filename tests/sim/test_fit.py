@@ -13,7 +13,7 @@ from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.sim.fit import fit_runs, spread_of
 from tests.events import some
 

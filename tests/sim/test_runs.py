@@ -14,7 +14,8 @@ from rollart.config.settings import MODES
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch.chaos import plan_job
-from rollart.launch.run import RunResult, simulate
+from rollart.launch.driver import RunResult
+from rollart.launch.simulation import simulate
 from rollart.sim.faults import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
