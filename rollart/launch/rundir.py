@@ -13,7 +13,7 @@ import yaml
 
 from rollart.config.job import Job
 from rollart.errors import JobError
-from rollart.events import event_files, read_events
+from rollart.events.log import event_files, read_events
 from rollart.launch.resume import resumed_job
 from rollart.report.summary import Summary
 
