@@ -267,7 +267,7 @@ def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) 
 
 
 def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
-    """The frames of a file with the life they were written in. None where it went since: the oldest do, in a live run."""
+    """The frames of a file with the life they were written in. None where it went since, as the oldest may."""
     life = 0
     for frame in frames_of(path) if path.exists() else ():
         if frame.rows and frame.rows[0][0] == "life":
