@@ -16,7 +16,7 @@ from rollart.control.waits import Waits
 from rollart.errors import JobStopped
 from rollart.events import Event, Reader
 from rollart.run import facts
-from rollart.show import LiveView, show_plays, show_summary
+from rollart.show import LiveView, show_failed, show_plays, show_summary
 from rollart.sim.clock import VirtualLoop
 from rollart.summary import Summary
 from rollart.training import _drive, _longest
@@ -215,6 +215,43 @@ def test_only_rates_of_success_are_percentages(
     mean = sum(rewards) / 3
     assert (f"{mean:.1%}" if rate else f"{mean:.3f}") in out
     assert ("%" in out.replace("95 %", "")) is rate
+
+
+def broken_evaluation(**settings: Any) -> dict[str, Any]:
+    async def nan(trajectory: Trajectory) -> float:
+        return float("nan") if trajectory.id.group.startswith("eval") else float(trajectory.id.member % 2)
+
+    return summary_of(Scene(scene_job(**settings), on_score=nan, only_evaluate="train__steps" not in settings))
+
+
+def test_an_evaluation_without_a_score_shows_no_number_and_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(evaluation={"episodes": 4})
+    assert summary["failures"]["attempt"]["count"] == 4
+    assert summary["failures"]["attempt"]["reasons"][0].startswith("4 x ")
+    assert summary["tasks"]["a"]["failures"] == 0, "of training"
+    plays = summary["evaluations"]["eval0"]
+    monkeypatch.setenv("COLUMNS", "250")
+    show_plays(plays, "model")
+    show_failed(plays)
+    out = capsys.readouterr().out
+    assert "none scored" in out
+    assert "0.0" not in out
+    assert "task 'a': 4 of 4 episodes failed, most often 4 x RewardError: returned nan" in out
+
+
+def test_the_table_of_a_training_run_shows_no_number_where_nothing_was_scored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(train__steps=2, evaluation={"every": 2, "first": True, "episodes": 4, "greedy": True})
+    assert summary["state"] == "finished"
+    assert (summary["eval"]["a"]["before"], summary["eval"]["a"]["after"]) == (None, None)
+    out = printed(capsys, monkeypatch, summary)
+    assert out.count("none scored") == 4
+    for name in ("eval0", "eval2"):
+        assert f"{name}: task 'a': 4 of 4 episodes failed, most often 4 x RewardError" in out
+        assert f"{name}: task 'a', greedy: 4 of 4 episodes failed" in out
 
 
 def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.CaptureFixture[str]) -> None:
