@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
+from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
 from rollart.real import refuse_long_contexts, refuse_mixtures_on_servers, refuse_what_is_not_there
 from rollart.resources import refuse_unplaceable
 from rollart.setups import task_variables
 from rollart.shapes import saved_params, shape_of
 from rollart.trackers import check_trackers
+from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
     from rollart.envs.process import ProcessEnvHost
@@ -35,6 +37,8 @@ FIRST_PROMPTS = 3
 """Environments of each task that are opened. One of them may fail, or begin with too long a prompt; not all."""
 RESET_S = 60.0
 """How long an environment may take to show its first prompt before it is left unseen."""
+TRIAL_S = 60.0
+"""How long a task set may take to be loaded and drawn from in a process of its own, before it is in this one."""
 RUN_BYTES = 64_000_000
 """Room for events, metrics and logs, without which no run begins."""
 WEIGHT_VERSIONS = 2
@@ -174,10 +178,17 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
 
 def _task_set(job: Job, position: int) -> "TaskSet":
     from rollart.tasks.load import load_task_set
+    from rollart.tasks.trial import fatal_call
 
     task = job.tasks[position]
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
+    fatal = fatal_call(task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, limit_s=TRIAL_S)
+    if fatal is not None:
+        raise JobError(
+            f"tasks.{position}.use: {task.use}: {fatal}, which would end this one too: os._exit, native code that "
+            "crashed, or too much memory; let it raise an error instead"
+        )
     try:
         return load_task_set(task.use, seed=job.seed, domain=task.name)
     except JobError as error:
@@ -214,10 +225,10 @@ async def _prompt_problem(
     for index in range(FIRST_PROMPTS):
         try:
             async with asyncio.timeout(min(RESET_S, job.limits.reset_s)):
-                length = await _prompt_tokens(task_set, index, tokenizer, host)
+                length = await _prompt_tokens(draw(task_set, task.name, index), tokenizer, host)
         except TimeoutError:
             return None
-        except Exception as error:  # the boundary to the task's own code, which `draw` is
+        except Exception as error:  # the boundary to the task's own code, and to the chat template
             said.append(
                 f"{task.name!r} cannot begin an episode ({_one_line(error)}); try `rollart task check {task.use}`"
             )
@@ -231,10 +242,8 @@ async def _prompt_problem(
     return said[0]
 
 
-async def _prompt_tokens(task_set: "TaskSet", index: int, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
-    from rollart.types import TrajectoryId
-
-    env = await host.open(task_set.task(index), TrajectoryId(group="check", member=index, attempt=0))
+async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
+    env = await host.open(task, TrajectoryId(group="check", member=task.index, attempt=0))
     try:
         observation = await env.reset()
     finally:

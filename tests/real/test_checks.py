@@ -245,6 +245,43 @@ def test_a_task_whose_episodes_cannot_begin_is_refused(
     assert said.startswith(f"rollart: {says}")
 
 
+LEAVING = """
+import os, sys
+from rollart.tasks.api import TaskSet
+IMPORT
+class Rooms(TaskSet):
+    def __init__(self, **named):
+        MAKE
+        super().__init__(**named)
+    def draw(self, rng):
+        DRAW
+    def environment(self, task):
+        raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "what", "says"),
+    [
+        ("IMPORT", "sys.exit(0)", "tasks.0.use: {use} cannot be imported: SystemExit: 0"),
+        ("MAKE", "sys.exit(0)", "tasks.0.use: {use} cannot be made: SystemExit: 0"),
+        ("DRAW", "sys.exit(0)", "tasks.0: 'room' cannot begin an episode (task(0): SystemExit: 0)"),
+        ("IMPORT", "os._exit(0)", "tasks.0.use: {use}: loading it ended its process (exit code 0), which"),
+        ("MAKE", "os.abort()", "tasks.0.use: {use}: loading it ended its process (signal SIGABRT), which"),
+        ("DRAW", "os._exit(3)", "tasks.0.use: {use}: task(0) ended its process (exit code 3), which"),
+    ],
+)
+def test_a_task_set_that_leaves_its_process_is_refused(
+    place: str, what: str, says: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = here / "room.py"
+    code = LEAVING.replace(place, what)
+    use.write_text(code.replace("IMPORT", "").replace("MAKE", "pass").replace("DRAW", "return {}"))
+    tasks = [{"name": "room", "use": str(use), "max_tokens": 4}]
+    (said,) = lines_of(job(model, tasks=tasks), here, capsys, "train")
+    assert said.startswith(f"rollart: {says.format(use=use)}")
+
+
 def test_environments_in_this_process_see_its_variables(
     model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
