@@ -80,7 +80,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
-        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_architecture):
+        for check in (refuse_long_contexts, refuse_mixtures_on_servers, partial(_refuse_architecture, trains=trains)):
             look(check, job)
         if params is not None:
             look(_refuse_shape, job)
@@ -121,18 +121,21 @@ def _model(job: Job) -> Path:
     return path
 
 
-def _refuse_architecture(job: Job) -> None:
-    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights."""
+def _refuse_architecture(job: Job, *, trains: bool) -> None:
+    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights.
+    And what the sharded trainer cannot shard."""
     from transformers import AutoConfig
 
     from rollart.engines.steps import prove_steps_architecture
-    from rollart.model import prove_packed_architecture
+    from rollart.model import empty_model, prove_packed_architecture
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
         prove_packed_architecture(config)
         if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
             prove_steps_architecture(config)
+        if trains and job.train.type == "fsdp2":
+            empty_model(config)
     except JobError as error:
         raise JobError(f"model.path: {job.model.path}: {error}") from None
 

@@ -198,6 +198,15 @@ def test_gpt2_is_taken(model: Path, here: Path) -> None:
         refuse_long_contexts(build_job(long(gpt2, 257)))
 
 
+def test_a_model_whose_layers_the_sharded_trainer_does_not_find_is_refused(model: Path, here: Path) -> None:
+    gpt2 = other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **GPT2)
+    raw = build_job(job(gpt2, train={"type": "fsdp2", "pool": "cpu"}))
+    (said,) = problems(raw, here / "run")
+    assert said.startswith(f"model.path: {gpt2}: gpt2: its layers are not where train.type=fsdp2 looks for them")
+    assert problems(raw, here / "run", trains=False) == [], "nothing is sharded where nothing is trained"
+    assert problems(build_job(job(model, train={"type": "fsdp2", "pool": "cpu"})), here / "run") == []
+
+
 def test_a_mixture_with_other_names_is_refused_on_servers(model: Path, here: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 8, "n_routed_experts": 4}
     longcat = other_model(model, here / "longcat", model_type="longcat_flash", **sizes)
