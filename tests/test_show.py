@@ -13,8 +13,9 @@ import pytest
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
-from rollart.errors import JobStopped
+from rollart.errors import JobError, JobStopped
 from rollart.events import Event, Reader
+from rollart.resume import Resumption
 from rollart.run import facts
 from rollart.show import LiveView, show_failed, show_plays, show_summary
 from rollart.sim.clock import VirtualLoop
@@ -137,6 +138,17 @@ def test_a_run_shows_what_it_waits_for(
             _drive(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)
         )
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_begin_says_nothing_of_the_display(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = build_job(JOB)
+    resume = Resumption(out=tmp_path, job=job)
+    refused = pytest.raises(JobError, match="is not there")
+    with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner, refused:
+        runner.run(_drive(job, tmp_path, Coordinator.run, resume=resume, watch=view.watch))
+    assert "display" not in capsys.readouterr().err
 
 
 def summary_of(scene: Scene) -> dict[str, Any]:

@@ -339,6 +339,11 @@ def test_an_address_where_nobody_answers_is_refused(
     assert said.startswith(f"rollart: rewards.url: {url} cannot be reached (")
 
 
+def test_an_address_that_is_none_is_refused(model: Path, here: Path) -> None:
+    (said,) = problems(build_job(job(model, rewards={"type": "http", "url": "http://[bad"})), here / "run")
+    assert said.startswith("rewards.url: http://[bad cannot be reached (Invalid IPv6 URL); ")
+
+
 def test_an_address_where_somebody_answers_will_do(model: Path, here: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # answers 501 to everything
     threading.Thread(target=server.serve_forever, daemon=True).start()
