@@ -71,7 +71,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, _refuse_weights_path):
+    for check in (check_trackers, refuse_what_is_not_there, _refuse_devices, _refuse_pythons, _refuse_weights_path):
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)
@@ -283,6 +283,24 @@ def _refuse_devices(job: Job) -> None:
         kind, colon, number = device.partition(":")
         if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
             raise JobError(f"{key}: {device!r} is no device; write cpu, cuda, or such as cuda:0")
+
+
+def _refuse_pythons(job: Job) -> None:
+    """A server's interpreter that is not on this machine. On Ray, servers run on other machines."""
+    from rollart.engines.launch import PYTHON_VARIABLES, server_python
+
+    for pool in job.engine_pools if job.cluster.type != "ray" else ():
+        assert pool.engines is not None
+        kind = pool.engines.type
+        if kind == "embedded" or pool.engines.url is not None:
+            continue
+        python = server_python(kind, pool.engines.python)
+        if shutil.which(python) is None:
+            source = "" if pool.engines.python else f" (from {PYTHON_VARIABLES[kind]})"
+            raise JobError(
+                f"pools.{pool.name}.engines.python: {python}{source} is no program that can be run here; name the "
+                f"interpreter that has {kind}, or install it there"
+            )
 
 
 def _try_out(out: Path) -> bool:

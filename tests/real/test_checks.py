@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -352,6 +353,25 @@ def test_an_address_where_somebody_answers_will_do(model: Path, here: Path) -> N
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_servers_interpreter_that_is_not_there_is_refused(
+    model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(**engines: Any) -> list[str]:
+        raw = long(model, 128, type="vllm", **engines) | {"weights": {"type": "files"}}
+        return problems(build_job(raw), here / "run")
+
+    gone = str(here / "no-venv" / "bin" / "python")
+    assert said(python=gone) == [
+        f"pools.cpu.engines.python: {gone} is no program that can be run here; name the interpreter that has vllm, "
+        "or install it there"
+    ]
+    assert said(python=sys.executable) == said() == []
+    monkeypatch.setenv("ROLLART_VLLM_PYTHON", gone)
+    (line,) = said()
+    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is no program")
+    assert said(python=sys.executable) == said(url="http://127.0.0.1:1") == []
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:2"])
