@@ -4,7 +4,7 @@ from typing import Any
 
 from rollart.events import Event
 
-KEPT = ("episodes", "scored", "reward", "std", "rate", "versions")
+KEPT = ("episodes", "scored", "reward", "std", "rate", "failed", "reason", "versions")
 
 
 class Evaluations:

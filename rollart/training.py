@@ -78,7 +78,12 @@ async def _drive(
     summary, audit = Summary(), Audit()
     path = out / "events.jsonl"
     journal = FileJournal(out / "journal")
-    views = () if watch is None else (_harmless(watch(summary, lambda: _longest(coordinator.waits, loop.time()))),)
+    coordinator: Coordinator | None = None
+
+    def waits() -> str:
+        return "" if coordinator is None else _longest(coordinator.waits, loop.time())
+
+    views = () if watch is None else (_harmless(watch(summary, waits)),)
     everyone: tuple[Reader, ...] = (summary.read, audit.read, *views)
     rows: list[Mapping[str, float]] = []
     known = _Known()
@@ -103,7 +108,8 @@ async def _drive(
 
         def lost(worker: str, reason: str) -> None:
             log.emit("worker.lost", {"worker": worker, "reason": reason})
-            coordinator.lost(worker, reason)
+            if coordinator is not None:
+                coordinator.lost(worker, reason)
 
         real = real_world(job, out, journal, lost, trains=trains, earlier=resume.earlier if resume else ())
         recorder = _recorder(job, out, log, loop)
@@ -278,7 +284,12 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
     found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
     if not found:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
-    return max(found, key=lambda out: max(part.stat().st_mtime for part in event_files(out / "events.jsonl")))
+
+    def written_s(out: Path) -> float:
+        """0 where there are no events; who resumes it is told."""
+        return max((part.stat().st_mtime for part in event_files(out / "events.jsonl")), default=0.0)
+
+    return max(found, key=written_s)
 
 
 def summary_again(out: Path) -> dict[str, Any]:

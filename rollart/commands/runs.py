@@ -139,7 +139,7 @@ def _resumption(arguments: argparse.Namespace) -> "Resumption":
 
 def evaluate(arguments: argparse.Namespace) -> int:
     from rollart.config.load import load_job
-    from rollart.show import LiveView, show_eval, show_plays
+    from rollart.show import LiveView, show_eval, show_failed, show_plays
     from rollart.training import add_control, evaluate
 
     path = [f"model.path={arguments.model}"] if arguments.model is not None else []
@@ -158,13 +158,15 @@ def evaluate(arguments: argparse.Namespace) -> int:
         show_eval(beside)
     else:
         show_plays(plays, job.model.path)
-    if not arguments.json and job.trajectories.keep:
-        _show_worst(out)
-    return 0
+    if not arguments.json:
+        show_failed(plays)
+        if job.trajectories.keep:
+            _show_worst(out)
+    return 0 if all(row["scored"] for rows in plays.values() for row in rows.values()) else 1
 
 
 def _show_worst(out: Path) -> None:
-    """One of the episodes just played, the worst: there is most to learn from it."""
+    """One of the episodes just played, the worst: there is most to learn from it. A failed one where none is scored."""
     from rollart.reading import show_trajectory
     from rollart.records.reader import Archive, Wanted
 
@@ -173,6 +175,6 @@ def _show_worst(out: Path) -> None:
     except JobError as error:  # a full disk, which was warned about
         print(f"rollart: {error}", file=sys.stderr)
         return
-    for head in archive.find(Wanted(), "worst", 1):
+    for head in archive.find(Wanted(), "worst", 1) or archive.find(Wanted(), "failed", 1):
         show_trajectory(archive.one(head))
     print(f"all of them: rollart show {out} --list")
