@@ -157,7 +157,7 @@ class Coordinator:
             if not self._stopped.done():
                 self._stopped.set_result(None)
         else:
-            self.stop_now("stopped by the user, before anything was trained")
+            self.stop_now("stopped by the user, before training began")
 
     def stop_now(self, reason: str) -> None:
         """Give up at once; the last checkpoint and the batches since are what a resumed job goes on from."""
