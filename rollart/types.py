@@ -321,16 +321,6 @@ class Bucket(NamedTuple):
     digest: str
 
 
-class TensorPlace(NamedTuple):
-    """Where one tensor lies: byte range of a bucket."""
-
-    bucket: int
-    offset: int
-    num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Probe(NamedTuple):
     """What a version's weights say of fixed sequences: proof, for an engine that loads them by other means."""
 
@@ -353,7 +343,6 @@ class WeightManifest:
 
     version: WeightVersion
     buckets: tuple[Bucket, ...]
-    tensors: Mapping[str, TensorPlace] = field(default_factory=dict)
     probe: Probe | None = None
     """By the trainer's own model code."""
 

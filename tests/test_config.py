@@ -130,6 +130,15 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ),
     ("a cap without weights", ["train.weight_cap=3", "train.correction=none"], "train.weight_cap:", "remove it"),
     (
+        "one weight for a sequence without weights",
+        ["train.weight_level=sequence"],
+        "train.weight_level: sequence has no effect with train.correction bypass",
+        "set train.correction to decoupled, or remove it",
+    ),
+    ("a mask without weights", ["train.over_cap=mask", "train.correction=none"], "train.over_cap:", "remove it"),
+    ("a floor without a mask", ["train.weight_floor=0.5"], "train.weight_floor:", "without train.over_cap mask"),
+    ("a floor above one", ["train.weight_floor=1", "train.over_cap=mask"], "train.weight_floor:", "less than 1"),
+    (
         "a cap below the clip range",
         ["train.weight_cap=2", "train.algorithm=cispo"],
         "train.weight_cap: 2 cuts ratios before the clip range of cispo does",

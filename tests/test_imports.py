@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cluster": SHARED | {"workers"},
     "engines": SHARED | {"model", "workers"},  # servers are started as workers are
     "train": SHARED | {"model", "workers"},  # ranks are workers, and their shares cross to them
-    "store": SHARED | {"workers"},  # the journal's values are encoded as those that cross processes
+    "store": SHARED | {"model", "workers"},  # the journal's values are encoded as those that cross processes
     "envs": SHARED | {"tasks", "workers"},  # user code is found and run through `tasks`
     "rewards": SHARED | {"tasks", "workers"},
     "records": SHARED,

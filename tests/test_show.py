@@ -9,25 +9,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
-from rollart.errors import JobStopped
-from rollart.events import Event, Reader
+from rollart.errors import JobError, JobStopped
+from rollart.events import schema
+from rollart.events.log import Reader
+from rollart.events.schema import Event
 from rollart.launch.driver import facts
+from rollart.launch.resume import Resumption
 from rollart.launch.training import _drive, _longest
-from rollart.report.show import LiveView, show_plays, show_summary
+from rollart.report.show import LiveView, show_failed, show_plays, show_summary
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.types import Trajectory
 from tests.control.scene import NoWorld, Scene, scene_job
+from tests.events import some
 from tests.test_training import JOB
 
-RUN: Event = {"e": "run", "t": 0.0, **facts(build_job(JOB), clock="real")}
+RUN = structs.replace(facts(build_job(JOB), clock="real"), t=0.0)
 PLAYED: list[Event] = [
-    {"e": "start", "t": 1.0, "id": "g1.0.0", "task": "lake/7", "pool": "cpu", "eval": False},
-    {"e": "end", "t": 2.0, "id": "g1.0.0", "task": "lake/7", "status": "done", "reward": 0.25, "turns": 3},
+    schema.Start(t=1.0, id="g1.0.0", task="lake/7", pool="cpu", eval=False),
+    some(schema.End, t=2.0, id="g1.0.0", task="lake/7", status="done", reward=0.25, turns=3),
 ]
 
 
@@ -53,7 +58,7 @@ def watched(seconds: float, events: list[Event], *, steps: int = 10, waits: Call
 
 
 def step(number: int, t: float) -> Event:
-    return {"e": "step.end", "t": t, "step": number - 1, "version": number, "train_s": 1.0, "metrics": {}}
+    return schema.StepEnd(t=t, step=number - 1, version=number, train_s=1.0, metrics={})
 
 
 def test_a_line_every_ten_seconds_though_nothing_happens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,9 +95,9 @@ def test_the_time_left_is_told_from_the_steps_since_the_run_was_resumed(capsys: 
     history = [step(1, 1.0), step(2, 1.1), step(3, 1.2)]
     watched(0.5, history)
     assert "about 1 s left" in capsys.readouterr().err
-    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0)])
+    watched(0.5, [*history, schema.Killed(t=1.3), step(4, 60.0)])
     assert "left" not in capsys.readouterr().err
-    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0), step(5, 80.0)])
+    watched(0.5, [*history, schema.Killed(t=1.3), step(4, 60.0), step(5, 80.0)])
     assert "about 100 s left" in capsys.readouterr().err
 
 
@@ -137,6 +142,17 @@ def test_a_run_shows_what_it_waits_for(
             _drive(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)
         )
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_begin_says_nothing_of_the_display(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = build_job(JOB)
+    resume = Resumption(out=tmp_path, job=job)
+    refused = pytest.raises(JobError, match="is not there")
+    with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner, refused:
+        runner.run(_drive(job, tmp_path, Coordinator.run, resume=resume, watch=view.watch))
+    assert "display" not in capsys.readouterr().err
 
 
 def summary_of(scene: Scene) -> dict[str, Any]:
@@ -217,20 +233,49 @@ def test_only_rates_of_success_are_percentages(
     assert ("%" in out.replace("95 %", "")) is rate
 
 
+def broken_evaluation(**settings: Any) -> dict[str, Any]:
+    async def nan(trajectory: Trajectory) -> float:
+        return float("nan") if trajectory.id.group.startswith("eval") else float(trajectory.id.member % 2)
+
+    return summary_of(Scene(scene_job(**settings), on_score=nan, only_evaluate="train__steps" not in settings))
+
+
+def test_an_evaluation_without_a_score_shows_no_number_and_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(evaluation={"episodes": 4})
+    assert summary["failures"]["attempt"]["count"] == 4
+    assert summary["failures"]["attempt"]["reasons"][0].startswith("4 x ")
+    assert summary["tasks"]["a"]["failures"] == 0, "of training"
+    plays = summary["evaluations"]["eval0"]
+    monkeypatch.setenv("COLUMNS", "250")
+    show_plays(plays, "model")
+    show_failed(plays)
+    out = capsys.readouterr().out
+    assert "none scored" in out
+    assert "0.0" not in out
+    assert "task 'a': 4 of 4 episodes failed, most often 4 x RewardError: returned nan" in out
+
+
+def test_the_table_of_a_training_run_shows_no_number_where_nothing_was_scored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(train__steps=2, evaluation={"every": 2, "first": True, "episodes": 4, "greedy": True})
+    assert summary["state"] == "finished"
+    assert (summary["eval"]["a"]["before"], summary["eval"]["a"]["after"]) == (None, None)
+    out = printed(capsys, monkeypatch, summary)
+    assert out.count("none scored") == 4
+    for name in ("eval0", "eval2"):
+        assert f"{name}: task 'a': 4 of 4 episodes failed, most often 4 x RewardError" in out
+        assert f"{name}: task 'a', greedy: 4 of 4 episodes failed" in out
+
+
 def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.CaptureFixture[str]) -> None:
     watched(
         0.5,
         [
-            {"e": "draw.failed", "t": 1.0, "task": "lake", "index": 3, "reason": "task(3): no file", "eval": False},
-            {
-                "e": "breaker.open",
-                "t": 1.0,
-                "task": "lake",
-                "failures": 5,
-                "probes": 0,
-                "wait_s": 10.0,
-                "reason": "5 x task(3): no file",
-            },
+            schema.DrawFailed(t=1.0, task="lake", index=3, reason="task(3): no file", eval=False),
+            schema.BreakerOpen(t=1.0, task="lake", failures=5, probes=0, wait_s=10.0, reason="5 x task(3): no file"),
         ],
     )
     said = capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollart.types as types
-from rollart.types import Bucket, Finish, Span, Status, TensorPlace, TrajectoryId
+from rollart.types import Bucket, Finish, Span, Status, TrajectoryId
 from rollart.workers.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
 
 TOKENS = np.array([3, 1, 2], dtype=np.int32)
@@ -49,7 +49,6 @@ SAMPLING = types.Sampling(stop=("x", "y"), seed=None)
 MANIFEST = types.WeightManifest(
     version=3,
     buckets=(Bucket("v3/0", 12, "crc32:0"),),
-    tensors={"w": TensorPlace(bucket=0, offset=0, num_bytes=12, dtype="float32", shape=(3, 1))},
 )
 NOTE = types.TurnNote(pool="p", waited_s=0.5, shown=(types.Message(role="user", content="x"),), text="a")
 VALUES: list[Any] = [
@@ -74,7 +73,6 @@ VALUES: list[Any] = [
     NOTE,
     types.Played(trajectory=TRAJECTORY, notes=(NOTE,), evaluation=True),
     MANIFEST.buckets[0],
-    MANIFEST.tensors["w"],
     MANIFEST,
     types.SwapReport(version=3, pull_s=0.1),
     types.EngineSpec(id="e", pool="p", type="embedded", hardware="cpu", gpus=1),

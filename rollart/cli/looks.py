@@ -69,7 +69,7 @@ def pools(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    from rollart.events import read_events
+    from rollart.events.log import read_events
     from rollart.report.audit import Audit
 
     audit = Audit()
@@ -151,7 +151,7 @@ def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    from rollart.events import read_events
+    from rollart.events.log import read_events
     from rollart.report.explain import Explain, words
 
     explain = Explain()
@@ -166,7 +166,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def _events_of(run_dir: Path) -> Path:
-    from rollart.events import event_files
+    from rollart.events.log import event_files
 
     path = run_dir / "events.jsonl"
     if not event_files(path):

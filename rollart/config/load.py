@@ -29,6 +29,8 @@ ALIASES = {
     "updates_per_step": ("ppo_epochs", "num_iterations", "mini_batches"),
     "microbatch_tokens": ("micro_batch_size", "per_device_train_batch_size", "max_token_len"),
     "weight_cap": ("tis_imp_ratio_cap", "importance_cap"),
+    "weight_level": ("importance_sampling_level", "rollout_is"),
+    "over_cap": ("tis_mode", "icepop"),
     "reference": ("ref_model", "reference_model"),
     "group_size": ("num_generations", "rollout_n", "samples_per_prompt", "n_samples"),
     "groups_per_step": ("batch_size", "train_batch_size", "rollout_batch_size", "prompts_per_step"),
@@ -56,7 +58,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise JobError(
             f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
         ) from None
-    return build_job(with_overrides(located(_parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
+    return build_job(with_overrides(located(parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
         profile = Path(sim["profile"])
         try:
-            loaded = _parse(profile.read_text(encoding="utf-8"), str(profile))
+            loaded = parse(profile.read_text(encoding="utf-8"), str(profile))
         except UnicodeDecodeError:
             raise JobError(f"sim.profile: {profile} is not text; give the path of a YAML file") from None
         except OSError as error:
@@ -149,7 +151,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Plain data of a job. Raises JobError with the line."""
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

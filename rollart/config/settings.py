@@ -27,6 +27,9 @@ Recheck = Literal["live", "batch", "start"]
 Stepping = Literal["asynchronous", "batched"]
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"]
+Correction = Literal["bypass", "decoupled", "none"]
+WeightLevel = Literal["token", "sequence"]
+OverCap = Literal["truncate", "mask"]
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
@@ -338,20 +341,21 @@ class TrainSettings(Settings):
     updates_per_step: FromNextStep[Count] = 1
     """Optimizer updates in a step, each on its share of the batch. With more than one the clip range acts under
     `decoupled`, against the weights at the step's beginning, for one more forward pass."""
-    correction: FromNextStep[Literal["bypass", "decoupled", "none"]] = "bypass"
+    correction: FromNextStep[Correction] = "bypass"
     """How samples of older weights are corrected. `bypass`: the ratio is taken to the engine's own log-probabilities,
     and the clip range acts on it. `decoupled`: the ratio is taken to the weights at the step's beginning, and each
     token is weighed by truncated importance sampling; nothing is clipped where a step is one update."""
     weight_cap: FromNextStep[Annotated[float, Field(ge=1)] | None] = None
     """Largest importance weight (`decoupled`) or ratio (`bypass`): truncated importance sampling. Default: 2, or
     twice the top of the clip range where that is higher than 2."""
-    weight_level: FromNextStep[Literal["token", "sequence"]] = "token"
-    """`decoupled`: one importance weight for each token, or the product over a sequence for all its tokens."""
-    over_cap: FromNextStep[Literal["truncate", "mask"]] = "truncate"
-    """What happens beyond `weight_cap`: the weight is cut to it, or the token (sequence) is left out: masked importance
-    sampling."""
+    weight_level: FromNextStep[WeightLevel] = "token"
+    """`decoupled`: one importance weight per token, or one for all tokens of a sequence, the product of theirs
+    (sequence-level truncated importance sampling)."""
+    over_cap: FromNextStep[OverCap] = "truncate"
+    """What is done with a weight beyond `weight_cap`: it is cut to the cap, or its token (its sequence, at that level)
+    is left out of the loss (masked importance sampling)."""
     weight_floor: FromNextStep[Annotated[float, Field(ge=0, lt=1)]] = 0.0
-    """With `over_cap: mask`: what lies below is left out as well."""
+    """With `over_cap` `mask`: weights below it are left out as well; 0 leaves none out."""
     kl_coef: FromNextStep[NonNegative] = 0.0
     """Weight of the KL to the `reference`."""
     reference: Annotated[Place | None, Fixed("the KL was taken to it so far")] = None
@@ -369,19 +373,13 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _loss_is_read(self) -> Self:
-        """Refuses what has no effect with the algorithm or the correction."""
+        """Refuses what the loss would not read."""
         for key in ("eps_low", "eps_high"):
             if getattr(self, key) is not None and self.algorithm == "rloo":
                 raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
         if self.length_constant is not None and self.algorithm != "dr_grpo":
             raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
         self._clip_acts()
-        if self.weight_level == "sequence" and self.correction != "decoupled":
-            raise ValueError("train.weight_level: sequence needs train.correction decoupled; set that, or remove it")
-        if self.over_cap == "mask" and self.correction == "none":
-            raise ValueError("train.over_cap: has no effect with train.correction none; remove it")
-        if self.weight_floor and self.over_cap != "mask":
-            raise ValueError("train.weight_floor: has an effect with train.over_cap mask only; set that, or remove it")
         if self.reference is not None and not self.kl_coef:
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
@@ -410,10 +408,21 @@ class TrainSettings(Settings):
                 f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
                 "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
             )
+        self._weights_act()
+
+    def _weights_act(self) -> None:
+        if self.weight_level == "sequence" and self.correction != "decoupled":
+            raise ValueError(
+                f"train.weight_level: sequence has no effect with train.correction {self.correction}; set "
+                "train.correction to decoupled, or remove it"
+            )
+        if self.weight_floor and self.over_cap != "mask":
+            raise ValueError("train.weight_floor: has no effect without train.over_cap mask; set that, or remove it")
+        if self.correction == "none" and (self.weight_cap is not None or self.over_cap == "mask"):
+            key = "weight_cap" if self.weight_cap is not None else "over_cap"
+            raise ValueError(f"train.{key}: has no effect with train.correction none; remove it")
         if self.weight_cap is None:
             return
-        if self.correction == "none":
-            raise ValueError("train.weight_cap: has no effect with train.correction none; remove it")
         top = 1 + (self.eps_high or CLIP_RANGES.get(self.algorithm, (0.0, 0.0))[1])
         if self.correction == "bypass" and self.weight_cap < top:
             raise ValueError(

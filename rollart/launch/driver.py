@@ -19,7 +19,9 @@ from rollart.append import AppendFile
 from rollart.config.job import Job, min_group_size
 from rollart.control.coordinator import Coordinator, World
 from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
-from rollart.events import Event, EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
+from rollart.events.schema import Event
 from rollart.hardware import HARDWARE
 from rollart.launch.offers import task_shares
 from rollart.report.audit import Audit
@@ -116,13 +118,12 @@ async def drive(
             await asyncio.sleep(RESTART_S)
     except RollartError as error:
         log.emit(
-            "stopped",
-            {
-                "reason": str(error),
-                "user": isinstance(error, Interrupted),
-                "full": isinstance(error, StayedFull),
-                "deadlock": isinstance(error, Deadlock),
-            },
+            schema.Stopped(
+                reason=str(error),
+                user=isinstance(error, Interrupted),
+                full=isinstance(error, StayedFull),
+                deadlock=isinstance(error, Deadlock),
+            )
         )
         return error
     return None
@@ -139,7 +140,7 @@ async def _one_life(job: Job, log: EventLog, life: Life, work: Work, started: Ca
         if task.done():
             task.result()
             return True
-        log.emit("killed", {})
+        log.emit(schema.Killed())
         handle.cut()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -197,54 +198,54 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def facts(job: Job, clock: str) -> Event:
+def facts(job: Job, clock: str) -> schema.Run:
     """What a reader of the events needs to know of the job."""
     target = task_shares(job)
     train_pool = job.train_pool
-    return {
-        "name": job.name,
-        "mode": job.mode,
-        "seed": job.seed,
-        "clock": clock,
-        "bound": job.rollout.staleness,
-        "recheck": job.rollout.recheck,
-        "swap": job.rollout.swap,
-        "rolling": job.rollout.rolling,
-        "slots": job.slots,
-        "groups_per_step": job.rollout.groups_per_step,
-        "steps": job.train.steps,
-        "task_failures": job.limits.task_failures,
-        "tasks": {
-            task.name: {
-                "share": target[task.name],
-                "group_size": task.group_size,
-                "min_group_size": min_group_size(task),
-                "affinity": task.affinity,
-            }
+    return schema.Run(
+        name=job.name,
+        mode=job.mode,
+        seed=job.seed,
+        clock=clock,
+        bound=job.rollout.staleness,
+        recheck=job.rollout.recheck,
+        swap=job.rollout.swap,
+        rolling=job.rollout.rolling,
+        slots=job.slots,
+        groups_per_step=job.rollout.groups_per_step,
+        steps=job.train.steps,
+        task_failures=job.limits.task_failures,
+        tasks={
+            task.name: schema.TaskFacts(
+                share=target[task.name],
+                group_size=task.group_size,
+                min_group_size=min_group_size(task),
+                affinity=task.affinity,
+            )
             for task in job.tasks
         },
-        "pools": {
-            pool.name: {
-                "hardware": pool.hardware,
-                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
-                "engines": pool.engines.count if pool.engines else 0,
-                "gpus": pool.engines.gpus if pool.engines else 0,
-                "prefill": pool.engines.prefill if pool.engines else None,
-                "slots": pool.slots or 0,
-            }
+        pools={
+            pool.name: schema.PoolFacts(
+                hardware=pool.hardware,
+                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                engines=pool.engines.count if pool.engines else 0,
+                gpus=pool.engines.gpus if pool.engines else 0,
+                prefill=pool.engines.prefill if pool.engines else None,
+                slots=pool.slots or 0,
+            )
             for pool in job.pools
         },
-        "train": {
-            "pool": train_pool.name,
-            "gpus": job.train.gpus,
-            "cost": HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
-        },
-        "rewards": job.rewards.type,
-        "reward_workers": job.rewards.workers if job.rewards.type == "local" else None,
-        "reward_cost": {"hour": job.rewards.cost, "call": job.rewards.call_cost},
-        "store_full_s": job.limits.store_full_s,
-        "breaks": any(task.failure or task.hang for task in job.sim.tasks.values()),
-    }
+        train=schema.TrainFacts(
+            pool=train_pool.name,
+            gpus=job.train.gpus,
+            cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+        ),
+        rewards=job.rewards.type,
+        reward_workers=job.rewards.workers if job.rewards.type == "local" else None,
+        reward_cost=schema.RewardCost(hour=job.rewards.cost, call=job.rewards.call_cost),
+        store_full_s=job.limits.store_full_s,
+        breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
+    )
 
 
 def say(text: str) -> None:

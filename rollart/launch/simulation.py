@@ -15,7 +15,9 @@ from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.control.coordinator import Coordinator, World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.errors import Deadlock
-from rollart.events import Event, EventLog
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
 from rollart.launch.offers import build_affinity, offers, pairs_of
@@ -52,7 +54,7 @@ async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callab
     try:
         if progress is not None:
             books.log.read_by(_tell(progress, job.train.steps))
-        books.log.emit("run", facts(job, clock="virtual"))
+        books.log.emit(facts(job, clock="virtual"))
         disk = Disk()
         journal = SimJournal(disk)
         faults = Faults(job.sim.faults, books.log)
@@ -97,7 +99,7 @@ def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
 
 
 def _deadlock(coordinator: Coordinator) -> None:
-    words = coordinator.watchdog.report("deadlock", "nothing can ever move again")
+    words = coordinator.watchdog.report(schema.Deadlock, "nothing can ever move again")
     coordinator.supervisor.fail(Deadlock(words))
 
 
@@ -107,11 +109,9 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
 
     def read(event: Event) -> None:
         nonlocal told_s
-        if event["e"] == "step.end" and time.monotonic() - told_s > 2.0:
+        if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
             told_s = time.monotonic()
-            progress(
-                f"step {event['version']}/{steps}, {event['t'] / 3600:.2f} h of virtual time, {event['n']:,} events"
-            )
+            progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
 
     return read
 

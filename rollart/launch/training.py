@@ -14,9 +14,11 @@ from pathlib import Path
 
 from rollart.config.changes import plain
 from rollart.config.job import Job
-from rollart.control.coordinator import Coordinator, checkpoint_facts
+from rollart.control.coordinator import Coordinator, committed
 from rollart.control.waits import Waits
-from rollart.events import Event, EventLog, Reader
+from rollart.events import schema
+from rollart.events.log import EventLog, Reader
+from rollart.events.schema import Event
 from rollart.launch.checks import refuse_start
 from rollart.launch.driver import Books, Life, RunResult, Work, drive, facts, rare_collections, say
 from rollart.launch.real import real_world
@@ -77,22 +79,22 @@ async def _drive(
     views = [] if watch is None else [_harmless(watch(summary, waiting))]
     books = Books(job, out, summary=summary, views=views, history=known.read if resume else None)
     log = books.log
-    tracking = Tracking(lambda text: log.emit("warning", {"text": text}))
+    tracking = Tracking(lambda text: log.emit(schema.Warning(text=text)))
     log.read_by(tracking.read)
     books.takers.append(tracking.row)
     journal = FileJournal(out / "journal")
     if resume is None:
-        log.emit("run", facts(job, clock="real"))
+        log.emit(facts(job, clock="real"))
     else:
         _complete(log, known, journal)
-        log.emit("killed", {})
+        log.emit(schema.Killed())
         _tell_changes(log, known, resume)
     tracking.start(trackers(job, out))
     (out / "pid").write_text(str(os.getpid()))
     recorder = _recorder(job, out, log, loop)
 
     def lost(worker: str, reason: str) -> None:
-        log.emit("worker.lost", {"worker": worker, "reason": reason})
+        log.emit(schema.WorkerLost(worker=worker, reason=reason))
         for coordinator in running:
             coordinator.lost(worker, reason)
 
@@ -124,7 +126,7 @@ def _recorder(job: Job, out: Path, log: EventLog, loop: asyncio.AbstractEventLoo
 
     def warn(text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            loop.call_soon_threadsafe(log.emit, "warning", {"text": text})
+            loop.call_soon_threadsafe(log.emit, schema.Warning(text=text))
 
     return FileRecorder(
         out / FOLDER,
@@ -169,20 +171,21 @@ class _Known:
     def __init__(self) -> None:
         self.written: dict[int, None] = {}
         """Steps whose batches were written."""
-        self.committed: Event = {}
+        self.committed: schema.Checkpoint | None = None
         """The last checkpoint."""
-        self.job: Event = {}
+        self.job: schema.Run | None = None
         """What the readers of the events know of the job."""
 
     def read(self, event: Event) -> None:
-        if event["e"] == "run":
-            self.job = {key: value for key, value in event.items() if key not in ("n", "t", "e")}
-        elif event["e"] == "changed":
-            self.job = event["job"]
-        elif event["e"] == "written":
-            self.written[event["step"]] = None
-        elif event["e"] == "checkpoint":
-            self.committed = event
+        match event:
+            case schema.Run():
+                self.job = event
+            case schema.Changed():
+                self.job = event.job
+            case schema.Written():
+                self.written[event.step] = None
+            case schema.Checkpoint():
+                self.committed = event
 
 
 def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
@@ -190,19 +193,19 @@ def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
     checkpoint = journal.latest()
     for batch in journal.batches(0):
         if batch.step not in known.written:
-            log.emit("written", {"step": batch.step})
+            log.emit(schema.Written(step=batch.step))
     if checkpoint is not None:
-        held = checkpoint_facts(checkpoint)
-        if any(known.committed.get(key) != value for key, value in held.items()):
-            log.emit("checkpoint", held)
+        held = committed(checkpoint)
+        if not held.same_as(known.committed):
+            log.emit(held)
 
 
 def _tell_changes(log: EventLog, known: _Known, resume: Resumption) -> None:
     """Say what a resumed run does otherwise; also where a kill came between keeping a change and saying so."""
     job = facts(resume.job, clock="real")
-    if resume.changes or job != known.job:
-        changes = {change.key: [plain(change.before), plain(change.after)] for change in resume.changes}
-        log.emit("changed", {"step": resume.step, "changes": changes, "job": job})
+    if resume.changes or not job.same_as(known.job):
+        changes = {change.key: schema.Change(plain(change.before), plain(change.after)) for change in resume.changes}
+        log.emit(schema.Changed(step=resume.step, changes=changes, job=job))
 
 
 def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) -> None:

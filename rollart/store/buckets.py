@@ -6,10 +6,10 @@ Owns: one directory per run, and below it one per version:
     v00000003/manifest.json              last, by rename: a version with a manifest is complete
 
 A subclass says where the directory is and what else a version's folder holds.
-Invariants: a bucket never changes after its name appears; its digest (CRC-32, 4 GB/s here) is checked on every fetch;
-a mapping outlives the dropping of its version; a push holds one bucket at a time, and the tensor after it, of tensors
-that are made when they are asked for (a sharded trainer's). The trainer pushes, engines fetch, and whoever ends the run
-closes.
+safetensors writes and maps the buckets. Invariants: a bucket never changes after its name appears; its digest (CRC-32)
+is checked on every fetch; a mapping outlives the dropping of its version; a push holds one bucket at a time, and the
+tensor after it, of tensors that are made when they are asked for (a sharded trainer's). The trainer pushes, engines
+fetch, and whoever ends the run closes.
 """
 
 import asyncio
@@ -23,48 +23,29 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
 from rollart.store.owner import Claim, claim
-from rollart.types import Bucket, Probe, TensorPlace, WeightManifest, WeightVersion
+from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
-ALIGNMENT = 64
-"""Bytes: where the first tensor of a bucket begins."""
-CHUNK_BYTES = 1 << 20
-"""Written and digested at a time, so that the digest reads from the cache."""
 FIRST_LOOK_S = 0.01
 """Until a bucket that is not seen is looked for again; doubled each time."""
 MANIFEST = "manifest.json"
 BUCKETS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors writes them."""
-
-Members = list[tuple[str, Tensor]]
-"""The tensors of one bucket, in the order of its bytes."""
+MANIFESTS = TypeAdapter(WeightManifest)
 
 
 class Mapped(NamedTuple):
     """One bucket in this process's memory, and the digest of what it holds."""
 
-    data: mmap.mmap | bytes
+    tensors: dict[str, Tensor]
     num_bytes: int
     digest: str
 
@@ -74,8 +55,6 @@ class BucketStore:
 
     def __init__(self, directory: Path, bucket_bytes: int, *, patience_s: float = 0.0) -> None:
         """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
-        if bucket_bytes < ALIGNMENT:
-            raise ValueError(f"bucket_bytes: {bucket_bytes} is too small; give at least {ALIGNMENT}, such as {1 << 30}")
         self._dir = directory
         self._bucket_bytes = bucket_bytes
         self._patience_s = patience_s
@@ -91,22 +70,20 @@ class BucketStore:
         with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (folder / MANIFEST).unlink(missing_ok=True)
-            places: dict[str, TensorPlace] = {}
             buckets: list[Bucket] = []
+            places: dict[str, str] = {}
             for members in self._split(tensors):
                 # The number of buckets is not in their names: it is known when the last tensor has come.
-                name = f"{folder.name}/model-{len(buckets) + 1:05d}.safetensors"
-                buckets.append(self._write_bucket(name, len(buckets), members, places))
+                path = folder / f"model-{len(buckets) + 1:05d}.safetensors"
+                places |= dict.fromkeys(members, path.name)
+                buckets.append(_write_bucket(path, members))
                 members.clear()  # or they would live on beside the next bucket's
-            for path in folder.glob(BUCKETS):
-                if f"{folder.name}/{path.name}" not in {bucket.name for bucket in buckets}:
-                    path.unlink()  # of an earlier push that was split otherwise
-            manifest = WeightManifest(
-                version=version, buckets=tuple(buckets), tensors={name: places[name] for name in tensors}, probe=probe
-            )
-            self._complete(folder, manifest)
+            for path in set(folder.glob(BUCKETS)) - {self._dir / bucket.name for bucket in buckets}:
+                path.unlink()  # of an earlier push that was split otherwise
+            self._complete(folder, places)
+            manifest = WeightManifest(version=version, buckets=tuple(buckets), probe=probe)
             hidden = folder / f".{MANIFEST}"
-            hidden.write_text(_to_json(manifest))
+            hidden.write_text(json.dumps(MANIFESTS.dump_python(manifest)))
             os.replace(hidden, folder / MANIFEST)
         return manifest
 
@@ -117,7 +94,7 @@ class BucketStore:
         except OSError:
             return None
         with boundary(WeightError, f"manifest of version {version} in {self._dir}"):
-            return _from_json(text)
+            return MANIFESTS.validate_json(text)
 
     def fetch(self, manifest: WeightManifest, ahead: Mapping[str, Mapped] | None = None) -> dict[str, Tensor]:
         """Map a version's tensors, digests checked. No copy: they are views of shared pages.
@@ -125,9 +102,10 @@ class BucketStore:
         Writing to one changes a private page, never the store. `ahead`: buckets that were mapped before, by name; one
         that is not what the manifest says is mapped again. Raises WeightError that names a missing or damaged bucket.
         """
-        maps = [self._checked(bucket, (ahead or {}).get(bucket.name)) for bucket in manifest.buckets]
-        with boundary(WeightError, f"manifest of version {manifest.version}"):
-            return {name: _view(name, maps[place.bucket], place) for name, place in manifest.tensors.items()}
+        found: dict[str, Tensor] = {}
+        for bucket in manifest.buckets:
+            found |= self._checked(bucket, (ahead or {}).get(bucket.name))
+        return found
 
     def appeared(self, version: WeightVersion) -> list[str]:
         """The names of the buckets of a version that are there by now, in order."""
@@ -136,16 +114,19 @@ class BucketStore:
 
     def map_bucket(self, name: str) -> Mapped:
         """Map one bucket as it is, and take its digest. Raises WeightError where it is not there."""
+        tensors: dict[str, Tensor] = {}
         try:
             with open(self._dir / name, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # Copy-on-write: torch wants writable memory, and pages stay shared until someone writes.
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+                size, digest = _size_and_digest(file)
+                # By its handle: another push may have given the name to other bytes. Mapped copy-on-write: pages stay
+                # shared until someone writes. A file that is not readable has another digest than its manifest says.
+                with suppress(SafetensorError), safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
+                    tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
         except FileNotFoundError:
             raise WeightError(f"weight bucket {name}: missing from {self._dir}") from None
         except OSError as error:
             raise WeightError(f"weight bucket {name}: cannot be mapped ({error.strerror})") from error
-        return Mapped(mapped, size, f"crc32:{zlib.crc32(mapped):08x}")
+        return Mapped(tensors, size, digest)
 
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
@@ -167,8 +148,8 @@ class BucketStore:
         """Where a version's files are."""
         return self._dir / f"v{version:08d}"
 
-    def _complete(self, folder: Path, manifest: WeightManifest) -> None:
-        """Write what else the version's folder holds; its manifest comes after it."""
+    def _complete(self, folder: Path, places: Mapping[str, str]) -> None:
+        """Write what else the version's folder holds, before its manifest. `places`: the file of each tensor."""
         return
 
     def _drop_before(self, version: WeightVersion) -> None:
@@ -180,47 +161,24 @@ class BucketStore:
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[Members]:
-        """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes."""
-        members: Members = []
+    def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
+        huggingface_hub wants all sizes first, and so all tensors."""
+        members: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors.items():
             if members and size + tensor.nbytes > self._bucket_bytes:
                 yield members
-                members, size = [], 0
-            members.append((name, tensor))
+                members, size = {}, 0
+            members[name] = tensor.contiguous()
             size += tensor.nbytes
         if members:
             yield members
 
-    def _write_bucket(self, name: str, index: int, members: Members, places: dict[str, TensorPlace]) -> Bucket:
-        path = self._dir / name
-        hidden = path.with_name(f".{path.name}")
-        # Wide dtypes first: the format has no gaps, and so each tensor lies on a multiple of its item size.
-        members = sorted(members, key=lambda member: -member[1].itemsize)
-        head = _head(members)
-        offset = len(head)
-        with open(hidden, "wb", buffering=0) as file:
-            digest = _write(file.fileno(), memoryview(head), 0)
-            for key, tensor in members:
-                places[key] = TensorPlace(
-                    bucket=index,
-                    offset=offset,
-                    num_bytes=tensor.nbytes,
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    shape=tuple(tensor.shape),
-                )
-                data = _bytes(tensor)
-                for at in range(0, len(data), CHUNK_BYTES):
-                    digest = _write(file.fileno(), data[at : at + CHUNK_BYTES], digest)
-                offset += len(data)
-        os.replace(hidden, path)
-        return Bucket(name=name, num_bytes=offset, digest=f"crc32:{digest:08x}")
-
-    def _checked(self, bucket: Bucket, known: Mapped | None) -> mmap.mmap | bytes:
-        """The bucket's bytes, which are what the manifest says; or WeightError."""
+    def _checked(self, bucket: Bucket, known: Mapped | None) -> dict[str, Tensor]:
+        """The bucket's tensors, if its bytes are what the manifest says; or WeightError."""
         if known is not None and (known.num_bytes, known.digest) == (bucket.num_bytes, bucket.digest):
-            return known.data
+            return known.tensors
         found = self._seen(bucket)
         if found.num_bytes != bucket.num_bytes:
             raise WeightError(
@@ -228,7 +186,7 @@ class BucketStore:
             )
         if found.digest != bucket.digest:
             raise WeightError(f"weight bucket {bucket.name}: damaged, digest {found.digest} instead of {bucket.digest}")
-        return found.data
+        return found.tensors
 
     def _seen(self, bucket: Bucket) -> Mapped:
         """The bucket, once it is seen here with all its bytes: a network file system shows what another machine wrote a
@@ -259,66 +217,18 @@ def _whole_or_gone(folder: Path) -> Iterator[None]:
         raise
 
 
-def _head(members: Members) -> bytes:
-    """What a safetensors file begins with."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in members:
-        end = offset + tensor.nbytes
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+def _write_bucket(path: Path, members: dict[str, Tensor]) -> Bucket:
+    hidden = path.with_name(f".{path.name}")
+    save_file(members, hidden, {"format": "pt"})
+    with open(hidden, "rb") as file:
+        size, digest = _size_and_digest(file)
+    os.replace(hidden, path)
+    return Bucket(name=f"{path.parent.name}/{path.name}", num_bytes=size, digest=digest)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; a copy only where it is not contiguous or not on the CPU."""
-    flat = tensor.detach().cpu().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
-
-
-def _write(handle: int, piece: memoryview, digest: int) -> int:
-    """Write all of a piece; returns the digest continued over it."""
-    left = piece
-    while left:
-        left = left[os.write(handle, left) :]
-    return zlib.crc32(piece, digest)
-
-
-def _view(name: str, mapped: mmap.mmap | bytes, place: TensorPlace) -> Tensor:
-    dtype = getattr(torch, place.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"tensor {name!r} has dtype {place.dtype!r}, which torch does not know")
-    if place.num_bytes == 0:
-        return torch.empty(place.shape, dtype=dtype)
-    count = place.num_bytes // dtype.itemsize
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=place.offset).view(place.shape)
-
-
-def _to_json(manifest: WeightManifest) -> str:
-    return json.dumps(
-        {
-            "version": manifest.version,
-            "buckets": [list(bucket) for bucket in manifest.buckets],
-            "tensors": {name: list(place) for name, place in manifest.tensors.items()},
-            "probe": None if manifest.probe is None else list(manifest.probe),
-        }
-    )
-
-
-def _from_json(text: str) -> WeightManifest:
-    raw = json.loads(text)
-    return WeightManifest(
-        version=raw["version"],
-        buckets=tuple(Bucket(*bucket) for bucket in raw["buckets"]),
-        tensors={
-            name: TensorPlace(bucket=bucket, offset=offset, num_bytes=num_bytes, dtype=dtype, shape=tuple(shape))
-            for name, (bucket, offset, num_bytes, dtype, shape) in raw["tensors"].items()
-        },
-        probe=None if raw["probe"] is None else _probe(*raw["probe"]),
-    )
-
-
-def _probe(tokens: list[int], logprobs: list[float], num_sequences: int, exact: bool) -> Probe:
-    return Probe(tokens=tuple(tokens), logprobs=tuple(logprobs), num_sequences=num_sequences, exact=exact)
+def _size_and_digest(file: BinaryIO) -> tuple[int, str]:
+    size, crc = os.fstat(file.fileno()).st_size, 0
+    if size:
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+            crc = zlib.crc32(mapped)
+    return size, f"crc32:{crc:08x}"

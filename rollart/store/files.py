@@ -14,23 +14,18 @@ embedding has another name than below they stay tied.)
 
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
-from safetensors import safe_open
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary
-from rollart.store.buckets import BucketStore
+from rollart.model.directory import INDEX, StoredTensors, copy_other_files
+from rollart.store.buckets import BUCKETS, BucketStore
 from rollart.types import Probe, WeightManifest, WeightVersion
 
-WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
-"""Endings of the initial model's files that hold weights, and are not copied."""
 VISIBLE_S = 5.0
 """How long what another machine wrote may take to be seen on a shared disk."""
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 TIED = "tie_word_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,7 +39,8 @@ class _Untied(Mapping[str, Tensor]):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[EMBEDDING if name == HEAD else name]
+        # A copy: safetensors refuses two tensors of one memory.
+        return self._tensors[EMBEDDING].clone() if name == HEAD else self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._tensors
@@ -52,26 +48,6 @@ class _Untied(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors) + 1
-
-
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of safetensors files, read when they are asked for."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths: dict[str, Path] = {}
-        for path in paths:
-            with safe_open(path, framework="pt") as opened:
-                self._paths |= dict.fromkeys(opened.keys(), path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._paths[name], framework="pt") as opened:
-            return cast(Tensor, opened.get_tensor(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 class FileStore(BucketStore):
@@ -104,7 +80,7 @@ class FileStore(BucketStore):
         # Several engines may do so at once: each makes its own, and the first one's stays.
         own = FileStore(self._dir / f"initial-{os.getpid()}", self._bucket_bytes, model_path=self._model_path)
         with boundary(WeightError, f"untied copy of {self._model_path}"):
-            own.push(0, _Stored(sorted(self._model_path.glob("*.safetensors"))))
+            own.push(0, StoredTensors(sorted(self._model_path.glob("*.safetensors"))))
             try:
                 os.rename(own._dir, self._dir / "initial")
             except OSError:
@@ -119,15 +95,11 @@ class FileStore(BucketStore):
             return _Untied(tensors)
         return tensors
 
-    def _complete(self, folder: Path, manifest: WeightManifest) -> None:
-        names = [Path(bucket.name).name for bucket in manifest.buckets]
-        weight_map = {name: names[place.bucket] for name, place in manifest.tensors.items()}
-        index = {"metadata": {"total_size": manifest.num_bytes}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index))
+    def _complete(self, folder: Path, places: Mapping[str, str]) -> None:
+        size = sum(path.stat().st_size for path in folder.glob(BUCKETS))
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}))
         if self._model_path is None:
             return
-        for path in sorted(self._model_path.iterdir()):
-            if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
-        if self._config.get(TIED) and HEAD in manifest.tensors:
+        copy_other_files(self._model_path, folder)
+        if self._config.get(TIED) and HEAD in places:
             (folder / CONFIG).write_text(json.dumps({**self._config, TIED: False}, indent=2))

@@ -17,12 +17,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
-
-from safetensors import safe_open
-from torch import Tensor
+from typing import Any
 
 from rollart.errors import TrainerError, writing
 from rollart.types import WeightVersion
@@ -34,8 +31,6 @@ RNG = "rng"
 """Key of the generator's state in the (first) optimizer file."""
 NAME = re.compile(r"step-\d{8}(\.\d+)?")
 UNFINISHED = re.compile(r"\.unfinished-step-\d{8}(\.\d+)?")
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-"""What is not copied beside a saved model: other weights than those just written."""
 
 
 class Checkpoints:
@@ -104,48 +99,9 @@ def write_state(folder: Path, version: WeightVersion, *, bf16: bool) -> None:
     write_json(folder / TRAINER_FILE, {"format": FORMAT, "version": version, "bf16": bf16})
 
 
-class Saved(Mapping[str, Tensor]):
-    """The optimizer's tensors of a checkpoint, each read when it is asked for. The generator's state is apart."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}
-        for file in optimizer_files(folder):
-            with safe_open(file, framework="pt") as opened:
-                self._files |= dict.fromkeys(opened.keys(), file)
-        self._rng = self._files.pop(RNG)
-
-    @property
-    def rng(self) -> Tensor:
-        return self._read(self._rng, RNG)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read(self._files[name], name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def _read(self, file: Path, name: str) -> Tensor:
-        with safe_open(file, framework="pt") as opened:
-            return cast(Tensor, opened.get_tensor(name))
-
-
 def optimizer_files(folder: Path) -> list[Path]:
     """The files of a checkpoint that hold the optimizer's tensors."""
     return sorted(folder.glob(f"{OPTIMIZER}*.safetensors"))
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a model directory's small files (tokenizer, chat template, licence) that `target` does not have yet."""
-    weights = {path.name for pattern in WEIGHT_FILES for path in source.glob(pattern)}
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in weights and not (target / path.name).exists():
-            shutil.copyfile(path, target / path.name)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollart.errors import JobError, StoreFull, TrainerError, writing
+from rollart.errors import StoreFull, TrainerError, writing
+from rollart.model.directory import INDEX, copy_other_files
 from rollart.model.network import (
     PROBE_LENGTH,
     PROBE_SEQUENCES,
@@ -42,7 +44,6 @@ from rollart.train.checkpoints import (
     OPTIMIZER,
     RNG,
     Checkpoints,
-    copy_tokenizer,
     optimizer_files,
     saved_version,
     write_json,
@@ -242,11 +243,6 @@ class ShardedTrainer:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
         another; nobody else ever holds it whole, and nobody in float32."""
         network = empty_model(AutoConfig.from_pretrained(str(path)))
-        if not hasattr(network.base_model, "layers"):
-            raise JobError(
-                f"{network.config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of "
-                "its base model); train it with train.type=single, or choose another model"
-            )
         sharded = ShardedNetwork(network, self._mesh, bf16=self._train.bf16)
         sharded.to_empty(device=self._device)
         network.tie_weights()
@@ -316,15 +312,14 @@ class ShardedTrainer:
         def write_optimizer(tensors: Gathered) -> None:
             assert folder is not None
             extra = {RNG: torch.get_rng_state()}
-            for number, names in enumerate(_files(tensors), start=1):
-                content = {name: tensors[name].contiguous() for name in names}
-                save_file(content | extra, folder / f"{OPTIMIZER}-{number:05d}.safetensors")
+            for file, names in _files(tensors, OPTIMIZER).items() or [(f"{OPTIMIZER}.safetensors", [])]:
+                save_file({name: tensors[name].contiguous() for name in names} | extra, folder / file)
                 extra = {}
-            if extra:  # no update was made yet
-                save_file(extra, folder / f"{OPTIMIZER}.safetensors")
 
         def write_model(tensors: Gathered) -> None:
             assert folder is not None
+            (folder / MODEL_DIR).mkdir()
+            copy_other_files(self._settings.model_path, folder / MODEL_DIR)
             _write_model(folder / MODEL_DIR, network, tensors, torch.bfloat16 if bf16 else torch.float32)
 
         full: StoreFull | None = None
@@ -340,7 +335,6 @@ class ShardedTrainer:
         if full is not None:
             raise full
         if self._rank == 0 and folder is not None:
-            copy_tokenizer(self._settings.model_path, folder / MODEL_DIR)
             write_state(folder, self._versions.current, bf16=bf16)
 
 
@@ -366,17 +360,18 @@ def _sharded_like(param: nn.Parameter, local: Tensor) -> DTensor:
     )
 
 
-def _files(tensors: Gathered) -> list[list[str]]:
-    """The names of each file. A layer is never split: some models' weights are renamed together when saved."""
-    files: list[list[str]] = []
-    size, unit = 0, ""
+def _files(tensors: Gathered, stem: str) -> dict[str, list[str]]:
+    """The tensors of each file. A layer is never split: some models' weights are renamed together when saved."""
+    layers: dict[str, list[str]] = {}
     for name in tensors:
-        if not files or (size >= FILE_BYTES and _unit(name) != unit):
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size, unit = size + tensors.num_bytes(name), _unit(name)
-    return files
+        layers.setdefault(_unit(name), []).append(name)
+    sizes = {unit: sum(map(tensors.num_bytes, names)) for unit, names in layers.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_BYTES
+    )
+    return {
+        file: [name for unit in units for name in layers[unit]] for file, units in split.filename_to_tensors.items()
+    }
 
 
 def _unit(name: str) -> str:
@@ -388,17 +383,14 @@ def _unit(name: str) -> str:
 
 def _write_model(folder: Path, network: PreTrainedModel, tensors: Gathered, dtype: torch.dtype) -> None:
     """A Hugging Face directory, file by file: what `save_pretrained` writes of a model that is all here."""
-    folder.mkdir()
     network.config.dtype = str(dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(folder)
     if network.can_generate():
         network.generation_config.save_pretrained(folder)
-    files = _files(tensors)
     places: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
+    for file, names in _files(tensors, "model").items():
         content = revert_weight_conversion(network, {name: tensors[name].to(dtype) for name in names})
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / file, {"format": "pt"})
         places |= dict.fromkeys(content, file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": places})

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
+from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
@@ -29,8 +30,7 @@ from rollart.train.checkpoints import (
     OPTIMIZER,
     RNG,
     Checkpoints,
-    Saved,
-    copy_tokenizer,
+    optimizer_files,
     saved_version,
     write_state,
 )
@@ -122,8 +122,8 @@ class SingleTrainer:
         network = self._load_network(path / MODEL_DIR if reference else path)
         optimizer = MasterAdamW(network)
         if reference:
-            saved = Saved(path)
-            torch.set_rng_state(saved.rng)
+            saved = StoredTensors(optimizer_files(path))
+            torch.set_rng_state(saved.pop(RNG))
             optimizer.load(saved)
             self._checkpoints.use(path)
 
@@ -173,8 +173,9 @@ class SingleTrainer:
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""
         model = folder / MODEL_DIR
+        model.mkdir()
+        copy_other_files(self._settings.model_path, model)
         self._network.save_pretrained(model)
-        copy_tokenizer(self._settings.model_path, model)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
         write_state(folder, self.version, bf16=self._train.bf16)

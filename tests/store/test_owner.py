@@ -104,7 +104,7 @@ class LateFile:
         if self.looks < 0:
             return found
         if self.short:
-            return buckets.Mapped(b"", 0, "crc32:00000000")
+            return buckets.Mapped({}, 0, "crc32:00000000")
         raise WeightError(f"weight bucket {name}: missing")
 
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rollart.config.settings import WeightSettings
 from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
+from rollart.events import schema
 from rollart.launch.worker import build
 from rollart.model import network as model
 from rollart.ports import Trainer
@@ -138,7 +139,7 @@ def actor(result: StepResult) -> dict[str, float]:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         torch.testing.assert_close(found[name], tensor, atol=within, rtol=0)
@@ -508,8 +509,7 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
             assert moved.dtype == torch.float32
             assert float(moved.abs().max()) == pytest.approx(3e-5, rel=0.1)
             assert (
-                load_file(Path(reference) / "model" / "model-00001-of-00001.safetensors")["model.norm.weight"].dtype
-                == torch.bfloat16
+                load_file(Path(reference) / "model" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
             )
             before = await bench.trainer.train_step(batches(1, first=3)[0])
             assert await bench.trainer.restore(reference) == 3
@@ -613,12 +613,16 @@ class TestShardedTrainer(TrainerContract):
                     await stack.enter_async_context(opened)
                     settings = settings_in(folder)
 
+                    stores: list[ShmStore] = []
+
                     async def another() -> Trainer:
                         await opened.aclose()
-                        return (await opened.enter_async_context(alone(settings, folder))).trainer
+                        bench = await opened.enter_async_context(alone(settings, folder))
+                        stores.append(bench.store)
+                        return bench.trainer
 
                     def complete(manifest: WeightManifest) -> bool:
-                        return set(manifest.tensors) == set(SingleTrainer(settings).named_tensors())
+                        return stores[-1].fetch(manifest).keys() == SingleTrainer(settings).named_tensors().keys()
 
                     def batch(step: int) -> Batch:
                         return batches(1, first=step)[0]
@@ -664,8 +668,8 @@ def test_a_real_job_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
         said, _ = run.communicate(timeout=400)
     assert run.returncode == 0, said
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    [down] = [event for event in events if event["e"] == "trainer.down"]
-    assert "rank-1: its process was ended by signal 9" in down["reason"]
-    assert [event["version"] for event in events if event["e"] == "step.end"] == [1, 2, 3, 4, 5]
+    [down] = [event for event in events if isinstance(event, schema.TrainerDown)]
+    assert "rank-1: its process was ended by signal 9" in down.reason
+    assert [event.version for event in events if isinstance(event, schema.StepEnd)] == [1, 2, 3, 4, 5]
     assert (out / "checkpoints" / "step-00000005" / "model" / "config.json").exists()
     assert not Path(f"/proc/{ranks[0]}").exists()

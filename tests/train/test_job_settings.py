@@ -77,6 +77,29 @@ def test_so_many_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
     assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4", "5"]
 
 
+def test_beyond_the_cap_a_token_is_cut_or_left_out_or_its_sequence(model: Path, tmp_path: Path) -> None:
+    """What the engine says of `random_samples` is far from what this model says."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"over_cap": "mask"},
+        {"over_cap": "mask", "weight_floor": 0.9},
+        {"weight_level": "sequence"},
+        {"over_cap": "mask", "weight_level": "sequence"},
+    ]
+    batch = make_batch(0, random_samples(2, 24))
+    found = [
+        trainer(model, tmp_path, correction="decoupled", weight_cap=1.1, **way).train_step(batch).metrics
+        for way in ways
+    ]
+    cut, masked, floored, sequences, masked_sequences = (metrics["actor/weight_mean"] for metrics in found)
+    assert cut > masked > floored > 0
+    assert sequences > masked_sequences
+    assert len({cut, masked, floored, sequences, masked_sequences}) == len(ways)
+    shares = [metrics["actor/truncated_share"] for metrics in found]
+    assert shares[0] == shares[1] < shares[2]
+    assert shares[3] == shares[4] != shares[0]
+
+
 KINDS: list[dict[str, Any]] = [
     {"lr": 3e-2, "warmup_steps": 4},
     {"steps": 3, "lr_decay": "linear"},
@@ -87,6 +110,8 @@ KINDS: list[dict[str, Any]] = [
     {"kl_coef": 0.5},
     {"updates_per_step": 2},
     {"correction": "bypass", "eps_low": 1e-3, "eps_high": 1e-3},
+    {"over_cap": "mask", "weight_floor": 0.9},
+    {"weight_level": "sequence", "correction": "decoupled"},
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
+from rollart.model.directory import StoredTensors
 from rollart.model.network import load_model
 from rollart.ports import Trainer
 from rollart.train import checkpoints, single
@@ -455,19 +456,19 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
     trainer.train_step(make_batch(0, random_samples(0, 4)))
     reference, expected = trainer.save(), {name: one.clone() for name, one in trainer._optimizer.tensors().items()}
     alive, peak = [0], [0]
-    read = checkpoints.Saved.__getitem__
+    read = StoredTensors.__getitem__
 
     def gone() -> None:
         alive[0] -= 1
 
-    def counted(saved: checkpoints.Saved, name: str) -> Tensor:
+    def counted(saved: StoredTensors, name: str) -> Tensor:
         tensor = read(saved, name)
         alive[0] += 1
         peak[0] = max(peak[0], alive[0])
         weakref.finalize(tensor, gone)
         return tensor
 
-    monkeypatch.setattr(checkpoints.Saved, "__getitem__", counted)
+    monkeypatch.setattr(StoredTensors, "__getitem__", counted)
     trainer.restore(reference)
     assert 1 <= peak[0] <= 6, "the three moments of one weight, and of the one before it"
     for name, tensor in trainer._optimizer.tensors().items():
