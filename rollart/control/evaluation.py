@@ -11,8 +11,9 @@ from rollart.causes import Causes
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.affinity import AffinityDriver
+from rollart.control.attempt import Run
 from rollart.control.draw import draw
-from rollart.control.env_manager import EnvManager, Run
+from rollart.control.env_manager import EnvManager
 from rollart.errors import TaskError
 from rollart.events import schema
 from rollart.events.log import LogHandle

@@ -261,7 +261,7 @@ def test_an_evaluation_without_a_score_ends_with_a_failed_episode_and_exit_code_
         summary = {"state": "finished", "evaluations": {"eval0": {"maths": {"sampled": row}}}}
         return RunResult(summary=summary, violations=[], deadlock=False, faults={})
 
-    monkeypatch.setattr("rollart.training.evaluate", evaluate)
+    monkeypatch.setattr("rollart.launch.training.evaluate", evaluate)
     job = tmp_path / "job.yaml"
     job.write_bytes(orjson.dumps(JOB))
     assert main(["eval", str(job), "--out", str(tmp_path / "run")]) == 1
