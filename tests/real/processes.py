@@ -22,16 +22,12 @@ async def local_cluster(
     model: Path, folder: Path, lost: Callable[[str, str], None] | None = None
 ) -> AsyncIterator[tuple[LocalCluster, ShmStore]]:
     """As `rollart train` makes it; and the store that its workers use."""
-    settings = build_job(
-        job(
-            model,
-            pools=[
-                {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
-                {"name": "environments", "slots": 3},
-            ],
-            train={"pool": "cpu", "steps": 8, "lr": 1e-2},
-        )
-    )
+    pools = [
+        {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
+        {"name": "environments", "slots": 3},
+    ]
+    raw = job(model, pools=pools, train={"pool": "cpu", "steps": 8, "lr": 1e-2})
+    settings = build_job({**raw, "model": {"path": str(model), "context_tokens": 1024}})
     setup = worker_setup(settings, folder)
     store = ShmStore(setup.store.run_id, bucket_bytes=1 << 18)
     cluster = LocalCluster(START, setup, lost)

@@ -125,7 +125,7 @@ def test_the_death_of_an_idle_engine_is_told_at_once_and_one_that_was_stopped_is
             name, how = await told.get()
             assert name == "cpu-0"
             assert "signal 9" in how
-            with pytest.raises(EngineError, match="its process was ended by signal 9"):
+            with pytest.raises(EngineError, match="its process was killed"):
                 await engine.stage(1)
         assert told.empty()
 
