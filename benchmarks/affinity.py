@@ -77,7 +77,7 @@ def against_fixed(mix: Mix, steps: int, workers: int = 1) -> dict[str, Any]:
         "worst_step_s": round(max(run.step_s for run in fixed.values()), 2),
         "auto_step_s": round(free.step_s, 2),
         "gap": round(free.step_s / fixed[best].step_s - 1.0, 4),
-        "plan": free.plans[-1]["plan"],
+        "plan": free.plans[-1].plan,
         "changes": len(free.plans) - 1,
         "runs": len(fixed) + 1,
     }
@@ -89,7 +89,7 @@ def after_a_shift(steps: int, after_s: float, workers: int = 1) -> dict[str, Any
     best = min(fixed, key=lambda key: fixed[key].step_after_s(after_s))
     before = min(fixed, key=lambda key: _step_before_s(fixed[key], after_s))
     best_s, free_s = fixed[best].step_after_s(after_s), free.step_after_s(after_s)
-    moves = [plan for plan in free.plans if plan["t"] > after_s]
+    moves = [plan for plan in free.plans if plan.t > after_s]
     return {
         "after_s": after_s,
         "best_before": dict(before),
@@ -98,7 +98,7 @@ def after_a_shift(steps: int, after_s: float, workers: int = 1) -> dict[str, Any
         "kept_step_s": round(fixed[before].step_after_s(after_s), 2),
         "auto_step_s": round(free_s, 2),
         "gap": round(free_s / best_s - 1.0, 4),
-        "changes": [{"t": round(plan["t"], 1), "reason": plan["reason"], "plan": plan["plan"]} for plan in moves],
+        "changes": [{"t": round(plan.t, 1), "reason": plan.reason, "plan": plan.plan} for plan in moves],
     }
 
 

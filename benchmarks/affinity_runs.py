@@ -8,14 +8,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import orjson
 
 from benchmarks.affinity_mixes import CHEAP, DEAR, GROUP, STALENESS, Mix
 from rollart.config.load import build_job
-from rollart.events import read_events
-from rollart.launch.run import simulate
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.launch.simulation import simulate
 from rollart.policy.profile import TaskProfile
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
@@ -47,7 +48,7 @@ class Run:
 
     ends_s: tuple[float, ...]
     """When each step ended."""
-    plans: tuple[dict[str, Any], ...]
+    plans: tuple[schema.Affinity, ...]
     """The looks at the assignment that changed it, and the first."""
     profiles: Mapping[str, TaskProfile]
     """As they were measured in the end."""
@@ -142,15 +143,16 @@ def play(trial: Trial) -> Run:
         summary = simulate(job, out, audit=False).summary
         assert summary["state"] == "finished", summary["reason"]
         rows = [orjson.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
-        looks = [event for event in read_events(out / "events.jsonl") if event["e"] == "affinity"]
+        looks = [event for event in read_events(out / "events.jsonl") if isinstance(event, schema.Affinity)]
     return Run(
         ends_s=tuple(row["time_s"] for row in rows),
-        plans=tuple(event for number, event in enumerate(looks) if number == 0 or event["moves"]),
-        profiles={task: _profile(found) for task, found in looks[-1]["profiles"].items()},
+        plans=tuple(event for number, event in enumerate(looks) if number == 0 or event.moves),
+        profiles={task: _profile(found) for task, found in looks[-1].profiles.items()},
     )
 
 
-def _profile(found: Mapping[str, Any]) -> TaskProfile:
+def _profile(found: schema.Profile) -> TaskProfile:
     """As it was written into the event."""
-    values = {name: value for name, value in found.items() if name != "decode_spread"}
-    return TaskProfile(**values, decode_squares=found["decode_tokens"] ** 2 * (1.0 + found["decode_spread"] ** 2))
+    values = msgspec.structs.asdict(found)
+    spread = values.pop("decode_spread")
+    return TaskProfile(**values, decode_squares=found.decode_tokens**2 * (1.0 + spread**2))

@@ -24,7 +24,7 @@ from benchmarks.command import main
 from benchmarks.control import run_turns
 from benchmarks.stub import ANSWER_TOKENS, StubEngine
 from rollart.cluster.local import LocalCluster
-from rollart.launch.run import say
+from rollart.launch.driver import say
 from rollart.launch.worker import build
 from rollart.types import EngineSpec, GenerateRequest, Needs, Sampling
 from rollart.workers.handles import WorkerEngine

@@ -22,9 +22,9 @@ from benchmarks.command import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
-from rollart.events import EventLog, LogHandle
-from rollart.launch.run import facts, rare_collections
-from rollart.launch.worlds import simulated_world
+from rollart.events.log import EventLog, LogHandle
+from rollart.launch.driver import facts, rare_collections
+from rollart.launch.simulation import simulated_world
 from rollart.ports import Cluster, Trainer
 from rollart.records.format import FOLDER, files_of
 from rollart.records.recorder import FileRecorder
@@ -170,7 +170,7 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     log = EventLog(loop.time, folder / "events.jsonl")
     summary = Summary()
     log.read_by(summary.read)
-    log.emit("run", facts(job, clock="virtual"))
+    log.emit(facts(job, clock="virtual"))
     began_s = time.process_time()
     recorder = FileRecorder(folder / FOLDER) if record else None
     world = replace(_world(job, log, ANSWER_TOKENS), recorder=recorder)

@@ -22,8 +22,10 @@ from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.settings import MODES
 from rollart.errors import JobError
-from rollart.events import read_events
-from rollart.launch.run import simulate
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
+from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from rollart.sim.fit import fit_runs
 
@@ -101,15 +103,15 @@ def _job(overrides: Sequence[str], mode: str, number: int) -> Job:
 
 def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> dict[str, Any]:
     folder = out / f"{mode}-{number}"
-    marks: dict[str, float] = {}
+    marks: dict[type[Event], float] = {}
     result = train(
         _job(overrides, mode, number),
         folder,
-        watch=lambda summary, waits: lambda event: marks.__setitem__(event["e"], time.process_time()),
+        watch=lambda summary, waits: lambda event: marks.__setitem__(type(event), time.process_time()),
     )
     if result.summary["state"] != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary['reason']} {result.violations}")
-    run = {**_figures(result.summary, folder), "cpu_s": marks["step.end"] - marks["started"]}
+    run = {**_figures(result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
     print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
     return run
 
@@ -125,11 +127,11 @@ def _simulated_run(overrides: Sequence[str], mode: str, number: int, profile: di
 
 def _figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
     events = list(read_events(folder / "events.jsonl"))
-    ends = [event for event in events if event["e"] == "step.end"]
+    ends = [event for event in events if isinstance(event, schema.StepEnd)]
     counted = len(ends) - SKIPPED_STEPS
     return {
-        "step_s": round((ends[-1]["t"] - ends[SKIPPED_STEPS - 1]["t"]) / counted, 4),
-        "train_s": statistics.fmean(event["train_s"] for event in ends[SKIPPED_STEPS:]),
+        "step_s": round((ends[-1].t - ends[SKIPPED_STEPS - 1].t) / counted, 4),
+        "train_s": statistics.fmean(event.train_s for event in ends[SKIPPED_STEPS:]),
         "max_steps": summary["staleness"]["max_steps"],
         "max_age": summary["staleness"]["max"],
         "waste": summary["waste"],

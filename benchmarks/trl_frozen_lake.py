@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.lake_player import FORMS, held_out_success
-from rollart.events import Event, read_events
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.model.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,20 +143,22 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     if process.returncode:
         sys.exit(f"rollart train failed:\n{(folder / 'log').read_text()[-2000:]}")
     events = [
-        event for event in read_events(run / "events.jsonl") if event["e"] in ("started", "step.end", "checkpoint")
+        event
+        for event in read_events(run / "events.jsonl")
+        if isinstance(event, schema.Started | schema.StepEnd | schema.Checkpoint)
     ]
-    started_s = next(event["t"] for event in events if event["e"] == "started")
-    steps = [event for event in events if event["e"] == "step.end"]
+    started_s = next(event.t for event in events if isinstance(event, schema.Started))
+    steps = [event for event in events if isinstance(event, schema.StepEnd)]
     assert first_event_s is not None
     return Trained(
         startup_s=first_event_s + started_s,
         groups=args.groups,
-        ends_s=[event["t"] - started_s for event in steps],
+        ends_s=[event.t - started_s for event in steps],
         models={step: path for step, path in models.items() if step},
-        ends_cpu_s=[_at(cpu, event["t"]) - _at(cpu, started_s) for event in steps],
+        ends_cpu_s=[_at(cpu, event.t) - _at(cpu, started_s) for event in steps],
         load=os.getloadavg()[0],
         parts={
-            "train_s": sum(event["train_s"] for event in steps),
+            "train_s": sum(event.train_s for event in steps),
             "checkpoint_s": _checkpoint_s(events),
         },
     )
@@ -236,10 +240,10 @@ def _at(series: list[tuple[float, float]], time_s: float) -> float:
     return max((value for when_s, value in series if when_s <= time_s), default=0.0)
 
 
-def _checkpoint_s(events: list[Event]) -> float:
+def _checkpoint_s(events: Sequence[Event]) -> float:
     """From the end of a step to its checkpoint."""
-    ended = {event["version"]: event["t"] for event in events if event["e"] == "step.end"}
-    return sum(event["t"] - ended[event["step"]] for event in events if event["e"] == "checkpoint" and event["step"])
+    ended = {event.version: event.t for event in events if isinstance(event, schema.StepEnd)}
+    return sum(event.t - ended[event.step] for event in events if isinstance(event, schema.Checkpoint) and event.step)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------

@@ -118,10 +118,9 @@ def sections() -> list[Section]:
     return single + [Section(title=settings.__name__, settings=settings) for settings in shared]
 
 
-def field_meanings() -> dict[tuple[str, str], str]:
+def field_meanings(*modules: types.ModuleType) -> dict[tuple[str, str], str]:
     """(class, field) -> the docstring below the field."""
     found: dict[tuple[str, str], str] = {}
-    modules = (rollart.config.settings, rollart.config.sim, rollart.config.job)
     for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -239,7 +238,7 @@ def summary_of(settings: type[BaseModel]) -> str:
 def render() -> str:
     """The whole page."""
     found = sections()
-    meanings = field_meanings()
+    meanings = field_meanings(rollart.config.settings, rollart.config.sim, rollart.config.job)
     links = {
         section.settings: f"[{section.title}](#{section.title.lower().replace('.', '')})"
         for section in found

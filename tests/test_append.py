@@ -8,8 +8,10 @@ import pytest
 
 from rollart.append import AppendFile
 from rollart.errors import StoreFull, writing
-from rollart.events import EventLog, read_events
-from rollart.launch.run import as_lines
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
+from rollart.launch.driver import as_lines
+from tests.events import some
 
 
 class SmallDisk:
@@ -65,16 +67,16 @@ def test_a_log_on_a_full_disk_ends_nothing_and_is_whole_afterwards(tmp_path: Pat
     log = EventLog(lambda: 0.0, path)
     assert log._file is not None
     disk = put_on(log._file, room=30)
-    log.emit("run", {"name": "x"})
+    log.emit(some(schema.Run, name="x"))
     log.flush()
-    for number in range(3):
-        log.emit("warning", {"text": "y" * 2_000_000, "number": number})
+    for _ in range(3):
+        log.emit(schema.Warning(text="y" * 2_000_000))
     log.flush()
     with pytest.raises(StoreFull):
         log.flush(durable=True)
     disk.room = 1 << 30
     log.flush(durable=True)
-    assert [event["n"] for event in read_events(path)] == [0, 1, 2, 3]
+    assert [event.n for event in read_events(path)] == [0, 1, 2, 3]
     assert log.close() == 0
 
 
@@ -89,13 +91,13 @@ def test_a_log_that_cannot_begin_its_next_part_goes_on_in_the_last(
 
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", full)
-        log.emit("run", {})
+        log.emit(some(schema.Run))
         log.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
-    log.emit("finished", {})
+    log.emit(schema.Finished(steps=0))
     log.close()
     assert len(list(tmp_path.iterdir())) == 2
-    assert [event["e"] for event in read_events(path)] == ["run", "finished"]
+    assert [type(event) for event in read_events(path)] == [schema.Run, schema.Finished]
 
 
 def test_metrics_wait_for_room(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from rollart.causes import MAX_CAUSES, MAX_CHARACTERS, OTHERS, Causes, kind_of
+from rollart.events import schema
 from rollart.report.summary import WARNINGS_KEPT, Summary
 
 SAME = [
@@ -57,7 +58,7 @@ def test_memory_is_bounded_however_many_texts_there_are() -> None:
 def test_a_summary_keeps_the_first_warnings_and_counts_the_others() -> None:
     summary = Summary()
     for number in range(WARNINGS_KEPT + 3):
-        summary.read({"n": number, "t": 0.0, "e": "warning", "text": f"warning {number}"})
+        summary.read(schema.Warning(n=number, t=0.0, text=f"warning {number}"))
     kept = summary.result()["warnings"]
     assert kept[0] == "warning 0"
     assert kept[WARNINGS_KEPT - 1 :] == [f"warning {WARNINGS_KEPT - 1}", "and 3 more"]

@@ -14,8 +14,8 @@ import yaml
 from rollart.cli import EXTRAS, main
 from rollart.config.job import Job
 from rollart.config.load import load_job
+from rollart.launch.driver import RunResult
 from rollart.launch.resume import Resumption, write_job
-from rollart.launch.run import RunResult
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint
 

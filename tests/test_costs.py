@@ -6,9 +6,12 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event
-from rollart.launch.run import facts, simulate
+from rollart.events import schema
+from rollart.events.schema import Event
+from rollart.launch.driver import facts
+from rollart.launch.simulation import simulate
 from rollart.report.summary import Summary
+from tests.events import some
 
 RAW: dict[str, Any] = {
     "name": "job",
@@ -22,33 +25,37 @@ RAW: dict[str, Any] = {
 HOUR_S = 3600.0
 
 
-def cost_of(*events: tuple[float, str, Event], until_h: float = 4.0, **changes: Any) -> dict[str, Any]:
+def cost_of(*events: Event, until_h: float = 4.0, **changes: Any) -> dict[str, Any]:
     """Of a run with these events, at hours, on one engine whose hour costs 2."""
     summary = Summary()
-    summary.read({"e": "run", "t": 0.0, **facts(build_job({**RAW, **changes}), clock="real")})
-    for at_h, kind, fields in [*events, (until_h, "warning", {"text": ""})]:
-        summary.read({"e": kind, "t": at_h * HOUR_S, **fields})
+    run = facts(build_job({**RAW, **changes}), clock="real")
+    for event in [at(0.0, run), *events, at(until_h, schema.Warning(text=""))]:
+        summary.read(event)
     result = summary.result()
     return {**result["cost"], "utilisation": result["pools"]["fast"]["utilisation"]}
 
 
-def start(attempt: str, *, evaluation: bool = False) -> tuple[float, str, Event]:
-    return (0.0, "start", {"id": attempt, "task": "a/1", "pool": "fast", "eval": evaluation})
+def at(hour: float, event: Event) -> Event:
+    event.t = hour * HOUR_S
+    return event
 
 
-def send(at_h: float, attempt: str, engine: str = "fast-0") -> tuple[float, str, Event]:
-    return (at_h, "send", {"id": f"{attempt}/0", "engine": engine, "pool": "fast"})
+def start(attempt: str, *, evaluation: bool = False) -> Event:
+    return schema.Start(t=0.0, id=attempt, task="a/1", pool="fast", eval=evaluation)
 
 
-def said(at_h: float, attempt: str, busy_h: float) -> tuple[float, str, Event]:
-    fields = {"id": f"{attempt}/0", "engine": "fast-0", "tokens": 5, "prefill": 3, "busy_s": busy_h * HOUR_S}
-    return (at_h, "said", fields)
+def send(at_h: float, attempt: str, engine: str = "fast-0") -> Event:
+    return at(at_h, some(schema.Send, id=f"{attempt}/0", engine=engine, pool="fast"))
 
 
-def end(at_h: float, attempt: str, status: str) -> tuple[float, str, Event]:
+def said(at_h: float, attempt: str, busy_h: float) -> Event:
+    busy_s = busy_h * HOUR_S
+    return at(at_h, some(schema.Said, id=f"{attempt}/0", engine="fast-0", tokens=5, prefill=3, busy_s=busy_s))
+
+
+def end(at_h: float, attempt: str, status: str) -> Event:
     reward = 1.0 if status == "done" else None
-    fields = {"id": attempt, "task": "a/1", "status": status, "reason": "", "turns": 1, "tokens": 5, "reward": reward}
-    return (at_h, "end", fields)
+    return at(at_h, some(schema.End, id=attempt, task="a/1", status=status, turns=1, tokens=5, reward=reward))
 
 
 @pytest.mark.parametrize("status", ["aborted", "stale", "failed"])
@@ -81,10 +88,10 @@ def test_what_is_lost_with_an_engine_is_waste_whatever_becomes_of_its_attempt() 
     cost = cost_of(
         start("g0.0.0"),
         send(0.0, "g0.0.0", "fast-0"),
-        (1.0, "lost", {"id": "g0.0.0/0", "engine": "fast-0", "reason": "died"}),
+        at(1.0, schema.Lost(id="g0.0.0/0", engine="fast-0", reason="died")),
         send(1.0, "g0.0.0"),
         said(2.0, "g0.0.0", busy_h=1.0),
-        (0.0, "admit", {"group": "g0", "task": "a/1", "serving": 0}),
+        at(0.0, schema.Admit(group="g0", task="a/1", serving=0)),
         end(2.0, "g0.0.0", "done"),
     )
     assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 2.0}
@@ -94,7 +101,7 @@ def test_what_evaluation_loses_with_an_engine_is_evaluation_and_not_idle() -> No
     cost = cost_of(
         start("eval0.0.0", evaluation=True),
         send(0.0, "eval0.0.0"),
-        (1.0, "lost", {"id": "eval0.0.0/0", "engine": "fast-0", "reason": "died"}),
+        at(1.0, schema.Lost(id="eval0.0.0/0", engine="fast-0", reason="died")),
         send(1.0, "eval0.0.0"),
         said(2.0, "eval0.0.0", busy_h=1.0),
         end(2.0, "eval0.0.0", "done"),
@@ -103,7 +110,7 @@ def test_what_evaluation_loses_with_an_engine_is_evaluation_and_not_idle() -> No
 
 
 def test_a_killed_coordinator_wastes_what_was_under_way() -> None:
-    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), (2.0, "killed", {}))
+    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), at(2.0, schema.Killed()))
     assert cost["tasks"]["a"] == {"used": 2.0, "wasted": 2.0}
     assert cost["idle"] == 6.0
 
@@ -122,8 +129,7 @@ def test_evaluation_and_what_is_still_under_way_are_neither_used_nor_idle() -> N
     assert cost["tasks"]["a"] == {"used": 0.0, "wasted": 0.0}
 
 
-REWARD: Event = {"id": "g0.0.0", "value": 1.0, "s": 0.6 * HOUR_S, "busy_s": 0.25 * HOUR_S, "cold_s": 0.25 * HOUR_S}
-FAILED: Event = {"id": "g0.0.0", "reason": "no"}
+FAILED = schema.RewardFailed(id="g0.0.0", reason="no")
 HTTP = {"type": "http", "url": "http://127.0.0.1:1"}
 
 
@@ -138,8 +144,11 @@ HTTP = {"type": "http", "url": "http://127.0.0.1:1"}
     ],
 )
 def test_rewards_have_a_price(rewards: dict[str, Any], price: float) -> None:
-    unknown = {**REWARD, "busy_s": 0.0}
-    cost = cost_of((1.0, "reward", REWARD), (2.0, "reward", unknown), (3.0, "reward.failed", FAILED), rewards=rewards)
+    known, unknown = (
+        some(schema.Reward, id="g0.0.0", value=1.0, s=0.6 * HOUR_S, busy_s=busy_s, cold_s=0.25 * HOUR_S)
+        for busy_s in (0.25 * HOUR_S, 0.0)
+    )
+    cost = cost_of(at(1.0, known), at(2.0, unknown), at(3.0, FAILED), rewards=rewards)
     assert cost["rewards"] == pytest.approx(price)
     assert cost["total"] == pytest.approx(8.0 + price)
 

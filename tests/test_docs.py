@@ -1,4 +1,4 @@
-"""The generated page is what its script makes now, and its example is a job."""
+"""The generated pages are what their scripts make now, and the example is a job."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import yaml
 
 from rollart.cli import main
 from rollart.config.load import build_job, load_job, warnings
+from scripts import event_reference
 from scripts.job_reference import EXAMPLE, PAGE, render
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_job_reference_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+def test_the_event_reference_is_up_to_date() -> None:
+    assert event_reference.PAGE.read_text(encoding="utf-8") == event_reference.render(), "run `make docs`"
 
 
 def test_the_example_is_a_job() -> None:

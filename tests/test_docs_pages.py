@@ -1,26 +1,26 @@
-"""The pages say what the code does: every event kind and field, every field of the summary, and no broken link."""
+"""The pages say what the code does: who writes each event, every field of the summary, and no broken link."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.events import Event, read_events
-from rollart.launch.run import simulate
-from rollart.launch.training import add_control
+from rollart.events import schema
+from rollart.launch.rundir import add_control
+from rollart.launch.simulation import simulate
+from scripts.event_reference import read_docstring
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-
-ON_EVERY_EVENT = {"n", "t", "e", "cause"}
-WRITERS = ("emit", "report")
-"""Methods whose first argument is an event kind; `report` is the watchdog's."""
 
 NAMES = {
     "trajectories": ["<status>"],
@@ -41,19 +41,17 @@ NAMES = {
 # --- what the code does -----------------------------------------------------------------------------------------
 
 
-def emitted() -> dict[str, set[str]]:
-    """Kind -> the fields that stand in the source, for every event written anywhere in rollart/."""
-    found: dict[str, set[str]] = {}
+def writers() -> dict[str, set[str]]:
+    """Kind -> the modules below rollart/ that make such events."""
+    kinds = {struct.__name__: kind for kind, struct in schema.KINDS.items()}
+    found: dict[str, set[str]] = {kind: set() for kind in schema.KINDS}
     for path in sorted((ROOT / "rollart").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(func=ast.Attribute(attr=name), args=[ast.Constant(value=str(kind)), *rest]) if (
-                    name in WRITERS
-                ):
-                    fields = found.setdefault(kind, set())
-                    for argument in rest:
-                        if isinstance(argument, ast.Dict):
-                            fields |= {key.value for key in argument.keys if isinstance(key, ast.Constant)}  # type: ignore[misc]
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="schema"), attr=name)) if name in kinds:
+                    found[kinds[name]].add(str(path.relative_to(ROOT / "rollart").with_suffix("")))
+    for kind in ("stall", "deadlock"):  # the watchdog writes both in one place
+        found[kind].add("control/watchdog")
     return found
 
 
@@ -85,15 +83,23 @@ def tiny_job() -> Job:
     return build_job(raw)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    lines: list[dict[str, Any]]
+    """Of its events."""
+    summary: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], dict[str, Any]]:
-    """The events and the summary of one simulated run, its last evaluation also as its control."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One simulated run, its last evaluation also as its control."""
     out = tmp_path_factory.mktemp("docs") / "run"
     result = simulate(tiny_job(), out)
     assert result.summary["state"] == "finished"
     *_, plays = result.summary["evaluations"].values()
     summary = {**result.summary, "eval": add_control(out, plays)}
-    return list(read_events(out / "events.jsonl")), summary
+    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return Run(lines=lines, summary=summary)
 
 
 def paths(value: Any, at: str = "") -> Iterator[str]:
@@ -130,41 +136,19 @@ def rows(page: str, header: str) -> Iterator[list[str]]:
             yield cells
 
 
-def documented_events() -> dict[str, set[str]]:
-    return {cells[0].strip("`"): set(re.findall(r"`([^`]+)`", cells[2])) for cells in rows("events.md", "kind")}
+def test_an_event_is_written_by_whom_its_struct_names() -> None:
+    assert {kind: set(read_docstring(struct).writers) for kind, struct in schema.KINDS.items()} == writers()
 
 
-def test_every_event_kind_is_documented_and_no_other() -> None:
-    assert sorted(documented_events()) == sorted(emitted())
+def test_every_line_of_a_run_has_all_that_its_struct_needs_and_nothing_else(run: Run) -> None:
+    for line in run.lines:
+        struct = schema.KINDS[line["e"]]
+        required = {field.name for field in msgspec.structs.fields(struct) if field.required}
+        assert required <= line.keys() - {"e"} <= set(struct.__struct_fields__)
 
 
-def test_every_event_field_in_the_source_is_documented() -> None:
-    known = documented_events()
-    missing = {kind: fields - known[kind] - ON_EVERY_EVENT for kind, fields in emitted().items()}
-    assert {kind: fields for kind, fields in missing.items() if fields} == {}
-
-
-def test_every_event_field_of_a_run_is_documented(run: tuple[list[Event], dict[str, Any]]) -> None:
-    known = documented_events()
-    unknown = {(event["e"], field) for event in run[0] for field in event if field not in ON_EVERY_EVENT}
-    assert {(kind, field) for kind, field in unknown if field not in known[kind]} == set()
-
-
-def test_no_event_field_is_documented_that_is_not_written(run: tuple[list[Event], dict[str, Any]]) -> None:
-    seen = emitted()
-    for event in run[0]:
-        seen[event["e"]] |= event.keys()
-    seen["send"] |= {"fallback"}  # only where a whole pool is down
-    seen["said"] |= {"prefill_busy_s"}  # only from engines that are pairs
-    seen["reward"] |= {"parts"}  # only where the function names parts
-    seen["stall"] |= {"text", "waiting"}  # the watchdog writes both kinds in one place
-    seen["deadlock"] |= {"text", "waiting"}
-    extra = {kind: fields - seen[kind] for kind, fields in documented_events().items()}
-    assert {kind: fields for kind, fields in extra.items() if fields} == {}
-
-
-def test_every_field_of_the_summary_is_documented_and_no_other(run: tuple[list[Event], dict[str, Any]]) -> None:
-    assert sorted({cells[0].strip("`") for cells in rows("summary.md", "field")}) == sorted(set(paths(run[1])))
+def test_every_field_of_the_summary_is_documented_and_no_other(run: Run) -> None:
+    assert sorted({cells[0].strip("`") for cells in rows("summary.md", "field")}) == sorted(set(paths(run.summary)))
 
 
 def test_the_promises_are_all_there_and_the_guards_have_a_place() -> None:

@@ -3,6 +3,8 @@
 import builtins
 import gzip
 import io
+import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,23 +13,29 @@ import pytest
 
 from rollart.cli import main
 from rollart.config.load import build_job
-from rollart.events import Event, EventLog, drop_torn_line, event_files, read_events
-from rollart.launch.run import simulate
-from rollart.launch.training import _Known, _read_again
+from rollart.errors import JobError
+from rollart.events import schema
+from rollart.events.log import EventLog, drop_torn_line, event_files, read_events
+from rollart.events.schema import Event
+from rollart.launch.driver import read_again
+from rollart.launch.simulation import simulate
+from rollart.launch.training import _Known
+from rollart.types import Span
 from tests.control.scene import BASE
+from tests.events import some
 
 
 def log_of(path: Path, count: int, *, part_bytes: int = 100, first: int = 0) -> None:
     """Events of about 30 bytes, a flush after each."""
-    log = EventLog(lambda: 0.0, path, part_bytes=part_bytes, after={"n": first - 1, "t": 0.0} if first else None)
+    log = EventLog(lambda: 0.0, path, part_bytes=part_bytes, after=schema.Killed(n=first - 1, t=0.0) if first else None)
     for _ in range(count):
-        log.emit("a", {})
+        log.emit(schema.Killed())
         log.flush()
     log.close()
 
 
 def numbers(path: Path) -> list[int]:
-    return [event["n"] for event in read_events(path)]
+    return [event.n for event in read_events(path)]
 
 
 def test_a_log_goes_on_in_a_new_part_and_is_read_as_one(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_a_reader_that_is_overtaken_by_a_new_part_misses_none(tmp_path: Path, mo
             log_of(path, 3, part_bytes=1 << 20, first=3)
         return open(name, mode)
 
-    monkeypatch.setattr("rollart.events.open", open_late, raising=False)
+    monkeypatch.setattr("rollart.events.log.open", open_late, raising=False)
     assert numbers(path) == list(range(6))
 
 
@@ -129,13 +137,13 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
 
     monkeypatch.setattr(builtins, "open", counting)
     monkeypatch.setattr(io, "open", counting)
-    known, seen = _Known(), Counter[str]()
+    known, seen = _Known(), Counter[type[Event]]()
 
-    def look(event: dict[str, Any]) -> None:
-        seen[event["e"]] += 1
+    def look(event: Event) -> None:
+        seen[type(event)] += 1
 
-    assert _read_again(path, (known.read, look))["n"] == 9_999
-    assert seen["a"] == 10_000
+    assert read_again(path, (known.read, look)).n == 9_999
+    assert seen[schema.Killed] == 10_000
     assert reads["bytes"] < 1.5 * size, "once, and the last line's block"
     assert reads["largest"] <= 1 << 17, "in pieces"
 
@@ -160,22 +168,99 @@ def test_the_size_of_a_part_is_the_jobs(tmp_path: Path) -> None:
     simulate(job, tmp_path / "run")
     parts = event_files(tmp_path / "run" / "events.jsonl")
     assert len(parts) > 1
-    assert [event["n"] for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
+    assert [event.n for event in read_events(parts[-1])] == list(range(sum(1 for _ in read_events(parts[-1]))))
 
 
 def test_text_that_is_no_utf8_is_written_with_a_mark_in_its_place(tmp_path: Path) -> None:
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
     heard: list[Event] = []
     log.read_by(heard.append)
-    log.emit("a", {"reason": "caf\udce9", "waiting": [{"who": "caf\udce9"}], "\udce9": 1})
+    log.emit(schema.Stall(text="caf\udce9", waiting=[schema.Wait(who="caf\udce9", what="", for_s=1.0)]))
+    log.emit(some(schema.Reward, id="g0", parts={"\udce9": 1.0}))
     log.close()
     written = list(read_events(tmp_path / "events.jsonl"))
-    assert written == [{"n": 0, "t": 0.0, "e": "a", "reason": "caf?", "waiting": [{"who": "caf?"}], "?": 1}]
+    waiting = [schema.Wait(who="caf?", what="", for_s=1.0)]
+    assert written == [
+        schema.Stall(n=0, t=0.0, text="caf?", waiting=waiting),
+        some(schema.Reward, n=1, t=0.0, id="g0", parts={"?": 1.0}),
+    ]
     assert heard == written
 
 
 def test_what_is_no_json_is_a_mistake_of_ours_and_not_hidden(tmp_path: Path) -> None:
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
     with pytest.raises(TypeError):
-        log.emit("a", {"path": tmp_path})
+        log.emit(schema.Warning(text=tmp_path))  # type: ignore[arg-type]
     log.close()
+
+
+def test_a_field_with_its_default_is_not_in_the_line(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    log.emit(some(schema.Reward, id="g0"))
+    log.emit(schema.Stopped(reason="no", user=True, cause=0))
+    log.emit(some(schema.Said, id="g0/0", spans=[Span(0, 3), Span(1, 2)]))
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "e": "reward",
+        "n": 0,
+        "t": 0,
+        "id": "g0",
+        "value": 0,
+        "s": 0,
+        "busy_s": 0,
+        "cold_s": 0,
+        "tries": 0,
+    }
+    assert lines[1] == {"e": "stopped", "n": 1, "t": 0.0, "cause": 0, "reason": "no", "user": True}
+    assert lines[2]["spans"] == [[0, 3], [1, 2]]
+    assert "prefill_busy_s" not in lines[2]
+
+
+def test_a_number_that_is_none_is_null_and_read_again(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    log.emit(some(schema.StepEnd, metrics={"actor/grad_norm": math.nan}))
+    log.close()
+    [event] = read_events(tmp_path / "events.jsonl")
+    assert isinstance(event, schema.StepEnd)
+    assert event.metrics == {"actor/grad_norm": None}
+
+
+def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
+    heard: list[Event] = []
+    log.read_by(heard.append)
+    for kind in schema.KINDS.values():
+        log.emit(some(kind))
+    log.close()
+    assert list(read_events(tmp_path / "events.jsonl")) == heard
+    assert [type(event) for event in heard] == list(schema.KINDS.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is no kind of event that is known here; read it with the"),
+        (b'{"n":1,"t":0.0}', "line 2: None is no kind of event that is known here; read it with the"),
+        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' that is not as .*missing required field `version`"),
+        (b'{"e":"push","n":1,"t":0.0,"version":"one"}', r"line 2: an event 'push' .*Expected `int`, got `str`"),
+        (b'{"e":"push","n":1,', r"line 2: is no event \(.*\); the file was damaged"),
+        (b"[1]", r"line 2: is no event \(.*\); the file was damaged"),
+        (b'{"e":"warning","text":"\xff"}', r"line 2: is no event \(.*\); the file was damaged"),
+    ],
+)
+def test_a_line_that_is_no_event_of_this_version_is_named(
+    tmp_path: Path, line: bytes, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 1)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(JobError, match=f"^{path}: {text}"):
+        numbers(path)
+    assert main(["audit", str(tmp_path)]) == 2
+    assert f"{path}: line 2: " in capsys.readouterr().err
+
+
+def test_a_field_that_a_newer_version_added_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b'{"e":"push","n":0,"t":0.0,"version":3,"new":{"a":1}}\n')
+    assert list(read_events(tmp_path / "events.jsonl")) == [schema.Push(n=0, t=0.0, version=3)]

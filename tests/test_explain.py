@@ -8,8 +8,9 @@ import pytest
 
 from rollart.cli import main
 from rollart.config.load import build_job
-from rollart.events import read_events
-from rollart.launch.run import simulate
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.launch.simulation import simulate
 from rollart.report.explain import Explain, words
 
 
@@ -64,15 +65,15 @@ def test_each_task_has_its_profile_its_pools_and_the_reason(result: dict[str, An
 
 def test_changes_and_attempts_are_those_of_the_events(result: dict[str, Any], out: Path) -> None:
     events = list(read_events(out / "events.jsonl"))
-    moves = [event for event in events if event["e"] == "affinity" and "game" in event["moves"]]
-    assert [change["t"] for change in result["tasks"]["game"]["changes"][1:]] == [event["t"] for event in moves]
-    starts = [event for event in events if event["e"] == "start" and event["task"].startswith("maths/")]
+    moves = [event for event in events if isinstance(event, schema.Affinity) and "game" in event.moves]
+    assert [change["t"] for change in result["tasks"]["game"]["changes"][1:]] == [event.t for event in moves]
+    starts = [event for event in events if isinstance(event, schema.Start) and event.task.startswith("maths/")]
     assert sum(result["tasks"]["maths"]["attempts"].values()) == len(starts)
-    assert result["looks"] == sum(event["e"] == "affinity" for event in events)
+    assert result["looks"] == sum(isinstance(event, schema.Affinity) for event in events)
 
 
 def test_fallbacks_are_counted_with_their_reason(result: dict[str, Any], out: Path) -> None:
-    sent = [event for event in read_events(out / "events.jsonl") if event["e"] == "send" and "fallback" in event]
+    sent = [event for event in read_events(out / "events.jsonl") if isinstance(event, schema.Send) and event.fallback]
     told = {reason: count for task in result["tasks"].values() for reason, count in task["fallbacks"].items()}
     assert sent
     assert sum(sum(task["fallbacks"].values()) for task in result["tasks"].values()) == len(sent)

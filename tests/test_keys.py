@@ -65,8 +65,8 @@ RAY_PLACED = ("pools.N.resource", "pools.N.slots_per_worker", "pools.N.engines.m
 RAY_ELSEWHERE = ("tasks.N.latency", "cluster.check")
 """On Ray: of the wrapper of all hosts, as no environment is opened here; and what `tests/test_resources.py` shows."""
 
-REPORTS = ("rollart.launch.run.facts", "rollart.report.show", "rollart.launch.checks")
-PLACES = ("rollart.launch.worlds", "rollart.launch.resources")
+REPORTS = ("rollart.launch.driver.facts", "rollart.report.show", "rollart.launch.checks")
+PLACES = ("rollart.launch.offers", "rollart.launch.resources")
 
 SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}
@@ -136,7 +136,7 @@ def recording(job: Job) -> Iterator[Reads]:
 
 
 def simulated(job: Job) -> Reads:
-    from rollart.launch.run import simulate
+    from rollart.launch.simulation import simulate
     from rollart.sim.faults import draw_plan
 
     with recording(job) as reads:
@@ -148,7 +148,8 @@ def simulated(job: Job) -> Reads:
 def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
     """A real run is put together, and one environment asked for; no worker is started."""
     from rollart.launch import training
-    from rollart.launch.real import check_supported, real_world
+    from rollart.launch.checks import check_supported
+    from rollart.launch.real import real_world
 
     check_supported(job)
     folder.mkdir(parents=True)

@@ -11,9 +11,11 @@ from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.paths import settings_in
 from rollart.errors import JobError
-from rollart.events import Event, EventLog, read_events
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
+from rollart.events.schema import Event
+from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
-from rollart.launch.run import facts
 from rollart.launch.training import _Known, _tell_changes
 from rollart.report.audit import Audit
 from rollart.report.summary import Summary
@@ -184,24 +186,27 @@ def test_a_run_may_get_more_pools_and_lose_some() -> None:
     ]
 
 
-def told(tmp_path: Path, resume: Resumption, known: Job) -> list[Event]:
+def told(tmp_path: Path, resume: Resumption, known: Job) -> list[schema.Changed]:
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
-    log.emit("run", facts(known, clock="real"))
+    log.emit(facts(known, clock="real"))
     log.flush()
     heard = _Known()
     for event in read_events(tmp_path / "events.jsonl"):
         heard.read(event)
     _tell_changes(log, heard, resume)
     log.close()
-    return list(read_events(tmp_path / "events.jsonl"))[1:]
+    said = list(read_events(tmp_path / "events.jsonl"))[1:]
+    changes = [event for event in said if isinstance(event, schema.Changed)]
+    assert changes == said
+    return changes
 
 
 def test_an_event_says_what_changed_and_none_where_nothing_did(run: Path, tmp_path: Path) -> None:
     resume = resumption(run, overrides=["train.lr=0.5", "pools.cpu.engines.count=3"])
     [event] = told(tmp_path, resume, build_job(RAW))
-    assert (event["e"], event["step"]) == ("changed", 6)
-    assert event["changes"] == {"pools.cpu.engines.count": [2, 3], "train.lr": [0.1, 0.5]}
-    assert event["job"]["pools"]["cpu"]["engines"] == 3
+    assert event.step == 6
+    assert event.changes == {"pools.cpu.engines.count": schema.Change(2, 3), "train.lr": schema.Change(0.1, 0.5)}
+    assert event.job.pools["cpu"].engines == 3
     (tmp_path / "events.jsonl").unlink()
     assert told(tmp_path, resumption(run), build_job(RAW)) == []
 
@@ -209,7 +214,7 @@ def test_an_event_says_what_changed_and_none_where_nothing_did(run: Path, tmp_pa
 def test_a_change_that_was_kept_and_not_said_is_said_by_the_next_resume(run: Path, tmp_path: Path) -> None:
     resumption(run, overrides=["pools.cpu.engines.count=3"]).keep()
     [event] = told(tmp_path, resumption(run), build_job(RAW))
-    assert event["job"]["pools"]["cpu"]["engines"] == 3
+    assert event.job.pools["cpu"].engines == 3
 
 
 def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
@@ -219,13 +224,14 @@ def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
     )
     summary, audit = Summary(), Audit()
     events: list[Event] = [
-        {"e": "run", **facts(before, clock="real")},
-        {"e": "changed", "step": 6, "changes": {}, "job": facts(after, clock="real")},
-        {"e": "warning", "text": ""},
+        facts(before, clock="real"),
+        schema.Changed(step=6, changes={}, job=facts(after, clock="real")),
+        schema.Warning(text=""),
     ]
     for number, event in enumerate(events):
+        event.n, event.t = number, 3600.0 * number
         for reader in (summary.read, audit.read):
-            reader({"n": number, "t": 3600.0 * number, **event})
+            reader(event)
     result = summary.result()
     assert result["cost"]["pools"]["cpu"] == pytest.approx(2.0 * (2 + 4))
     assert result["pools"]["cpu"]["engines"] == 4

@@ -8,8 +8,8 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.hardware import HARDWARE, decode_step_s
+from rollart.launch.offers import build_affinity
 from rollart.launch.shapes import experts_in, shape_from, shape_of
-from rollart.launch.worlds import build_affinity
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -9,25 +9,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped
-from rollart.events import Event, Reader
-from rollart.launch.run import facts
+from rollart.events import schema
+from rollart.events.log import Reader
+from rollart.events.schema import Event
+from rollart.launch.driver import facts
 from rollart.launch.training import _drive, _longest
 from rollart.report.show import LiveView, show_plays, show_summary
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.types import Trajectory
 from tests.control.scene import NoWorld, Scene, scene_job
+from tests.events import some
 from tests.test_training import JOB
 
-RUN: Event = {"e": "run", "t": 0.0, **facts(build_job(JOB), clock="real")}
+RUN = structs.replace(facts(build_job(JOB), clock="real"), t=0.0)
 PLAYED: list[Event] = [
-    {"e": "start", "t": 1.0, "id": "g1.0.0", "task": "lake/7", "pool": "cpu", "eval": False},
-    {"e": "end", "t": 2.0, "id": "g1.0.0", "task": "lake/7", "status": "done", "reward": 0.25, "turns": 3},
+    schema.Start(t=1.0, id="g1.0.0", task="lake/7", pool="cpu", eval=False),
+    some(schema.End, t=2.0, id="g1.0.0", task="lake/7", status="done", reward=0.25, turns=3),
 ]
 
 
@@ -53,7 +57,7 @@ def watched(seconds: float, events: list[Event], *, steps: int = 10, waits: Call
 
 
 def step(number: int, t: float) -> Event:
-    return {"e": "step.end", "t": t, "step": number - 1, "version": number, "train_s": 1.0, "metrics": {}}
+    return schema.StepEnd(t=t, step=number - 1, version=number, train_s=1.0, metrics={})
 
 
 def test_a_line_every_ten_seconds_though_nothing_happens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,9 +94,9 @@ def test_the_time_left_is_told_from_the_steps_since_the_run_was_resumed(capsys: 
     history = [step(1, 1.0), step(2, 1.1), step(3, 1.2)]
     watched(0.5, history)
     assert "about 1 s left" in capsys.readouterr().err
-    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0)])
+    watched(0.5, [*history, schema.Killed(t=1.3), step(4, 60.0)])
     assert "left" not in capsys.readouterr().err
-    watched(0.5, [*history, {"e": "killed", "t": 1.3}, step(4, 60.0), step(5, 80.0)])
+    watched(0.5, [*history, schema.Killed(t=1.3), step(4, 60.0), step(5, 80.0)])
     assert "about 100 s left" in capsys.readouterr().err
 
 
@@ -221,16 +225,8 @@ def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.Captur
     watched(
         0.5,
         [
-            {"e": "draw.failed", "t": 1.0, "task": "lake", "index": 3, "reason": "task(3): no file", "eval": False},
-            {
-                "e": "breaker.open",
-                "t": 1.0,
-                "task": "lake",
-                "failures": 5,
-                "probes": 0,
-                "wait_s": 10.0,
-                "reason": "5 x task(3): no file",
-            },
+            schema.DrawFailed(t=1.0, task="lake", index=3, reason="task(3): no file", eval=False),
+            schema.BreakerOpen(t=1.0, task="lake", failures=5, probes=0, wait_s=10.0, reason="5 x task(3): no file"),
         ],
     )
     said = capsys.readouterr().err

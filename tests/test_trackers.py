@@ -10,14 +10,16 @@ import pytest
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, JobStopped
-from rollart.events import read_events
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.training import _drive, train
 from rollart.report.trackers import Tracking, check_trackers, trackers
 from tests.control.scene import NoWorld
+from tests.events import some
 from tests.test_training import JOB
 
 ROW = {"step": 3, "reward/mean": 0.5, "timing_s/step": 1.25}
-EVAL = {"e": "eval", "name": "eval4", "task": "lake", "play": "greedy", "reward": 0.75, "versions": [4, 4]}
+EVAL = some(schema.Eval, name="eval4", task="lake", play="greedy", reward=0.75, versions=[4, 4])
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -112,4 +114,8 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
     result = asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
     assert result.summary["reason"] == "it came so far"
     assert result.summary["warnings"] == ["TensorBoard did not start and is left out: no room"]
-    assert [event["e"] for event in read_events(tmp_path / "events.jsonl")] == ["run", "warning", "stopped"]
+    assert [type(event) for event in read_events(tmp_path / "events.jsonl")] == [
+        schema.Run,
+        schema.Warning,
+        schema.Stopped,
+    ]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rollart.config.load import load_job
-from rollart.events import read_events
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.training import train
 from rollart_recipes.tiny import save, tiny_model, tiny_tokenizer
 from tests.vllm_python import HEAD_SIZE, PYTHON, ROOT, needs_vllm, none_left_in
@@ -34,10 +35,12 @@ def test_a_job_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: s
     assert result.summary["state"] == "finished"
     assert not result.violations
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
-    kinds = [event["e"] for event in events]
-    assert "engine.down" not in kinds
-    assert {event["version"] for event in events if event["e"] == "engine.swap"} >= {1, 2}
-    first = next(event for event in events if event["e"] == "step.end")
-    assert abs(first["metrics"]["actor/kl_mismatch"]) < mismatch, "the engine's log-probabilities are the trainer's"
+    kinds = [type(event) for event in events]
+    assert schema.EngineDown not in kinds
+    assert {event.version for event in events if isinstance(event, schema.EngineSwap)} >= {1, 2}
+    first = next(event for event in events if isinstance(event, schema.StepEnd))
+    mismatched = first.metrics["actor/kl_mismatch"]
+    assert mismatched is not None
+    assert abs(mismatched) < mismatch, "the engine's log-probabilities are the trainer's"
     assert not list((tmp_path / "run" / "weights").glob("*/v*")), "the store was closed"
     none_left_in(tmp_path)

@@ -3,29 +3,26 @@
 import errno
 import json
 import os
+from copy import copy
 from pathlib import Path
 
-import orjson
 import pytest
+from msgspec import structs
+from msgspec.json import encode as json_encode
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, EventLog, read_events
-from rollart.launch.real import _stores_before, check_supported
-from rollart.launch.run import write_summary
-from rollart.launch.training import (
-    _alone,
-    _complete,
-    _harmless,
-    _Known,
-    add_control,
-    newest_run,
-    summary_again,
-    trained_s,
-)
+from rollart.events import schema
+from rollart.events.log import EventLog, read_events
+from rollart.events.schema import Event
+from rollart.launch.checks import check_supported
+from rollart.launch.real import _stores_before
+from rollart.launch.rundir import add_control, alone, newest_run, summary_again, trained_s, write_summary
+from rollart.launch.training import _complete, _harmless, _Known
 from rollart.report.summary import Summary
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
+from tests.events import some
 
 JOB = {
     "name": "real",
@@ -109,7 +106,7 @@ def test_a_path_for_weights_that_are_no_files_is_refused() -> None:
         build_job({**JOB, "weights": {"path": "/mnt/weights"}})
 
 
-def completed(tmp_path: Path, *known: tuple[str, Event]) -> list[tuple[str, Event]]:
+def completed(tmp_path: Path, *known: Event) -> list[Event]:
     """What is added to the events of a run that knows these, over a journal of checkpoint 1 and batches 1 and 2."""
     journal = FileJournal(tmp_path / "journal")
     for step in (1, 2):
@@ -117,51 +114,50 @@ def completed(tmp_path: Path, *known: tuple[str, Event]) -> list[tuple[str, Even
     journal.commit(checkpoint(1))
     path = tmp_path / "events.jsonl"
     log = EventLog(lambda: 0.0, path)
-    for kind, fields in known:
-        log.emit(kind, fields)
+    for event in known:
+        log.emit(copy(event))
     log.flush()
     heard = _Known()
     for event in read_events(path):
         heard.read(event)
     _complete(log, heard, journal)
     log.close()
-    said = [(event.pop("e"), event) for event in read_events(path)][len(known) :]
-    return [(kind, {key: event[key] for key in event if key not in ("n", "t")}) for kind, event in said]
+    return [structs.replace(event, n=-1, t=-1.0) for event in read_events(path)][len(known) :]
 
 
-COMMITTED: Event = {"step": 1, "ready": [], "open": ["g7"]}
-WRITTEN: list[tuple[str, Event]] = [("written", {"step": 1}), ("written", {"step": 2})]
+COMMITTED = schema.Checkpoint(step=1, ready=[], open=["g7"])
+WRITTEN = [schema.Written(step=1), schema.Written(step=2)]
 
 
 def test_what_the_journal_knows_and_the_events_do_not_is_said_first(tmp_path: Path) -> None:
-    assert completed(tmp_path / "all", ("checkpoint", COMMITTED), *WRITTEN) == []
-    assert completed(tmp_path / "batch", ("checkpoint", COMMITTED), WRITTEN[0]) == [WRITTEN[1]]
-    assert completed(tmp_path / "checkpoint", *WRITTEN) == [("checkpoint", COMMITTED)]
-    other = {**COMMITTED, "open": ["g8"]}
-    assert completed(tmp_path / "older", ("checkpoint", other), *WRITTEN) == [("checkpoint", COMMITTED)]
+    assert completed(tmp_path / "all", COMMITTED, *WRITTEN) == []
+    assert completed(tmp_path / "batch", COMMITTED, WRITTEN[0]) == [WRITTEN[1]]
+    assert completed(tmp_path / "checkpoint", *WRITTEN) == [COMMITTED]
+    other = schema.Checkpoint(step=1, ready=[], open=["g8"])
+    assert completed(tmp_path / "older", other, *WRITTEN) == [COMMITTED]
 
 
-RUN: Event = {"e": "run", "t": 0.0, "pools": {}, "tasks": {"a": {"share": 1.0}}}
-BATCH: Event = {"step": 1, "serving": 1, "groups": ["g7"], "tasks": ["a/7"], "born": [0], "tokens": 9}
+RUN = some(schema.Run, t=0.0, tasks={"a": some(schema.TaskFacts, share=1.0)})
+BATCH = schema.Batch(t=1.0, step=1, serving=1, groups=["g7"], tasks=["a/7"], born=[0], tokens=9)
 
 
 @pytest.mark.parametrize(("was_written", "trained"), [(True, 1), (False, 0)])
 def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, trained: int) -> None:
     summary = Summary()
-    events: list[tuple[str, Event]] = [
-        ("admit", {"group": "g7", "task": "a/7", "serving": 0}),
-        ("checkpoint", {"step": 1, "ready": ["g7"], "open": []}),
-        ("batch", BATCH),
-        *([("written", {"step": 1})] if was_written else []),
-        ("killed", {}),
-        ("resumed", {"step": 1 + was_written, "checkpoint": 1, "ready": ["g7"], "open": []}),
+    events: list[Event] = [
+        schema.Admit(t=1.0, group="g7", task="a/7", serving=0),
+        schema.Checkpoint(t=1.0, step=1, ready=["g7"], open=[]),
+        BATCH,
+        *([schema.Written(t=1.0, step=1)] if was_written else []),
+        schema.Killed(t=1.0),
+        schema.Resumed(t=1.0, step=1 + was_written, checkpoint=1, ready=["g7"], open=[], out=[]),
     ]
-    for event in [RUN, *({"e": kind, "t": 1.0, **fields} for kind, fields in events)]:
+    for event in [RUN, *events]:
         summary.read(event)
     groups = summary.result()["groups"]
     assert (groups["trained"], groups["open"], groups["trained_twice"]) == (trained, 1 - trained, 0)
     if not was_written:
-        summary.read({"e": "batch", "t": 2.0, **BATCH})
+        summary.read(structs.replace(BATCH, t=2.0))
         groups = summary.result()["groups"]
         assert (groups["trained"], groups["trained_twice"]) == (1, 0)
 
@@ -170,13 +166,13 @@ def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, tr
     ("ends", "restarts"),
     [
         ([], 1),
-        ([{"e": "interrupted", "t": 1.0, "step": 1}], 0),
-        ([{"e": "stopped", "t": 1.0, "reason": "at once", "user": True}], 0),
+        ([schema.Interrupted(t=1.0, step=1)], 0),
+        ([schema.Stopped(t=1.0, reason="at once", user=True)], 0),
     ],
 )
 def test_only_a_killed_coordinator_counts_as_a_restart(ends: list[Event], restarts: int) -> None:
     summary = Summary()
-    for event in [RUN, *ends, {"e": "killed", "t": 2.0}]:
+    for event in [RUN, *ends, schema.Killed(t=2.0)]:
         summary.read(event)
     result = summary.result()
     assert (result["restarts"]["coordinator"], result["failures"]["coordinator"]["count"]) == (restarts, restarts)
@@ -202,9 +198,9 @@ def test_the_newest_unfinished_run_of_a_job_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
-    with _alone(tmp_path), pytest.raises(JobError, match="still running"), _alone(tmp_path):
+    with alone(tmp_path), pytest.raises(JobError, match="still running"), alone(tmp_path):
         pass
-    with _alone(tmp_path):
+    with alone(tmp_path):
         pass
 
 
@@ -214,14 +210,14 @@ def test_a_watcher_that_breaks_is_told_of_once_and_ends_nothing(capsys: pytest.C
 
     read = _harmless(broken)
     for _ in range(3):
-        read({"e": "start"})
+        read(schema.Killed())
     assert capsys.readouterr().err.count("the run goes on: KeyError") == 1
 
 
 def test_failures_are_counted_and_their_first_reasons_kept() -> None:
     summary = Summary()
     for number in range(30):
-        summary.read({"e": "worker.lost", "t": 0.0, "worker": "env-1", "reason": f"signal {number % 7}" + "x" * 1000})
+        summary.read(schema.WorkerLost(t=0.0, worker="env-1", reason=f"signal {number % 7}" + "x" * 1000))
     failures = summary.result()["failures"]
     assert failures["worker"]["count"] == 30
     assert len(failures["worker"]["reasons"]) == 5
@@ -270,7 +266,7 @@ def test_a_summary_that_finds_no_room_leaves_the_one_that_was_there(
     }
 
 
-@pytest.mark.parametrize(("ends", "state"), [([], "running"), ([{"e": "finished", "t": 2.0}], "finished")])
+@pytest.mark.parametrize(("ends", "state"), [([], "running"), ([schema.Finished(t=2.0, steps=1)], "finished")])
 def test_a_summary_that_is_not_whole_is_made_again_from_the_events(
     tmp_path: Path, ends: list[Event], state: str
 ) -> None:
@@ -279,7 +275,7 @@ def test_a_summary_that_is_not_whole_is_made_again_from_the_events(
         (out / "journal").mkdir(parents=True)
         (out / "journal" / "checkpoint").touch()
         (out / "job.yaml").write_text(f"name: {out.name}\n")
-        (out / "events.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in [RUN, *ends]))
+        (out / "events.jsonl").write_bytes(b"".join(json_encode(event) + b"\n" for event in [RUN, *ends]))
     (torn / "summary.json").write_text('{"state": "fin')
     assert summary_again(torn)["state"] == state
     assert newest_run("other", tmp_path) == other, "one such file is no other run's trouble"

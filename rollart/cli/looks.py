@@ -19,7 +19,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     from rollart.config.load import load_job, warnings
     from rollart.launch.checks import for_the_simulator, problems
-    from rollart.launch.worlds import offers
+    from rollart.launch.offers import offers
     from rollart.policy.placement import bindings
 
     job = load_job(arguments.job, arguments.overrides)
@@ -69,7 +69,7 @@ def pools(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    from rollart.events import read_events
+    from rollart.events.log import read_events
     from rollart.report.audit import Audit
 
     audit = Audit()
@@ -120,7 +120,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def _show_again(arguments: argparse.Namespace) -> int:
     """A run's table as at its end; of one that goes on, or was killed, as far as it went."""
-    from rollart.launch.training import summary_again
+    from rollart.launch.rundir import summary_again
     from rollart.report.show import show_summary
 
     summary = summary_again(_events_of(arguments.run_dir).parent)
@@ -151,7 +151,7 @@ def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    from rollart.events import read_events
+    from rollart.events.log import read_events
     from rollart.report.explain import Explain, words
 
     explain = Explain()
@@ -166,7 +166,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def _events_of(run_dir: Path) -> Path:
-    from rollart.events import event_files
+    from rollart.events.log import event_files
 
     path = run_dir / "events.jsonl"
     if not event_files(path):

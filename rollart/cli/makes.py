@@ -10,7 +10,7 @@ from rollart.errors import JobError
 
 
 def model(arguments: argparse.Namespace) -> int:
-    from rollart.launch.run import say
+    from rollart.launch.driver import say
 
     if (arguments.go_on_from is None) != (arguments.as_long_as is None):
         raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")
@@ -38,7 +38,7 @@ def model(arguments: argparse.Namespace) -> int:
                 say(f"warm-up step {step}, loss {loss:.3f}")
 
         if arguments.go_on_from is not None:
-            from rollart.launch.training import trained_s
+            from rollart.launch.rundir import trained_s
 
             seconds = trained_s(arguments.as_long_as)
             say(f"going on with the warm-up for {seconds:.0f} s")

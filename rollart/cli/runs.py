@@ -24,7 +24,8 @@ def sim(arguments: argparse.Namespace) -> int:
         return _chaos(arguments)
     if arguments.first is not None or arguments.workers is not None:
         raise JobError("--first and --workers: have an effect with --chaos only; add it, or remove them")
-    from rollart.launch.run import say, simulate
+    from rollart.launch.driver import say
+    from rollart.launch.simulation import simulate
 
     out = run_dir(arguments.out, job)
     warn(job)
@@ -62,7 +63,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _chaos(arguments: argparse.Namespace) -> int:
     from rollart.launch.chaos import run_plans
-    from rollart.launch.run import say
+    from rollart.launch.driver import say
 
     if arguments.out is not None and arguments.out.exists():
         raise JobError(f"--out: {arguments.out} exists; give a directory that does not, or remove it")
@@ -120,7 +121,7 @@ def _resumption(arguments: argparse.Namespace) -> "Resumption":
     """What `--resume` was given: a run, or the newest of a job; and what is to change."""
     from rollart.config.load import load_job
     from rollart.launch.resume import resumption
-    from rollart.launch.training import newest_run
+    from rollart.launch.rundir import newest_run
 
     out, overrides = arguments.resume, list(arguments.overrides)
     if OVERRIDE.match(str(out)):  # `JOB --resume key=value`
@@ -139,7 +140,8 @@ def _resumption(arguments: argparse.Namespace) -> "Resumption":
 
 def evaluate(arguments: argparse.Namespace) -> int:
     from rollart.config.load import load_job
-    from rollart.launch.training import add_control, evaluate
+    from rollart.launch.rundir import add_control
+    from rollart.launch.training import evaluate
     from rollart.report.show import LiveView, show_eval, show_plays
 
     path = [f"model.path={arguments.model}"] if arguments.model is not None else []

@@ -32,7 +32,7 @@ class _Command(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollart",
-        description="Train LLM agents by reinforcement learning, on whatever mix of hardware you have.",
+        description="Train LLM agents by reinforcement learning, over many tasks at once.",
         epilog="Docs: docs/ in the repository. Try: rollart sim jobs/rollart.yaml",
     )
     parser.set_defaults(extra="train")

@@ -4,10 +4,10 @@ Affinity decides; this measures. Everything in a profile comes from finished tur
 """
 
 from collections import Counter
-from typing import Any
 
 from rollart.control.fleet import Fleet
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity, Decision
 from rollart.policy.prediction import NEVER_S
 from rollart.policy.profile import TaskProfile
@@ -51,23 +51,22 @@ class AffinityDriver:
         if decision is None:
             return
         self._log.emit(
-            "affinity",
-            {
-                "reason": decision.reason,
-                "plan": decision.plan,
-                "moves": decision.moves,
-                "step_s": {pool: _seconds(value) for pool, value in decision.step_s.items()},
-                "engines": decision.engines,
-                "profiles": {task: _profile(profile) for task, profile in decision.profiles.items()},
-                "predicted": {
+            schema.Affinity(
+                reason=decision.reason,
+                plan=decision.plan,
+                moves=decision.moves,
+                step_s={pool: _seconds(value) for pool, value in decision.step_s.items()},
+                engines=decision.engines,
+                profiles={task: _profile(profile) for task, profile in decision.profiles.items()},
+                predicted={
                     task: {
-                        pool: {"step_s": _seconds(alone.step_s), "trajectory_s": _seconds(alone.trajectory_s)}
+                        pool: schema.Alone(step_s=_seconds(alone.step_s), trajectory_s=_seconds(alone.trajectory_s))
                         for pool, alone in pools.items()
                     }
                     for task, pools in decision.predictions.items()
                 },
-                "cause": cause,
-            },
+                cause=cause,
+            ),
         )
 
 
@@ -95,19 +94,19 @@ def needs(trajectory: Trajectory) -> TaskProfile:
     )
 
 
-def _profile(profile: TaskProfile) -> dict[str, Any]:
-    return {
-        "prompt_tokens": round(profile.prompt_tokens, 1),
-        "new_tokens": round(profile.new_tokens, 1),
-        "cached_tokens": round(profile.cached_tokens, 1),
-        "prefill_tokens": round(profile.prefill_tokens, 1),
-        "decode_tokens": round(profile.decode_tokens, 1),
-        "decode_spread": round(profile.decode_spread, 3),
-        "turns": round(profile.turns, 2),
-        "context_tokens": round(profile.context_tokens, 1),
-        "elsewhere_s": round(profile.elsewhere_s, 3),
-        "trajectories": profile.trajectories,
-    }
+def _profile(profile: TaskProfile) -> schema.Profile:
+    return schema.Profile(
+        prompt_tokens=round(profile.prompt_tokens, 1),
+        new_tokens=round(profile.new_tokens, 1),
+        cached_tokens=round(profile.cached_tokens, 1),
+        prefill_tokens=round(profile.prefill_tokens, 1),
+        decode_tokens=round(profile.decode_tokens, 1),
+        decode_spread=round(profile.decode_spread, 3),
+        turns=round(profile.turns, 2),
+        context_tokens=round(profile.context_tokens, 1),
+        elsewhere_s=round(profile.elsewhere_s, 3),
+        trajectories=profile.trajectories,
+    )
 
 
 def _seconds(value: float) -> float | None:

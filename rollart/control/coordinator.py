@@ -25,7 +25,8 @@ from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
 from rollart.errors import ClusterError, Interrupted, JobStopped, StoreFull, boundary
-from rollart.events import Event, LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity
 from rollart.policy.swap import SwapPlan, plan
 from rollart.policy.training import set_aside_whole, trained_on
@@ -64,13 +65,13 @@ class World:
     """Keeps finished trajectories, where somebody wants to read them."""
 
 
-def checkpoint_facts(checkpoint: Checkpoint) -> Event:
+def committed(checkpoint: Checkpoint) -> schema.Checkpoint:
     """What the log says of a checkpoint."""
-    return {
-        "step": checkpoint.step,
-        "ready": [group.id for group in checkpoint.ready],
-        "open": [group.id for group in checkpoint.open],
-    }
+    return schema.Checkpoint(
+        step=checkpoint.step,
+        ready=[group.id for group in checkpoint.ready],
+        open=[group.id for group in checkpoint.open],
+    )
 
 
 class Coordinator:
@@ -117,15 +118,14 @@ class Coordinator:
             results = await self.trainer.resume(checkpoint.trainer, batches)
             self.rollout.restore(checkpoint, batches)
             self._log.emit(
-                "resumed",
-                {
-                    "step": self.trainer.version,
-                    "checkpoint": checkpoint.step,
-                    "ready": [group.id for group in checkpoint.ready],
-                    "open": [group.id for group in checkpoint.open],
-                    "out": self.rollout.health.out,
-                    "cause": resumed,
-                },
+                schema.Resumed(
+                    step=self.trainer.version,
+                    checkpoint=checkpoint.step,
+                    ready=[group.id for group in checkpoint.ready],
+                    open=[group.id for group in checkpoint.open],
+                    out=self.rollout.health.out,
+                    cause=resumed,
+                ),
             )
             self.rollout.end_superseded()
             for batch, result in zip(batches, results, strict=True):
@@ -143,12 +143,12 @@ class Coordinator:
         except StopAsked:
             await self._checkpoint()
             self.rollout.end()
-            self._log.emit("interrupted", {"step": self.trainer.version})
+            self._log.emit(schema.Interrupted(step=self.trainer.version))
 
     async def _only_evaluate(self) -> None:
         await self._assemble(training=False)
         await self._evaluating.guard("the model as it is", self.evaluation.run("eval0"))
-        self._log.emit("finished", {"steps": 0})
+        self._log.emit(schema.Finished(steps=0))
 
     def stop(self) -> None:
         """Stop after the step under way, with a checkpoint to resume from; at once where nothing is trained (yet)."""
@@ -174,7 +174,7 @@ class Coordinator:
             await self.weights.ready_for(step)
             batch = await self.rollout.batch(step)
             await self._write(f"batch {step}", partial(self._world.journal.write_batch, batch))
-            self._log.emit("written", {"step": step})
+            self._log.emit(schema.Written(step=step))
             if self._plan.before_step:
                 await self.weights.to(step)
             result = await self._step(batch)
@@ -194,22 +194,21 @@ class Coordinator:
         if self._job.evaluation.every:
             await self.weights.to(self.trainer.version)
             await self._evaluate(self.trainer.version)
-        self._log.emit("finished", {"steps": self._job.train.steps})
+        self._log.emit(schema.Finished(steps=self._job.train.steps))
 
     async def _step(self, batch: Batch) -> StepResult:
-        began = self._log.emit("step.start", {"step": batch.step, "serving": self.fleet.serving})
+        began = self._log.emit(schema.StepStart(step=batch.step, serving=self.fleet.serving))
         began_s = self._loop.time()
         result = await self.trainer.train(batch, began)
         self._record(batch, result)
         self._log.emit(
-            "step.end",
-            {
-                "step": batch.step,
-                "version": result.version,
-                "train_s": round(self._loop.time() - began_s, 6),
-                "metrics": dict(result.metrics),
-                "cause": began,
-            },
+            schema.StepEnd(
+                step=batch.step,
+                version=result.version,
+                train_s=round(self._loop.time() - began_s, 6),
+                metrics=dict(result.metrics),
+                cause=began,
+            ),
         )
         return result
 
@@ -228,7 +227,7 @@ class Coordinator:
             """Of what there is when there is room for it."""
             checkpoint = self.rollout.snapshot(self.trainer.version, reference)
             self._world.journal.commit(checkpoint)
-            self._log.emit("checkpoint", checkpoint_facts(checkpoint))
+            self._log.emit(committed(checkpoint))
 
         await self._write(f"checkpoint {self.trainer.version}", commit)
         with suppress(StoreFull):
@@ -259,7 +258,7 @@ class Coordinator:
     async def _assemble(self, *, training: bool) -> int:
         """Start the workers, all at once, and connect the drivers."""
         job, world, limits = self._job, self._world, self._job.limits
-        began = self._log.emit("starting", {"engines": len(world.engines)})
+        began = self._log.emit(schema.Starting(engines=len(world.engines)))
         starts = self.waits.on("engine.start", limits.start_s)
         trains = self.waits.on("trainer.start", limits.start_s)
         with boundary(ClusterError, "start"):
@@ -269,7 +268,7 @@ class Coordinator:
                 asyncio.gather(*(trains.guard("trainer", world.cluster.trainer()) for _ in range(training))),
                 asyncio.gather(*(starts.guard(spec.id, world.cluster.engine(spec)) for spec in world.engines)),
             )
-        self._log.emit("started", {"engines": [spec.id for spec in world.engines], "cause": began})
+        self._log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
         self.fleet = Fleet(
             dict(zip(world.engines, engines, strict=True)),
             world.cluster,

@@ -19,7 +19,8 @@ from rollart.control.render import Prefix, delta
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
 from rollart.types import (
@@ -257,8 +258,7 @@ class EnvManager:
         if self._recorder is not None:
             run.notes = Notes()
         run.cause = self._log.emit(
-            "start",
-            {"id": run.key, "task": run.task.id, "pool": run.order[0], "eval": run.evaluation, "cause": run.cause},
+            schema.Start(id=run.key, task=run.task.id, pool=run.order[0], eval=run.evaluation, cause=run.cause),
         )
         score: Score | None = None
         run.mover = self.movement.begin(run.key, run.task.domain)
@@ -389,7 +389,7 @@ class EnvManager:
                     score = _checked_score(await self._scoring.guard(run.key, self._rewards.score(trajectory)))
                 break
             except RewardError as error:
-                run.cause = self._log.emit("reward.failed", {"id": run.key, "reason": str(error), "cause": run.cause})
+                run.cause = self._log.emit(schema.RewardFailed(id=run.key, reason=str(error), cause=run.cause))
                 if tries > self._retries or not error.retryable:
                     raise
             finally:
@@ -399,17 +399,16 @@ class EnvManager:
             await asyncio.sleep(backoff_s(self._backoff_s, tries))
             tries += 1
         run.cause = self._log.emit(
-            "reward",
-            {
-                "id": run.key,
-                "value": score.value,
-                "s": round(self._loop.time() - began_s, 6),
-                "busy_s": round(score.busy_s, 6),
-                "cold_s": round(score.cold_start_s, 6),
-                "tries": tries,
-                **({"parts": dict(score.parts)} if score.parts else {}),
-                "cause": run.cause,
-            },
+            schema.Reward(
+                id=run.key,
+                value=score.value,
+                s=round(self._loop.time() - began_s, 6),
+                busy_s=round(score.busy_s, 6),
+                cold_s=round(score.cold_start_s, 6),
+                tries=tries,
+                parts=dict(score.parts),
+                cause=run.cause,
+            ),
         )
         return score
 
@@ -418,25 +417,24 @@ class EnvManager:
             with boundary(EnvError, "env.close"):
                 await self._closing.guard(run.key, env.close())
         except EnvError as error:
-            self._log.emit("warning", {"text": f"{run.key}: {error}", "cause": run.cause})
+            self._log.emit(schema.Warning(text=f"{run.key}: {error}", cause=run.cause))
 
     def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)
         run.cause = self._log.emit(
-            "end",
-            {
-                "id": run.key,
-                "task": run.task.id,
-                "status": status.value,
-                "reason": reason,
-                "born": trajectory.born,
-                "turns": len(trajectory.turns),
-                "tokens": trajectory.sampled_tokens,
-                "reward": trajectory.reward,
-                "env_s": round(sum(turn.env_s for turn in trajectory.turns), 6),
-                "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
-                "cause": run.cause,
-            },
+            schema.End(
+                id=run.key,
+                task=run.task.id,
+                status=status.value,
+                reason=reason,
+                born=trajectory.born,
+                turns=len(trajectory.turns),
+                tokens=trajectory.sampled_tokens,
+                reward=trajectory.reward,
+                env_s=round(sum(turn.env_s for turn in trajectory.turns), 6),
+                generate_s=round(sum(turn.generate_s for turn in trajectory.turns), 6),
+                cause=run.cause,
+            ),
         )
         if self._recorder is not None and run.notes is not None:
             self._recorder.played(run.notes.played(trajectory, evaluation=run.evaluation))

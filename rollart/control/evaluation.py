@@ -13,7 +13,8 @@ from rollart.control.affinity import AffinityDriver
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager, Run
 from rollart.errors import TaskError
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.ports import TaskSet
 from rollart.types import Trajectory, TrajectoryId
 
@@ -45,18 +46,17 @@ class Evaluation:
         mean = math.fsum(rewards) / max(1, len(rewards))
         spans = [span for trajectory in scored for turn in trajectory.turns for span in turn.completion.spans]
         self._log.emit(
-            "eval",
-            {
-                "name": name,
-                "task": settings.name,
-                "play": play,
-                "episodes": len(played),
-                "scored": len(scored),
-                "reward": mean,
-                "std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))),
-                "rate": all(reward in (0.0, 1.0) for reward in rewards),
-                "versions": [min(span.version for span in spans), max(span.version for span in spans)] if spans else [],
-            },
+            schema.Eval(
+                name=name,
+                task=settings.name,
+                play=play,
+                episodes=len(played),
+                scored=len(scored),
+                reward=mean,
+                std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))),
+                rate=all(reward in (0.0, 1.0) for reward in rewards),
+                versions=[min(span.version for span in spans), max(span.version for span in spans)] if spans else [],
+            ),
         )
 
     async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory | None:
@@ -64,9 +64,7 @@ class Evaluation:
             try:
                 task = draw(self._task_sets[settings.name], settings.name, number, held_out=True)
             except TaskError as error:
-                self._log.emit(
-                    "draw.failed", {"task": settings.name, "index": number, "reason": str(error), "eval": True}
-                )
+                self._log.emit(schema.DrawFailed(task=settings.name, index=number, reason=str(error), eval=True))
                 return None
             return await self._manager.run(
                 Run(

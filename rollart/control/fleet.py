@@ -24,7 +24,8 @@ from rollart.errors import (
     WeightError,
     boundary,
 )
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.stalls import Part
 from rollart.policy.swap import waves
@@ -136,7 +137,7 @@ class Fleet:
         slot = self.slots[spec.id] = EngineSlot(spec, None)
         slot.view.up = slot.view.serving = False
         self.pools.setdefault(spec.pool, []).append(slot.view)
-        cause = self._log.emit("engine.expected", {"engine": spec.id, "pool": spec.pool})
+        cause = self._log.emit(schema.EngineExpected(engine=spec.id, pool=spec.pool))
         self._supervisor.spawn(self._revive(slot, cause))
 
     # --- who takes requests -------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class Fleet:
         if not slot.view.up:
             return
         slot.view.up = slot.view.serving = False
-        cause = self._log.emit("engine.down", {"engine": slot.spec.id, "reason": reason, "calls": len(slot.calls)})
+        cause = self._log.emit(schema.EngineDown(engine=slot.spec.id, reason=reason, calls=len(slot.calls)))
         for call in list(slot.calls.values()):
             call.lost = reason
             call.task.cancel()
@@ -229,7 +230,7 @@ class Fleet:
                 while self._current is not None and slot.view.version != self._current.version:
                     await self._load(slot, self._current)
             except BoundaryError as error:
-                self._log.emit("engine.retry", {"engine": slot.spec.id, "reason": str(error), "cause": cause})
+                self._log.emit(schema.EngineRetry(engine=slot.spec.id, reason=str(error), cause=cause))
                 if isinstance(error, VersionGone):
                     slot.restarts -= 1
                     await self._waiting.guard(slot.spec.id, self.changed())
@@ -238,13 +239,11 @@ class Fleet:
                 continue
             slot.view.up = slot.view.serving = True
             slot.still = 0
-            self.on_change(
-                self._log.emit("engine.up", {"engine": slot.spec.id, "version": slot.view.version, "cause": cause})
-            )
+            self.on_change(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
             self._wake()
             return
         slot.gone = True
-        self._log.emit("engine.gone", {"engine": slot.spec.id, "restarts": slot.restarts, "cause": cause})
+        self._log.emit(schema.EngineGone(engine=slot.spec.id, restarts=slot.restarts, cause=cause))
         self._wake()
         if all(other.gone or (other.further and not other.view.up) for other in self.slots.values()):
             self._supervisor.fail(
@@ -285,11 +284,11 @@ class Fleet:
         """Suspend these, load, resume."""
         for slot in slots:
             slot.view.serving = False
-        self._log.emit("suspend", {"engines": [slot.spec.id for slot in slots]})
+        self._log.emit(schema.Suspend(engines=[slot.spec.id for slot in slots]))
         await asyncio.gather(*(self._swap_one(slot, manifest) for slot in slots))
         for slot in slots:
             slot.view.serving = slot.view.up
-        self._log.emit("resume", {"engines": [slot.spec.id for slot in slots if slot.view.up]})
+        self._log.emit(schema.Resume(engines=[slot.spec.id for slot in slots if slot.view.up]))
         self._wake()
 
     async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
@@ -309,9 +308,7 @@ class Fleet:
                     report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
                 break
             except WeightError as error:
-                self._log.emit(
-                    "weights.damaged", {"engine": slot.spec.id, "version": manifest.version, "reason": str(error)}
-                )
+                self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
                 if not tries_left:
                     raise
                 manifest = await self._repair(manifest.version)
@@ -323,13 +320,12 @@ class Fleet:
 
     def _log_swap(self, slot: EngineSlot, report: SwapReport) -> None:
         self._log.emit(
-            "engine.swap",
-            {
-                "engine": slot.spec.id,
-                "version": report.version,
-                "pull_s": round(report.pull_s, 6),
-                "exposed_s": round(report.exposed_s, 6),
-                "rebuilt": report.rebuilt_tokens,
-                "in_flight": len(slot.calls),
-            },
+            schema.EngineSwap(
+                engine=slot.spec.id,
+                version=report.version,
+                pull_s=round(report.pull_s, 6),
+                exposed_s=round(report.exposed_s, 6),
+                rebuilt=report.rebuilt_tokens,
+                in_flight=len(slot.calls),
+            ),
         )

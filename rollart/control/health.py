@@ -11,7 +11,8 @@ from typing import Any
 from rollart.causes import Causes
 from rollart.config.settings import LimitSettings
 from rollart.control.samples import zero_variance
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.breaker import Breaker
 from rollart.policy.mix import Mix
 
@@ -74,7 +75,7 @@ class Health:
 
     def draw_failed(self, task: str, index: int, group: str, reason: str, now_s: float) -> float | None:
         """As `failed`, for a group that could not be made."""
-        cause = self._log.emit("draw.failed", {"task": task, "index": index, "reason": reason, "eval": False})
+        cause = self._log.emit(schema.DrawFailed(task=task, index=index, reason=reason, eval=False))
         self._tallies[task].undrawn += 1
         self._tallies[task].causes.add(reason)
         return self._failed(task, group, now_s, cause)
@@ -89,7 +90,7 @@ class Health:
         if filtered:
             self._tallies[task].filtered.add(f"all members earned {rewards[0]:.4g}")
         if self._breaker.well(task, group):
-            self._log.emit("breaker.close", {"task": task, "group": group, "cause": cause})
+            self._log.emit(schema.BreakerClose(task=task, group=group, cause=cause))
             self._set_out()
         self._watch_flat(task, rewards)
 
@@ -119,7 +120,7 @@ class Health:
     def probing(self, task: str, group: str) -> None:
         """This group tries it."""
         self._breaker.probing(task, group)
-        self._log.emit("breaker.probe", {"task": task, "group": group})
+        self._log.emit(schema.BreakerProbe(task=task, group=group))
 
     # --- words ------------------------------------------------------------------------------------------------
 
@@ -164,15 +165,14 @@ class Health:
         if wait_s is not None:
             reason = self._tallies[task].causes.words()
             self._log.emit(
-                "breaker.open",
-                {
-                    "task": task,
-                    "failures": self._breaker.failures(task),
-                    "probes": self._breaker.probes(task),
-                    "wait_s": wait_s,
-                    "reason": reason,
-                    "cause": cause,
-                },
+                schema.BreakerOpen(
+                    task=task,
+                    failures=self._breaker.failures(task),
+                    probes=self._breaker.probes(task),
+                    wait_s=wait_s,
+                    reason=reason,
+                    cause=cause,
+                ),
             )
             if not was_open:
                 self._set_out()
@@ -199,4 +199,4 @@ class Health:
             )
 
     def _warn(self, text: str) -> None:
-        self._log.emit("warning", {"text": text})
+        self._log.emit(schema.Warning(text=text))

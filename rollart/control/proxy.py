@@ -12,7 +12,8 @@ from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Expired, Waits
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest
@@ -56,7 +57,7 @@ class Proxy:
                 slot.served += 1
                 return completion, slot.view, self._log_said(request, slot, completion, cause), sent_s
             last = None
-            cause = self._log.emit("lost", {"id": request.id, "engine": slot.spec.id, "reason": reason, "cause": cause})
+            cause = self._log.emit(schema.Lost(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
         raise EngineError(f"{MAX_SENDS} engines in a row were lost with this request; the last: {reason}")
 
     async def _place(
@@ -72,19 +73,19 @@ class Proxy:
                 raise EngineError("no engine is left")
             await self._queueing.guard(request.id, fleet.changed())
         view = route.engine
-        event = {
-            "id": request.id,
-            "engine": view.id,
-            "pool": view.pool,
-            "want": order[0],
-            "version": view.version,
-            "why": route.why,
-            "prompt": request.prompt_tokens,
-            "cause": cause,
-        }
-        if route.fallback:
-            event["fallback"] = route.fallback
-        self._log.emit("send", event)
+        self._log.emit(
+            schema.Send(
+                id=request.id,
+                engine=view.id,
+                pool=view.pool,
+                want=order[0],
+                version=view.version,
+                why=route.why,
+                prompt=request.prompt_tokens,
+                fallback=route.fallback,
+                cause=cause,
+            )
+        )
         return fleet.slots[view.id]
 
     async def _send(self, slot: EngineSlot, request: GenerateRequest) -> tuple[Completion | None, str]:
@@ -127,24 +128,24 @@ class Proxy:
 
     def _refused(self, slot: EngineSlot, request: GenerateRequest, reason: str, cause: int) -> None:
         """Nobody gets to see this answer. Its attempt ends; an engine that gives nothing better is lost."""
-        self._log.emit("refused", {"id": request.id, "engine": slot.spec.id, "reason": reason, "cause": cause})
+        self._log.emit(schema.Refused(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
         slot.refused += 1
         if engine_is_broken(slot.refused):
             self._fleet.down(slot, f"{slot.refused} answers in a row could not be believed; the last: {reason}")
             slot.refused = 0
 
     def _log_said(self, request: GenerateRequest, slot: EngineSlot, completion: Completion, cause: int) -> int:
-        event = {
-            "id": request.id,
-            "engine": slot.spec.id,
-            "tokens": len(completion.tokens),
-            "spans": [tuple(span) for span in completion.spans],
-            "prefill": completion.prefill_tokens,
-            "cached": completion.cached_tokens,
-            "busy_s": round(completion.busy_s, 6),
-            "finish": completion.finish.value,
-            "cause": cause,
-        }
-        if completion.prefill_busy_s:
-            event["prefill_busy_s"] = round(completion.prefill_busy_s, 6)
-        return self._log.emit("said", event)
+        return self._log.emit(
+            schema.Said(
+                id=request.id,
+                engine=slot.spec.id,
+                tokens=len(completion.tokens),
+                spans=[*completion.spans],
+                prefill=completion.prefill_tokens,
+                cached=completion.cached_tokens,
+                busy_s=round(completion.busy_s, 6),
+                finish=completion.finish.value,
+                prefill_busy_s=round(completion.prefill_busy_s, 6) if completion.prefill_busy_s else None,
+                cause=cause,
+            )
+        )

@@ -17,7 +17,8 @@ from rollart.control.health import Health
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import JobStopped, TaskError
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
@@ -143,7 +144,7 @@ class Rollout:
         self.slots.admit(group_id)
         self.buffer.admit(group)
         group.order = self._affinity.admit(task.domain)
-        group.cause = self._log.emit("admit", {"group": group_id, "task": task.id, "serving": self._fleet.serving})
+        group.cause = self._log.emit(schema.Admit(group=group_id, task=task.id, serving=self._fleet.serving))
         for number, member in enumerate(group.members):
             self._supervisor.spawn(self._play(group, number, member))
 
@@ -174,7 +175,7 @@ class Rollout:
                 self.health.attempt_failed(group.task.domain, trajectory.reason)
             if group.id not in self.buffer.in_progress:
                 if trajectory.reward is not None:
-                    self._log.emit("late", {"id": run.key, "cause": run.cause})
+                    self._log.emit(schema.Late(id=run.key, cause=run.cause))
                 return
             verdict = self.buffer.ended(group, member, trajectory, self._fleet.serving)
             if verdict is not Verdict.RETRY:
@@ -193,14 +194,13 @@ class Rollout:
                     self._end(group.id, group.task, "filtered", cause)
                 else:
                     self._log.emit(
-                        "ready",
-                        {
-                            "group": group.id,
-                            "born": done.born,
-                            "members": [str(member.id) for member in done.members],
-                            "gradient": any(done.advantages),
-                            "cause": cause,
-                        },
+                        schema.Ready(
+                            group=group.id,
+                            born=done.born,
+                            members=[str(member.id) for member in done.members],
+                            gradient=any(done.advantages),
+                            cause=cause,
+                        ),
                     )
                     self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
                     self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
@@ -228,7 +228,7 @@ class Rollout:
         """A group is over, untrained. Its slot is free at once."""
         self.slots.died(group_id)
         self.mix.died(task.domain, task.index, again=how in ("stale", "surplus"), stale=how == "stale")
-        ended = self._log.emit("group", {"group": group_id, "task": task.id, "how": how, "cause": cause})
+        ended = self._log.emit(schema.Group(group=group_id, task=task.id, how=how, cause=cause))
         if self._recorder is not None:
             self._recorder.ended(group_id, how)
         now_s = self._loop.time()
@@ -318,15 +318,14 @@ class Rollout:
         self.health.batch_formed()
         self.slots.taken([group.id for group in groups])
         cause = self._log.emit(
-            "batch",
-            {
-                "step": step,
-                "serving": serving,
-                "groups": [group.id for group in groups],
-                "tasks": [group.task.id for group in groups],
-                "born": [group.born for group in groups],
-                "tokens": sum(member.sampled_tokens for group in groups for member in group.members),
-            },
+            schema.Batch(
+                step=step,
+                serving=serving,
+                groups=[group.id for group in groups],
+                tasks=[group.task.id for group in groups],
+                born=[group.born for group in groups],
+                tokens=sum(member.sampled_tokens for group in groups for member in group.members),
+            ),
         )
         if self._bound == 0:
             self._sated = True
@@ -396,7 +395,7 @@ class Rollout:
     def end_superseded(self) -> None:
         """End the groups that went stale after the checkpoint and whose task was then trained on in another group."""
         for group_id, task in self._superseded:
-            self._log.emit("group", {"group": group_id, "task": task.id, "how": "surplus"})
+            self._log.emit(schema.Group(group=group_id, task=task.id, how="surplus"))
             if self._recorder is not None:
                 self._recorder.ended(group_id, "surplus")
 
@@ -421,7 +420,7 @@ class Rollout:
     # --- small things ---------------------------------------------------------------------------------------
 
     def _warn(self, text: str) -> None:
-        self._log.emit("warning", {"text": text})
+        self._log.emit(schema.Warning(text=text))
 
     def _notify(self) -> None:
         if self._changed is not None and not self._changed.done():

@@ -8,7 +8,8 @@ import asyncio
 
 from rollart.control.waits import Waits
 from rollart.errors import StayedFull, StoreFull
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 
 RETRY_S = 5.0
 """Between two tries."""
@@ -28,9 +29,9 @@ class Room:
         """It found no room: returns when it is time to try again. Raises StayedFull when that went on for too long."""
         now_s = self._loop.time()
         if what not in self._since:
-            cause = self._log.emit("store.full", {"what": what, "reason": str(error)})
+            cause = self._log.emit(schema.StoreFull(what=what, reason=str(error)))
             text = f"{what}: no room to write ({error}); trying again for {self._limit_s:g} s: free some"
-            self._log.emit("warning", {"text": text, "cause": cause})
+            self._log.emit(schema.Warning(text=text, cause=cause))
             self._since[what] = (now_s, cause)
         left_s = self._since[what][0] + self._limit_s - now_s
         if left_s <= 0:
@@ -45,4 +46,4 @@ class Room:
         if what in self._since:
             since_s, cause = self._since.pop(what)
             waited_s = round(self._loop.time() - since_s, 3)
-            self._log.emit("store.room", {"what": what, "waited_s": waited_s, "cause": cause})
+            self._log.emit(schema.StoreRoom(what=what, waited_s=waited_s, cause=cause))

@@ -12,7 +12,8 @@ from typing import TypeVar
 from rollart.control.room import Room
 from rollart.control.waits import Waits
 from rollart.errors import BoundaryError, ClusterError, JobStopped, StoreFull, TrainerError, VersionGone, boundary
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.training import Progress, in_vain, progress, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer
@@ -92,18 +93,17 @@ class TrainerDriver:
         self._lost_in_a_row = 0
         if result.set_aside:
             self._log.emit(
-                "step.aside",
-                {
-                    "step": batch.step,
-                    "trajectories": [[str(one.trajectory), one.reason] for one in result.set_aside],
-                    "groups": set_aside_whole(batch, result.set_aside),
-                    "cause": cause,
-                },
+                schema.StepAside(
+                    step=batch.step,
+                    trajectories=[(str(one.trajectory), one.reason) for one in result.set_aside],
+                    groups=set_aside_whole(batch, result.set_aside),
+                    cause=cause,
+                ),
             )
         return result
 
     def _warn(self, text: str) -> None:
-        self._log.emit("warning", {"text": text})
+        self._log.emit(schema.Warning(text=text))
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         async def push(trainer: Trainer) -> WeightManifest:
@@ -123,19 +123,18 @@ class TrainerDriver:
         self.version = await self._call("restore", lambda trainer: trainer.restore(reference))
         self._oldest = self.version
         for batch in batches:
-            began = self._log.emit("replay", {"step": batch.step, "groups": [group.id for group in batch.groups]})
+            began = self._log.emit(schema.Replay(step=batch.step, groups=[group.id for group in batch.groups]))
             began_s = asyncio.get_running_loop().time()
             result = await self._train(batch, began)
             results.append(result)
             self._log.emit(
-                "replayed",
-                {
-                    "step": batch.step,
-                    "version": result.version,
-                    "train_s": round(asyncio.get_running_loop().time() - began_s, 6),
-                    "metrics": dict(result.metrics),
-                    "cause": began,
-                },
+                schema.Replayed(
+                    step=batch.step,
+                    version=result.version,
+                    train_s=round(asyncio.get_running_loop().time() - began_s, 6),
+                    metrics=dict(result.metrics),
+                    cause=began,
+                ),
             )
         return results
 
@@ -165,7 +164,7 @@ class TrainerDriver:
             if life != self._lives:
                 return  # another call noticed first, and the new trainer is ready
             self._lives += 1
-            cause = self._log.emit("trainer.down", {"reason": reason})
+            cause = self._log.emit(schema.TrainerDown(reason=reason))
             while True:
                 self._lost_in_a_row += 1
                 if self._lost_in_a_row > self._restarts:
@@ -179,7 +178,7 @@ class TrainerDriver:
                     break
                 except BoundaryError as error:
                     reason = str(error)
-            self._log.emit("trainer.up", {"version": self.version, "cause": cause})
+            self._log.emit(schema.TrainerUp(version=self.version, cause=cause))
 
     async def _rebuild(self, cause: int) -> None:
         """A new trainer with the state the old one had after its last finished step."""
@@ -192,9 +191,7 @@ class TrainerDriver:
             for batch in self._journal.batches(version):
                 if batch.step >= self.version:
                     break
-                self._log.emit(
-                    "replay", {"step": batch.step, "groups": [group.id for group in batch.groups], "cause": cause}
-                )
+                self._log.emit(schema.Replay(step=batch.step, groups=[group.id for group in batch.groups], cause=cause))
                 await self._working.guard(f"replay {batch.step}", trainer.train_step(batch))
         self._trainer = trainer
         self._oldest = max(version, self.version - 1)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from rollart.control.waits import Waits
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.stalls import Lag, Part, lagging, to_name
 
 
@@ -37,7 +38,7 @@ class Watchdog:
                 moved_s = self._log.last_s
             now_s = self._loop.time()
             if now_s - max(moved_s, stalled_s) >= self._stall_s:
-                self.report("stall", f"nothing has moved for {now_s - moved_s:.0f} s")
+                self.report(schema.Stall, f"nothing has moved for {now_s - moved_s:.0f} s")
                 stalled_s = now_s
                 self._reported_s = self._log.last_s
             elif moved_s > now_s - self._stall_s:
@@ -63,25 +64,20 @@ class Watchdog:
             f"; it waits on {what}" if what else ""
         )
         cause = self._log.emit(
-            "lagging",
-            {
-                "kind": part.kind,
-                "name": part.name,
-                "for_s": round(part.still_s, 3),
-                "peers_s": round(lag.peers_s, 3),
-                "what": what,
-            },
+            schema.Lagging(
+                kind=part.kind, name=part.name, for_s=round(part.still_s, 3), peers_s=round(lag.peers_s, 3), what=what
+            ),
         )
-        self._log.emit("warning", {"text": text, "cause": cause})
+        self._log.emit(schema.Warning(text=text, cause=cause))
 
-    def report(self, kind: str, text: str) -> str:
+    def report(self, kind: type[schema.Stall | schema.Deadlock], text: str) -> str:
         """Write who waits, and return it in words."""
         now_s = self._loop.time()
         words = f"{text}: {self._waits.report(now_s)}"
         waiting = [
-            {"who": wait.who, "what": wait.what, "for_s": round(now_s - wait.since_s, 3)}
+            schema.Wait(who=wait.who, what=wait.what, for_s=round(now_s - wait.since_s, 3))
             for wait in self._waits.oldest()
         ]
-        self._log.emit(kind, {"text": words, "waiting": waiting})
+        self._log.emit(kind(text=words, waiting=waiting))
         self._log.flush()
         return words

@@ -12,7 +12,8 @@ from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
 from rollart.errors import WeightError, boundary
-from rollart.events import LogHandle
+from rollart.events import schema
+from rollart.events.log import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
 from rollart.ports import WeightStore
 from rollart.types import WeightManifest, WeightVersion
@@ -56,10 +57,10 @@ class WeightDriver:
     async def _push(self, version: WeightVersion, previous: "asyncio.Future[WeightManifest] | None") -> None:
         if previous is not None:
             await asyncio.wait([previous])
-        began = self._log.emit("push", {"version": version})
+        began = self._log.emit(schema.Push(version=version))
         await self._fleet.stage(version)
         manifest = await self._trainer.publish(version)
-        self._log.emit("pushed", {"version": version, "bytes": manifest.num_bytes, "cause": began})
+        self._log.emit(schema.Pushed(version=version, bytes=manifest.num_bytes, cause=began))
         self._manifests[version].set_result(manifest)
         if self._plan.when_published:
             await self.to(version)
@@ -88,9 +89,9 @@ class WeightDriver:
     async def _swap(self, manifest: WeightManifest) -> None:
         if self._plan.drains:
             await self._rollout.drain()
-        began = self._log.emit("swap.start", {"version": manifest.version, "serving": self._fleet.serving})
+        began = self._log.emit(schema.SwapStart(version=manifest.version, serving=self._fleet.serving))
         await self._fleet.swap(manifest, self._plan.rolling)
-        ended = self._log.emit("swap.end", {"version": manifest.version, "cause": began})
+        ended = self._log.emit(schema.SwapEnd(version=manifest.version, cause=began))
         for version in [version for version in self._manifests if version < manifest.version]:
             del self._manifests[version]
         self._rollout.swapped(ended)
@@ -111,4 +112,4 @@ class WeightDriver:
             with boundary(WeightError, "drop old weights"):
                 await self._dropping.guard(f"version {version}", self._store.drop_before(version))
         except WeightError as error:
-            self._log.emit("warning", {"text": str(error)})
+            self._log.emit(schema.Warning(text=str(error)))

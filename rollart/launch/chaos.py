@@ -17,7 +17,7 @@ from typing import Any
 from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.sim import FAULT_KINDS
-from rollart.launch.run import simulate
+from rollart.launch.simulation import simulate
 from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")

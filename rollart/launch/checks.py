@@ -6,6 +6,7 @@ model's weights are not read.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -18,10 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.errors import BoundaryError, JobError
-from rollart.launch.real import check_supported, refuse_long_contexts, refuse_mixtures_on_servers
 from rollart.launch.resources import refuse_unplaceable
 from rollart.launch.setups import task_variables
-from rollart.launch.shapes import saved_params, shape_of
+from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.report.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -86,6 +86,114 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
         look(_refuse_full_disk, room)
     return found
+
+
+# --- the job itself --------------------------------------------------------------------------------------------------
+
+
+def check_supported(job: Job) -> None:
+    """A key that `rollart train` would ignore is an error, and not a surprise."""
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.prefill is not None:
+            raise JobError(
+                f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
+                "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
+            )
+        if pool.engines is not None and pool.engines.type == "embedded" and pool.engines.gpus > 1:
+            raise JobError(
+                f"pools.{pool.name}.engines.gpus: {pool.engines.gpus}, but an embedded engine computes on one device; "
+                "set it to 1 and raise engines.count, or set engines.type to vllm or sglang"
+            )
+    _refuse_missing_cores(job)
+    _refuse_missing_variables(job)
+    for pool in job.pools:
+        if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
+            raise JobError(
+                f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
+                "set cluster.type to ray, or remove it"
+            )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type != "embedded" and pool.engines.device != "cpu":
+            if job.cluster.type != "local":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: a cluster of type {job.cluster.type} gives a server no device "
+                    "by number; remove it, or set cluster.type to local"
+                )
+            if pool.hardware == "cpu":
+                raise JobError(
+                    f"pools.{pool.name}.engines.device: {pool.engines.device}, but the pool's hardware is cpu, where a "
+                    "server computes on none; remove it, or name the hardware"
+                )
+        if pool.engines.type != "embedded" and job.weights.type != "files":
+            raise JobError(
+                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
+                "set weights.type=files"
+            )
+    if job.train.type == "single" and job.train.gpus > 1:
+        raise JobError(
+            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+        )
+    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_missing_variables(job: Job) -> None:
+    """On Ray, environments have the variables of their machines; rewards are here."""
+    asked = [(f"tasks.{position}.environment", task.environment) for position, task in enumerate(job.tasks)]
+    if any(names for _, names in asked) and all(pool.isolation == "inline" for pool in job.pools if pool.slots):
+        key = next(key for key, names in asked if names)
+        raise JobError(
+            f"{key}: environments of isolation inline run in this process, and see all that it sees; remove it, or set "
+            "isolation to process"
+        )
+    for key, names in [*(asked if job.cluster.type != "ray" else []), ("rewards.environment", job.rewards.environment)]:
+        for name in names:
+            if name not in os.environ:
+                raise JobError(f"{key}: {name} is not set here; set it (export {name}=...), or remove it")
+
+
+def _refuse_missing_cores(job: Job) -> None:
+    most = os.cpu_count() or 1
+    asked = [(f"pools.{pool.name}.engines.cores", pool.engines.cores) for pool in job.pools if pool.engines]
+    for key, cores in [*asked, ("train.cores", job.train.cores)]:
+        if cores and max(cores) >= most:
+            raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
+
+
+def refuse_long_contexts(job: Job) -> None:
+    """A trajectory that outgrows its engine fails, where one that reaches `model.context_tokens` is truncated."""
+    asked = job.model.context_tokens
+    config = _model_config(job)
+    most = config.get("max_position_embeddings")
+    if most and asked > most:
+        raise JobError(
+            f"model.context_tokens: {asked} is more than the {most} positions of {job.model.path}; "
+            f"set model.context_tokens={most} or less"
+        )
+    for pool in job.engine_pools:
+        assert pool.engines is not None
+        if pool.engines.type == "embedded" and asked > pool.engines.kv_tokens:
+            raise JobError(
+                f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens "
+                f"{pool.engines.kv_tokens}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
+            )
+
+
+def _model_config(job: Job) -> dict[str, Any]:
+    return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
+
+
+def refuse_mixtures_on_servers(job: Job) -> None:
+    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
+    kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
+    if not kinds:
+        return
+    if experts_in(_model_config(job)).num:
+        raise JobError(
+            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
+            "of yet; give another model, or set engines.type to embedded"
+        )
 
 
 # --- the model ------------------------------------------------------------------------------------------------------

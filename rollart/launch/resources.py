@@ -11,7 +11,7 @@ from rollart.config.job import Job
 from rollart.config.settings import EngineSettings, PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
-from rollart.launch.worlds import offers
+from rollart.launch.offers import offers
 from rollart.policy.devices import Assignment, DeviceDemand, assign
 from rollart.policy.placement import Demand, Fit, fit, stand_ins
 from rollart.types import Needs, Node

@@ -4,13 +4,35 @@ Numbers are those of the promises (docs/promises.md). The audit keeps its own bo
 control plane computed (an age, a count of slots, a serving version) where it can work it out from what happened.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.schema import Event
 from rollart.report.audit_tasks import TaskBooks
 
 SENDS = 6
 """A call may be given up after this many sends were lost with their engines; not before."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """One attempt under way."""
+
+    task: str
+    pool: str
+    eval: bool
+    started_s: float
+    version: int = 0
+    """The newest that sampled for it."""
+    born: int | None = None
+    """The first that did."""
+    sent: int = 0
+    """The event of its last call."""
+    lost: int = 0
+    """Calls that were lost with their engines."""
+    refused: bool = False
+    """One of its answers was."""
 
 
 class Audit:
@@ -20,8 +42,9 @@ class Audit:
         self.violations: list[str] = []
         self.faults: dict[str, list[int]] = {}
         """Kind -> [how often it fired, how often of these during a swap]"""
-        self._job: Event = {}
-        self._now: Event = {}
+        self._job: schema.Run
+        """As the first event says, and the last change."""
+        self._now = Event()
         self._serving = 0
         self._target = 0
         self._versions: dict[str, int] = {}
@@ -32,7 +55,7 @@ class Audit:
         """Group -> `open`, `ready`, `taken`, or `reopening` after a restart."""
         self._task_of: dict[str, str] = {}
         self._ended: dict[str, str] = {}
-        self._runs: dict[str, dict[str, Any]] = {}
+        self._runs: dict[str, _Attempt] = {}
         self._scored: dict[str, tuple[str, int]] = {}
         self._calls: dict[str, tuple[str, str]] = {}
         """Attempt -> (call, engine) under way."""
@@ -68,16 +91,55 @@ class Audit:
         self._full_s: dict[str, float] = {}
         """What waits for room -> since when."""
         self._trainer_faults = 0
-        self._handlers = {
-            name.removeprefix("_on_").replace("_", "."): getattr(self, name)
-            for name in dir(self)
-            if name.startswith("_on_")
-        }
+        self._handlers: Handlers = dict(
+            [
+                on(schema.Run, self._on_run),
+                on(schema.Changed, self._on_changed),
+                on(schema.Started, self._on_started),
+                on(schema.Finished, self._on_finished),
+                on(schema.Interrupted, self._on_interrupted),
+                on(schema.Stopped, self._on_stopped),
+                on(schema.Fault, self._on_fault),
+                on(schema.StoreFull, self._on_store_full),
+                on(schema.StoreRoom, self._on_store_room),
+                on(schema.TrainerDown, self._on_trainer_down),
+                on(schema.Admit, self._on_admit),
+                on(schema.Start, self._on_start),
+                on(schema.Send, self._on_send),
+                on(schema.Said, self._on_said),
+                on(schema.Reward, self._on_reward),
+                on(schema.Lost, self._on_lost),
+                on(schema.Refused, self._on_refused),
+                on(schema.End, self._on_end),
+                on(schema.Ready, self._on_ready),
+                on(schema.Group, self._on_group),
+                on(schema.Batch, self._on_batch),
+                on(schema.Written, self._on_written),
+                on(schema.StepStart, self._on_step_start),
+                on(schema.StepAside, self._on_step_aside),
+                on(schema.Replayed, self._on_replayed),
+                on(schema.StepEnd, self._on_step_end),
+                on(schema.Replay, self._on_replay),
+                on(schema.Bucket, self._on_bucket),
+                on(schema.Manifest, self._on_manifest),
+                on(schema.Loaded, self._on_loaded),
+                on(schema.EngineSwap, self._on_engine_swap),
+                on(schema.Suspend, self._on_suspend),
+                on(schema.Resume, self._on_resume),
+                on(schema.EngineDown, self._on_engine_down),
+                on(schema.EngineUp, self._on_engine_up),
+                on(schema.SwapStart, self._on_swap_start),
+                on(schema.SwapEnd, self._on_swap_end),
+                on(schema.Checkpoint, self._on_checkpoint),
+                on(schema.Killed, self._on_killed),
+                on(schema.Resumed, self._on_resumed),
+            ]
+        )
 
     def read(self, event: Event) -> None:
         self._now = event
         self._task_books.read(event)
-        handler = self._handlers.get(event["e"])
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
@@ -101,97 +163,89 @@ class Audit:
         return self.violations
 
     def _broken(self, promise: int, text: str) -> None:
-        self.violations.append(f"promise {promise}: {text} (event {self._now.get('n')}, t = {self._now.get('t')})")
+        self.violations.append(f"promise {promise}: {text} (event {self._now.n}, t = {self._now.t})")
 
     # --- the job --------------------------------------------------------------------------------------------
 
-    def _on_run(self, event: Event) -> None:
+    def _on_run(self, event: schema.Run) -> None:
         self._job = event
 
-    def _on_changed(self, event: Event) -> None:
-        self._job = event["job"]
+    def _on_changed(self, event: schema.Changed) -> None:
+        self._job = event.job
 
-    def _on_started(self, event: Event) -> None:
-        for engine in event["engines"]:
+    def _on_started(self, event: schema.Started) -> None:
+        for engine in event.engines:
             self._versions[engine] = 0
 
-    def _on_finished(self, event: Event) -> None:
+    def _on_finished(self, event: schema.Finished) -> None:
         self._over = "finished"
 
-    def _on_interrupted(self, event: Event) -> None:
+    def _on_interrupted(self, event: schema.Interrupted) -> None:
         self._over = "finished"
 
-    def _on_stopped(self, event: Event) -> None:
+    def _on_stopped(self, event: schema.Stopped) -> None:
         self._over = "stopped"
-        self.full = bool(event.get("full"))
-        if self.full and event["t"] - min(self._full_s.values(), default=event["t"]) < self._job["store_full_s"] - 1.0:
+        self.full = event.full
+        if self.full and event.t - min(self._full_s.values(), default=event.t) < self._job.store_full_s - 1.0:
             self._broken(8, "the job stopped for want of room before its time")
-        if event.get("deadlock"):
-            self._broken(10, f"deadlock: {event['reason']}")
+        if event.deadlock:
+            self._broken(10, f"deadlock: {event.reason}")
 
-    def _on_fault(self, event: Event) -> None:
-        count = self.faults.setdefault(event["fault"], [0, 0])
+    def _on_fault(self, event: schema.Fault) -> None:
+        count = self.faults.setdefault(event.fault, [0, 0])
         count[0] += 1
         count[1] += self._swapping
-        self._trainer_faults += event["fault"].startswith("trainer")
-        if event["fault"].startswith(("env", "reward", "refused", "engine", "slow_answer")):
-            self._hit[event["target"]] = event["n"]
-        elif event["fault"] == "bad_answer":
-            self._hit[event["target"].rpartition("/")[0]] = event["n"]
-            self._spoilt[event["target"]] = None
-        elif event["fault"] == "failing_task":
-            until_s = event["t"] + event["for_s"]
-            self._outages[event["target"]] = max(until_s, self._outages.get(event["target"], 0.0))
-        elif event["fault"] == "untrainable_batch":
-            self._untrainable[int(event["target"].removeprefix("step "))] = True
+        self._trainer_faults += event.fault.startswith("trainer")
+        if event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
+            self._hit[event.target] = event.n
+        elif event.fault == "bad_answer":
+            self._hit[event.target.rpartition("/")[0]] = event.n
+            self._spoilt[event.target] = None
+        elif event.fault == "failing_task":
+            until_s = event.t + event.for_s
+            self._outages[event.target] = max(until_s, self._outages.get(event.target, 0.0))
+        elif event.fault == "untrainable_batch":
+            self._untrainable[int(event.target.removeprefix("step "))] = True
 
-    def _on_store_full(self, event: Event) -> None:
-        self._full_s[event["what"]] = event["t"]
+    def _on_store_full(self, event: schema.StoreFull) -> None:
+        self._full_s[event.what] = event.t
 
-    def _on_store_room(self, event: Event) -> None:
-        self._full_s.pop(event["what"], None)
+    def _on_store_room(self, event: schema.StoreRoom) -> None:
+        self._full_s.pop(event.what, None)
 
-    def _on_trainer_down(self, event: Event) -> None:
+    def _on_trainer_down(self, event: schema.TrainerDown) -> None:
         """A full store is nobody's death."""
         if self._untrainable.get(self._steps_done):
             self._untrainable[self._steps_done] = False
             return
         self._trainer_faults -= 1
         if self._simulated and self._trainer_faults < 0:
-            self._broken(8, f"the trainer was given up ({event['reason']}) though nothing happened to it")
+            self._broken(8, f"the trainer was given up ({event.reason}) though nothing happened to it")
 
     # --- trajectories ---------------------------------------------------------------------------------------
 
-    def _on_admit(self, event: Event) -> None:
-        group = event["group"]
+    def _on_admit(self, event: schema.Admit) -> None:
+        group = event.group
         if self._alive.get(group, "reopening") != "reopening" or group in self._ended:
             self._broken(8, f"group {group} was admitted twice")
         self._alive[group] = "open"
-        self._task_of[group] = event["task"]
-        if len(self._alive) > self._job["slots"]:
-            self._broken(2, f"{len(self._alive)} groups alive in {self._job['slots']} slots")
+        self._task_of[group] = event.task
+        if len(self._alive) > self._job.slots:
+            self._broken(2, f"{len(self._alive)} groups alive in {self._job.slots} slots")
 
-    def _on_start(self, event: Event) -> None:
-        if event["id"] in self._runs or event["id"] in self._scored:
-            self._broken(8, f"attempt {event['id']} was started twice")
-        self._runs[event["id"]] = {
-            "version": 0,
-            "born": None,
-            "eval": event["eval"],
-            "pool": event["pool"],
-            "lost": 0,
-            "refused": False,
-            "sent": 0,
-            "t": event["t"],
-            "task": event["task"].split("/", 1)[0],
-        }
+    def _on_start(self, event: schema.Start) -> None:
+        if event.id in self._runs or event.id in self._scored:
+            self._broken(8, f"attempt {event.id} was started twice")
+        self._runs[event.id] = _Attempt(
+            task=event.task.split("/", 1)[0], pool=event.pool, eval=event.eval, started_s=event.t
+        )
 
-    def _on_send(self, event: Event) -> None:
-        call = event["id"]
+    def _on_send(self, event: schema.Send) -> None:
+        call = event.id
         attempt = call.rpartition("/")[0]
         run = self._runs.get(attempt)
-        engine = event["engine"]
-        self._pool.setdefault(engine, event["pool"])
+        engine = event.engine
+        self._pool.setdefault(engine, event.pool)
         if run is None:
             self._broken(6, f"call {call} belongs to no attempt")
             return
@@ -199,154 +253,152 @@ class Audit:
             self._broken(6, f"call {call} was sent while {self._calls[attempt][0]} was under way")
         self._calls[attempt] = (call, engine)
         self._spoilt.pop(call, None)
-        run["sent"] = event["n"]
-        if event["pool"] != run["pool"] and not event.get("fallback"):
-            self._broken(
-                4, f"call {call} went to pool {event['pool']} instead of {run['pool']}, and no reason is recorded"
-            )
+        run.sent = event.n
+        if event.pool != run.pool and not event.fallback:
+            self._broken(4, f"call {call} went to pool {event.pool} instead of {run.pool}, and no reason is recorded")
         if engine in self._suspended:
             self._broken(6, f"call {call} went to {engine}, which is suspended")
         if engine not in self._versions:
             self._broken(6, f"call {call} went to {engine}, which is not up")
-        elif self._versions[engine] < run["version"]:
-            self._broken(4, f"call {call} went to version {self._versions[engine]} after {run['version']}")
+        elif self._versions[engine] < run.version:
+            self._broken(4, f"call {call} went to version {self._versions[engine]} after {run.version}")
         elif not self._swapping and self._versions[engine] < self._serving:
             self._broken(4, f"{engine} serves version {self._versions[engine]} while {self._serving} is served")
         self._must_be_fresh(run, f"call {call}")
 
-    def _on_said(self, event: Event) -> None:
-        call = event["id"]
+    def _on_said(self, event: schema.Said) -> None:
+        call = event.id
         attempt = call.rpartition("/")[0]
         run = self._runs.get(attempt)
-        if self._calls.pop(attempt, None) != (call, event["engine"]) or run is None:
-            self._broken(6, f"an answer to {call} came from {event['engine']}, where it was not sent")
+        if self._calls.pop(attempt, None) != (call, event.engine) or run is None:
+            self._broken(6, f"an answer to {call} came from {event.engine}, where it was not sent")
             return
         if call in self._spoilt:
             self._broken(6, f"a bad answer to {call} was believed")
         counted = 0
-        for version, count in event["spans"]:
+        for version, count in event.spans:
             counted += count
-            if version < run["version"]:
-                self._broken(4, f"call {call}: version {version} after {run['version']}")
+            if version < run.version:
+                self._broken(4, f"call {call}: version {version} after {run.version}")
             if version > max(self._serving, self._target):
                 self._broken(5, f"call {call}: version {version} was never served")
-            run["version"] = version
-            if run["born"] is None:
-                run["born"] = version
-        if counted != event["tokens"]:
-            self._broken(6, f"call {call}: {event['tokens']} tokens, but spans for {counted}")
+            run.version = version
+            if run.born is None:
+                run.born = version
+        if counted != event.tokens:
+            self._broken(6, f"call {call}: {event.tokens} tokens, but spans for {counted}")
         self._must_be_fresh(run, call)
 
-    def _must_be_fresh(self, run: dict[str, Any], what: str) -> None:
+    def _must_be_fresh(self, run: _Attempt, what: str) -> None:
         """Under the live re-check, a swap stops what is too old wherever it waits: nothing of it is heard again."""
-        if self._job["recheck"] == "live" and not run["eval"] and self._too_old(run["born"]):
-            self._broken(1, f"{what}, born {run['born']}, went on under {self._serving}")
+        if self._job.recheck == "live" and not run.eval and self._too_old(run.born):
+            self._broken(1, f"{what}, born {run.born}, went on under {self._serving}")
 
-    def _on_reward(self, event: Event) -> None:
-        run = self._runs.get(event["id"])
+    def _on_reward(self, event: schema.Reward) -> None:
+        run = self._runs.get(event.id)
         if run is None:
-            self._broken(6, f"a reward came for {event['id']}, which is not under way")
+            self._broken(6, f"a reward came for {event.id}, which is not under way")
         else:
-            self._must_be_fresh(run, f"the scoring of {event['id']}")
+            self._must_be_fresh(run, f"the scoring of {event.id}")
 
-    def _on_lost(self, event: Event) -> None:
-        key = event["id"].rpartition("/")[0]
+    def _on_lost(self, event: schema.Lost) -> None:
+        key = event.id.rpartition("/")[0]
         if key in self._runs:
-            self._runs[key]["lost"] += 1
-        if self._calls.pop(key, None) != (event["id"], event["engine"]):
-            self._broken(6, f"call {event['id']} was lost with {event['engine']}, where it was not")
+            self._runs[key].lost += 1
+        if self._calls.pop(key, None) != (event.id, event.engine):
+            self._broken(6, f"call {event.id} was lost with {event.engine}, where it was not")
 
-    def _on_refused(self, event: Event) -> None:
-        key = event["id"].rpartition("/")[0]
-        if self._calls.pop(key, None) != (event["id"], event["engine"]):
-            self._broken(6, f"an answer to {event['id']} of {event['engine']} was refused, where it was not sent")
+    def _on_refused(self, event: schema.Refused) -> None:
+        key = event.id.rpartition("/")[0]
+        if self._calls.pop(key, None) != (event.id, event.engine):
+            self._broken(6, f"an answer to {event.id} of {event.engine} was refused, where it was not sent")
         if key in self._runs:
-            self._runs[key]["refused"] = True
+            self._runs[key].refused = True
 
-    def _on_end(self, event: Event) -> None:
-        run = self._runs.pop(event["id"], None)
+    def _on_end(self, event: schema.End) -> None:
+        run = self._runs.pop(event.id, None)
         if run is None:
-            self._broken(6, f"attempt {event['id']} ended without having started")
+            self._broken(6, f"attempt {event.id} ended without having started")
             return
-        call = self._calls.pop(event["id"], None)
-        if call is not None and event["status"] in ("done", "truncated"):
-            self._broken(6, f"attempt {event['id']} ended well while {call[0]} was under way")
-        if run["refused"] and event["status"] in ("done", "truncated"):
-            self._broken(6, f"attempt {event['id']} ended well though one of its answers was refused")
-        if run["eval"]:
+        call = self._calls.pop(event.id, None)
+        if call is not None and event.status in ("done", "truncated"):
+            self._broken(6, f"attempt {event.id} ended well while {call[0]} was under way")
+        if run.refused and event.status in ("done", "truncated"):
+            self._broken(6, f"attempt {event.id} ended well though one of its answers was refused")
+        if run.eval:
             return
-        if event["status"] in ("done", "truncated"):
-            self._scored[event["id"]] = (event["status"], run["born"] if run["born"] is not None else -1)
-        if event["status"] == "failed":
-            self._must_have_cause(event["id"], event["reason"], run, call[1] if call else "")
+        if event.status in ("done", "truncated"):
+            self._scored[event.id] = (event.status, run.born if run.born is not None else -1)
+        if event.status == "failed":
+            self._must_have_cause(event.id, event.reason, run, call[1] if call else "")
 
     @property
     def _simulated(self) -> bool:
         """Nothing breaks that no `fault` event has announced."""
-        return bool(self._job["clock"] == "virtual" and not self._job["breaks"])
+        return self._job.clock == "virtual" and not self._job.breaks
 
-    def _must_have_cause(self, attempt: str, reason: str, run: dict[str, Any], engine: str) -> None:
+    def _must_have_cause(self, attempt: str, reason: str, run: _Attempt, engine: str) -> None:
         """An attempt fails by what happened to itself, and not with an engine. One whose call was in an engine when
         that began to hang may be over its own limit before the engine is given up; no later call may."""
-        if reason.startswith("EngineError") and run["lost"] < SENDS:
+        if reason.startswith("EngineError") and run.lost < SENDS:
             self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
-        hung = self._hit.get(engine, -1) > run["sent"]
-        if run["t"] <= self._outages.get(run["task"], -1.0):
+        hung = self._hit.get(engine, -1) > run.sent
+        if run.started_s <= self._outages.get(run.task, -1.0):
             return  # in lockstep it may end some time after
         if self._simulated and not hung and attempt not in self._hit and not reason.startswith("EngineError"):
             self._broken(3, f"attempt {attempt} failed ({reason}) though nothing happened to it")
 
     # --- groups and batches -----------------------------------------------------------------------------------
 
-    def _on_ready(self, event: Event) -> None:
-        group = event["group"]
+    def _on_ready(self, event: schema.Ready) -> None:
+        group = event.group
         if self._alive.get(group) != "open":
             self._broken(8, f"group {group} became ready while {self._alive.get(group) or 'not alive'}")
         self._alive[group] = "ready"
-        self._members[group] = event["members"]
-        for member in event["members"]:
+        self._members[group] = event.members
+        for member in event.members:
             if member not in self._scored:
                 self._broken(3, f"group {group} holds {member}, which did not end well")
-        sizes = self._job["tasks"][self._task_of[group].split("/", 1)[0]]
-        if not sizes["min_group_size"] <= len(event["members"]) <= sizes["group_size"]:
-            self._broken(3, f"group {group} has {len(event['members'])} members")
-        born = [self._scored[member][1] for member in event["members"] if member in self._scored]
-        if born and min(born) != event["born"]:
-            self._broken(1, f"group {group} says it was born {event['born']}; its members say {min(born)}")
+        sizes = self._job.tasks[self._task_of[group].split("/", 1)[0]]
+        if not sizes.min_group_size <= len(event.members) <= sizes.group_size:
+            self._broken(3, f"group {group} has {len(event.members)} members")
+        born = [self._scored[member][1] for member in event.members if member in self._scored]
+        if born and min(born) != event.born:
+            self._broken(1, f"group {group} says it was born {event.born}; its members say {min(born)}")
         self._ended[f"born {group}"] = str(min(born, default=-1))
 
-    def _on_group(self, event: Event) -> None:
-        group = event["group"]
+    def _on_group(self, event: schema.Group) -> None:
+        group = event.group
         if self._alive.pop(group, "taken") == "taken":
-            self._broken(8, f"group {group} ended {event['how']}, but was not alive")
-        self._ended[group] = event["how"]
+            self._broken(8, f"group {group} ended {event.how}, but was not alive")
+        self._ended[group] = event.how
 
-    def _on_batch(self, event: Event) -> None:
-        for group in event["groups"]:
+    def _on_batch(self, event: schema.Batch) -> None:
+        for group in event.groups:
             if self._alive.get(group) != "ready":
                 self._broken(8, f"group {group} is trained on, but is {self._alive.get(group) or 'not alive'}")
             if group in self._trained:
                 self._broken(8, f"group {group} is trained on twice")
             self._alive[group] = "taken"
-            self._trained[group] = event["step"]
+            self._trained[group] = event.step
             if self._trained_tasks.setdefault(self._task_of.get(group, ""), group) != group:
-                self._broken(8, f"a task of step {event['step']} was trained on before")
+                self._broken(8, f"a task of step {event.step} was trained on before")
             born = int(self._ended.get(f"born {group}", -1))
-            if self._job["recheck"] != "start" and self._too_old(born):
-                self._broken(1, f"step {event['step']} trains on {group}, born {born} under {self._serving}")
-            if self._job["recheck"] != "start" and event["step"] - born > self._job["bound"] + 1:
-                self._broken(1, f"step {event['step']} trains on {group}, born {born}: too many steps ago")
-        self._formed[event["step"]] = list(event["groups"])
+            if self._job.recheck != "start" and self._too_old(born):
+                self._broken(1, f"step {event.step} trains on {group}, born {born} under {self._serving}")
+            if self._job.recheck != "start" and event.step - born > self._job.bound + 1:
+                self._broken(1, f"step {event.step} trains on {group}, born {born}: too many steps ago")
+        self._formed[event.step] = list(event.groups)
         self._stepping = -1
 
     def _too_old(self, born: int | None) -> bool:
-        return born is not None and born < self._serving - self._job["bound"]
+        return born is not None and born < self._serving - self._job.bound
 
-    def _on_written(self, event: Event) -> None:
-        self._written[event["step"]] = self._formed.pop(event["step"], [])
+    def _on_written(self, event: schema.Written) -> None:
+        self._written[event.step] = self._formed.pop(event.step, [])
 
-    def _on_step_start(self, event: Event) -> None:
-        step = event["step"]
+    def _on_step_start(self, event: schema.StepStart) -> None:
+        step = event.step
         if step not in self._written:
             self._broken(8, f"step {step} began before its batch was written")
         if step != self._steps_done:
@@ -354,18 +406,18 @@ class Audit:
         if self._serving < step - 1:
             self._broken(1, f"step {step} began under version {self._serving}")
 
-    def _on_step_aside(self, event: Event) -> None:
+    def _on_step_aside(self, event: schema.StepAside) -> None:
         """What a step left out: of its own groups, and the same whenever it is done again."""
-        step = event["step"]
-        names = [name for name, _ in event["trajectories"]]
+        step = event.step
+        names = [name for name, _ in event.trajectories]
         groups = self._written.get(step, [])
         members = {group: self._members.get(group, []) for group in groups}
         strange = set(names) - {name for own in members.values() for name in own}
         if strange:
             self._broken(8, f"step {step} set aside {min(strange)}, which is not in its batch")
         whole = [group for group, own in members.items() if own and set(own) <= set(names)]
-        if whole != event["groups"]:
-            self._broken(8, f"step {step} set aside {whole} whole, but says {event['groups']}")
+        if whole != event.groups:
+            self._broken(8, f"step {step} set aside {whole} whole, but says {event.groups}")
         if self._aside.setdefault(step, names) != names:
             self._broken(8, f"step {step} was done again, and set other trajectories aside")
         self._told_again[step] = None
@@ -375,83 +427,83 @@ class Audit:
         if step in self._untrainable and not self._aside.get(step):
             self._broken(8, f"step {step} trained on data that cannot be trained on")
 
-    def _on_replayed(self, event: Event) -> None:
-        step = event["step"]
+    def _on_replayed(self, event: schema.Replayed) -> None:
+        step = event.step
         self._must_be_set_aside(step)
         if self._aside.get(step) and step not in self._told_again:
             self._broken(8, f"step {step} was done again, and set nothing aside")
 
-    def _on_step_end(self, event: Event) -> None:
-        self._steps_done = event["version"]
-        self._must_be_set_aside(event["step"])
-        if event["version"] != event["step"] + 1:
-            self._broken(8, f"step {event['step']} made version {event['version']}")
+    def _on_step_end(self, event: schema.StepEnd) -> None:
+        self._steps_done = event.version
+        self._must_be_set_aside(event.step)
+        if event.version != event.step + 1:
+            self._broken(8, f"step {event.step} made version {event.version}")
 
-    def _on_replay(self, event: Event) -> None:
-        step = event["step"]
+    def _on_replay(self, event: schema.Replay) -> None:
+        step = event.step
         self._told_again.pop(step, None)
-        if self._written.get(step) != event["groups"]:
+        if self._written.get(step) != event.groups:
             self._broken(8, f"step {step} is replayed with other groups than were written")
 
     # --- weights and engines ----------------------------------------------------------------------------------
 
-    def _on_bucket(self, event: Event) -> None:
-        self._buckets.setdefault(event["version"], {})[event["bucket"]] = None
+    def _on_bucket(self, event: schema.Bucket) -> None:
+        self._buckets.setdefault(event.version, {})[event.bucket] = None
 
-    def _on_manifest(self, event: Event) -> None:
-        if len(self._buckets.get(event["version"], {})) < event["buckets"]:
-            self._broken(5, f"the manifest of version {event['version']} appeared before its buckets")
-        self._manifests[event["version"]] = event["buckets"]
+    def _on_manifest(self, event: schema.Manifest) -> None:
+        if len(self._buckets.get(event.version, {})) < event.buckets:
+            self._broken(5, f"the manifest of version {event.version} appeared before its buckets")
+        self._manifests[event.version] = event.buckets
 
-    def _on_loaded(self, event: Event) -> None:
-        if event["of"] != [event["version"]]:
-            self._broken(5, f"{event['engine']} loaded version {event['version']} from buckets of {event['of']}")
-        if event["version"] not in self._manifests:
-            self._broken(5, f"{event['engine']} loaded version {event['version']}, which has no manifest")
+    def _on_loaded(self, event: schema.Loaded) -> None:
+        if event.of != [event.version]:
+            self._broken(5, f"{event.engine} loaded version {event.version} from buckets of {event.of}")
+        if event.version not in self._manifests:
+            self._broken(5, f"{event.engine} loaded version {event.version}, which has no manifest")
 
-    def _on_engine_swap(self, event: Event) -> None:
-        if event["engine"] in self._versions:
-            self._versions[event["engine"]] = event["version"]
+    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
+        if event.engine in self._versions:
+            self._versions[event.engine] = event.version
 
-    def _on_suspend(self, event: Event) -> None:
-        self._suspended.update(dict.fromkeys(event["engines"]))
+    def _on_suspend(self, event: schema.Suspend) -> None:
+        self._suspended.update(dict.fromkeys(event.engines))
 
-    def _on_resume(self, event: Event) -> None:
-        for engine in event["engines"]:
+    def _on_resume(self, event: schema.Resume) -> None:
+        for engine in event.engines:
             self._suspended.pop(engine, None)
 
-    def _on_engine_down(self, event: Event) -> None:
+    def _on_engine_down(self, event: schema.EngineDown) -> None:
         """An engine that computes is never given up for what one request takes."""
-        other = event["reason"].startswith("swap to") or "could not be believed" in event["reason"]
-        if self._hit.pop(event["engine"], None) is None and self._simulated and not other:
-            self._broken(3, f"{event['engine']} was given up ({event['reason']}) though nothing happened to it")
-        self._versions.pop(event["engine"], None)
-        self._suspended.pop(event["engine"], None)
+        other = event.reason.startswith("swap to") or "could not be believed" in event.reason
+        if self._hit.pop(event.engine, None) is None and self._simulated and not other:
+            self._broken(3, f"{event.engine} was given up ({event.reason}) though nothing happened to it")
+        self._versions.pop(event.engine, None)
+        self._suspended.pop(event.engine, None)
 
-    def _on_engine_up(self, event: Event) -> None:
-        self._versions[event["engine"]] = event["version"]
-        if event["version"] < self._serving:
-            self._broken(5, f"{event['engine']} came up with version {event['version']} under {self._serving}")
+    def _on_engine_up(self, event: schema.EngineUp) -> None:
+        self._versions[event.engine] = event.version
+        if event.version < self._serving:
+            self._broken(5, f"{event.engine} came up with version {event.version} under {self._serving}")
 
-    def _on_swap_start(self, event: Event) -> None:
+    def _on_swap_start(self, event: schema.SwapStart) -> None:
         self._swapping = True
-        self._target = event["version"]
+        self._target = event.version
 
-    def _on_swap_end(self, event: Event) -> None:
+    def _on_swap_end(self, event: schema.SwapEnd) -> None:
         self._swapping = False
         for engine, version in self._versions.items():
-            if version < event["version"]:
-                self._broken(5, f"{engine} still serves version {version} after the swap to {event['version']}")
-        self._serving = event["version"]
+            if version < event.version:
+                self._broken(5, f"{engine} still serves version {version} after the swap to {event.version}")
+        self._serving = event.version
         for group in [group for group, state in self._alive.items() if state == "taken"]:
             del self._alive[group]
             self._ended.setdefault(group, "trained")
 
     # --- crashes ----------------------------------------------------------------------------------------------
 
-    def _on_checkpoint(self, event: Event) -> None:
-        step = event["step"]
-        groups = dict.fromkeys([*event["ready"], *event["open"]])
+    def _on_checkpoint(self, event: schema.Checkpoint) -> None:
+        step = event.step
+        groups = dict.fromkeys([*event.ready, *event.open])
         for group, state in self._alive.items():
             if state != "taken" and group not in groups:
                 self._broken(8, f"group {group} is {state}, but not in the checkpoint of step {step}")
@@ -462,7 +514,7 @@ class Audit:
             if group in groups or self._trained.get(group, -1) >= step
         }
 
-    def _on_killed(self, event: Event) -> None:
+    def _on_killed(self, event: schema.Killed) -> None:
         """All workers died with the coordinator; attempts under way never were."""
         self._runs.clear()
         self._calls.clear()
@@ -474,12 +526,12 @@ class Audit:
         self._buckets.clear()
         self._manifests.clear()
 
-    def _on_resumed(self, event: Event) -> None:
+    def _on_resumed(self, event: schema.Resumed) -> None:
         """History goes back to the checkpoint; what was trained on since stays trained."""
         step, kept = self._checkpoint
-        if event["checkpoint"] != step:
-            self._broken(8, f"resumed from step {event['checkpoint']}, but the last checkpoint is of {step}")
-        if [*event["ready"], *event["open"]] != list(kept):
+        if event.checkpoint != step:
+            self._broken(8, f"resumed from step {event.checkpoint}, but the last checkpoint is of {step}")
+        if [*event.ready, *event.open] != list(kept):
             self._broken(8, "resumed with other groups than the checkpoint holds")
         written = {group for at, groups in self._written.items() if at >= step for group in groups}
         for group, trained_at in list(self._trained.items()):
@@ -487,14 +539,14 @@ class Audit:
                 del self._trained[group]
                 self._trained_tasks.pop(self._task_of.get(group, ""), None)
         for group in list(self._alive):
-            if group not in event["ready"]:
+            if group not in event.ready:
                 del self._alive[group]
         for group in kept:
             if group in written:
                 self._alive.pop(group, None)
             else:
                 self._ended.pop(group, None)
-                self._alive[group] = "ready" if group in event["ready"] else "reopening"
-        self._steps_done = event["step"]
-        if event["step"] != step + len([at for at in self._written if at >= step]):
-            self._broken(8, f"resumed at step {event['step']}: not every written batch was replayed")
+                self._alive[group] = "ready" if group in event.ready else "reopening"
+        self._steps_done = event.step
+        if event.step != step + len([at for at in self._written if at >= step]):
+            self._broken(8, f"resumed at step {event.step}: not every written batch was replayed")

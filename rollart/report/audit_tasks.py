@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.schema import Event
 
 LATE_S = 1e-3
 """Times in events are rounded."""
@@ -37,37 +39,39 @@ class TaskBooks:
         self._alive: dict[str, None] = {}
         """Groups admitted and not ended."""
         self._reopening: dict[str, None] = {}
-        self._handlers: dict[str, Callable[[Event], None]] = {
-            "run": self._run,
-            "changed": self._changed,
-            "admit": self._admitted,
-            "ready": self._ready,
-            "group": self._ended,
-            "batch": self._trained,
-            "draw.failed": self._undrawn,
-            "breaker.open": self._opened,
-            "breaker.probe": self._probed,
-            "breaker.close": self._closed,
-            "checkpoint": self._checkpoint,
-            "resumed": self._resumed,
-        }
+        self._handlers: Handlers = dict(
+            [
+                on(schema.Run, self._run),
+                on(schema.Changed, self._changed),
+                on(schema.Admit, self._admitted),
+                on(schema.Ready, self._ready),
+                on(schema.Group, self._ended),
+                on(schema.Batch, self._trained),
+                on(schema.DrawFailed, self._undrawn),
+                on(schema.BreakerOpen, self._opened),
+                on(schema.BreakerProbe, self._probed),
+                on(schema.BreakerClose, self._closed),
+                on(schema.Checkpoint, self._checkpoint),
+                on(schema.Resumed, self._resumed),
+            ]
+        )
 
     def read(self, event: Event) -> None:
-        handler = self._handlers.get(event["e"])
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
-    def _run(self, event: Event) -> None:
-        self._most = event["task_failures"]
-        self._shares = {name: task["share"] for name, task in event["tasks"].items()}
-        self._tasks = {name: _Task() for name in event["tasks"]}
+    def _run(self, event: schema.Run) -> None:
+        self._most = event.task_failures
+        self._shares = {name: task.share for name, task in event.tasks.items()}
+        self._tasks = {name: _Task() for name in event.tasks}
         self._at_checkpoint = dict(self._tasks)
 
-    def _changed(self, event: Event) -> None:
-        self._most = event["job"]["task_failures"]
+    def _changed(self, event: schema.Changed) -> None:
+        self._most = event.job.task_failures
 
-    def _admitted(self, event: Event) -> None:
-        group, name = event["group"], event["task"].split("/", 1)[0]
+    def _admitted(self, event: schema.Admit) -> None:
+        group, name = event.group, event.task.split("/", 1)[0]
         self._task_of[group] = name
         self._alive[group] = None
         if group in self._reopening:
@@ -79,29 +83,29 @@ class TaskBooks:
         if not task.out and task.failures >= self._most:
             self._broken(3, f"task {name} is in the mix after {task.failures} failures in a row")
         for other, waits in self._tasks.items():
-            if waits.out and not waits.probe and event["t"] > waits.due_s + LATE_S:
+            if waits.out and not waits.probe and event.t > waits.due_s + LATE_S:
                 self._broken(3, f"group {group} was admitted before the probe of task {other}, which was due")
             if waits.owed is not None:
                 waits.owed = None if other == name else waits.owed - 1
                 if waits.owed == 0:
                     self._broken(3, f"task {other} is back in the mix, but has no share of it")
 
-    def _ready(self, event: Event) -> None:
-        self._scored(event["group"])
+    def _ready(self, event: schema.Ready) -> None:
+        self._scored(event.group)
 
-    def _ended(self, event: Event) -> None:
-        self._alive.pop(event["group"], None)
-        name = event["task"].split("/", 1)[0]
+    def _ended(self, event: schema.Group) -> None:
+        self._alive.pop(event.group, None)
+        name = event.task.split("/", 1)[0]
         task = self._tasks[name]
-        if event["how"] == "failed":
+        if event.how == "failed":
             task.failures += 1
-        elif event["how"] == "filtered":
-            self._scored(event["group"])
-        elif task.probe == event["group"]:
-            task.probe, task.due_s = "", event["t"]
+        elif event.how == "filtered":
+            self._scored(event.group)
+        elif task.probe == event.group:
+            task.probe, task.due_s = "", event.t
 
-    def _trained(self, event: Event) -> None:
-        for group in event["groups"]:
+    def _trained(self, event: schema.Batch) -> None:
+        for group in event.groups:
             self._alive.pop(group, None)
 
     def _scored(self, group: str) -> None:
@@ -109,51 +113,51 @@ class TaskBooks:
         if not task.out:
             task.failures = 0
 
-    def _undrawn(self, event: Event) -> None:
-        if not event["eval"]:
-            self._tasks[event["task"]].failures += 1
+    def _undrawn(self, event: schema.DrawFailed) -> None:
+        if not event.eval:
+            self._tasks[event.task].failures += 1
 
-    def _opened(self, event: Event) -> None:
-        task = self._tasks[event["task"]]
+    def _opened(self, event: schema.BreakerOpen) -> None:
+        task = self._tasks[event.task]
         if not task.out and task.failures < self._most:
-            self._broken(3, f"task {event['task']} left the mix after {task.failures} failures in a row")
+            self._broken(3, f"task {event.task} left the mix after {task.failures} failures in a row")
         task.out, task.probe, task.owed = True, "", None
-        task.due_s = event["t"] + event["wait_s"]
+        task.due_s = event.t + event.wait_s
 
-    def _probed(self, event: Event) -> None:
-        task = self._tasks[event["task"]]
-        if not task.out or task.probe or event["t"] < task.due_s - LATE_S:
-            self._broken(3, f"task {event['task']} was probed out of turn")
-        task.probe = event["group"]
+    def _probed(self, event: schema.BreakerProbe) -> None:
+        task = self._tasks[event.task]
+        if not task.out or task.probe or event.t < task.due_s - LATE_S:
+            self._broken(3, f"task {event.task} was probed out of turn")
+        task.probe = event.group
 
-    def _closed(self, event: Event) -> None:
-        task = self._tasks[event["task"]]
-        if not task.out or task.probe != event["group"]:
-            self._broken(3, f"task {event['task']} came back to the mix, but not by its probe")
+    def _closed(self, event: schema.BreakerClose) -> None:
+        task = self._tasks[event.task]
+        if not task.out or task.probe != event.group:
+            self._broken(3, f"task {event.task} came back to the mix, but not by its probe")
         # What is alive of it counts towards its share: so many others may come first.
-        alive = sum(self._task_of[group] == event["task"] for group in self._alive)
-        self._tasks[event["task"]] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event["task"]]))
+        alive = sum(self._task_of[group] == event.task for group in self._alive)
+        self._tasks[event.task] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event.task]))
 
-    def _checkpoint(self, event: Event) -> None:
+    def _checkpoint(self, event: schema.Checkpoint) -> None:
         self._at_checkpoint = {name: replace(task) for name, task in self._tasks.items()}
-        held = dict.fromkeys([*self._alive, *event["ready"], *event["open"]])
+        held = dict.fromkeys([*self._alive, *event.ready, *event.open])
         self._task_of = {group: self._task_of[group] for group in held if group in self._task_of}
 
-    def _resumed(self, event: Event) -> None:
+    def _resumed(self, event: schema.Resumed) -> None:
         """The breakers are as in the checkpoint; probes may be made at once. Where fewer failures are allowed now, a
         task that is in the mix has one left."""
         self._tasks = {
             name: replace(
                 task,
                 failures=task.failures if task.out else min(task.failures, self._most - 1),
-                due_s=event["t"],
+                due_s=event.t,
                 probe="",
                 owed=None,
             )
             for name, task in self._at_checkpoint.items()
         }
-        self._reopening = dict.fromkeys(event["open"])
-        self._alive = dict.fromkeys([*event["ready"], *event["open"]])
+        self._reopening = dict.fromkeys(event.open)
+        self._alive = dict.fromkeys([*event.ready, *event.open])
         out = [name for name, task in self._tasks.items() if task.out]
-        if out != event["out"]:
-            self._broken(3, f"resumed with {event['out']} out of the mix, but {out} were at the checkpoint")
+        if out != event.out:
+            self._broken(3, f"resumed with {event.out} out of the mix, but {out} were at the checkpoint")

@@ -7,7 +7,7 @@ The engine time of a call that was answered is what its engine measured. Nobody 
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.events import Event
+from rollart.events import schema
 
 HOUR_S = 3600.0
 
@@ -54,17 +54,17 @@ class Costs:
         self._engines: dict[str, _Engine] = {}
         self._calls: dict[str, tuple[_Engine, float]] = {}
         """By attempt: the engine that has its call, and its `share_s` when that was sent."""
-        self._train: Event = {"gpus": 0, "cost": 0.0}
+        self._train = schema.TrainFacts(pool="", gpus=0, cost=0.0)
         self._trainer_paid = 0.0
         self._reward_workers = 0
         """Reserved; 0 where functions are called."""
-        self._reward_cost: Event = {"hour": 0.0, "call": 0.0}
+        self._reward_cost = schema.RewardCost(hour=0.0, call=0.0)
         self._rewards_paid = 0.0
         """Seconds times price: of functions and calls, and of workers up to the last change of the job."""
         self._changed_s = 0.0
         """When the job's settings were changed last."""
 
-    def job(self, job: Event, now_s: float) -> None:
+    def job(self, job: schema.Run, now_s: float) -> None:
         """The job's settings from now on; what was reserved until now is settled under those before."""
         for pool in self._pools.values():
             pool.reserved_s, pool.paid = self._reserved_s(pool, now_s), self._paid(pool, now_s)
@@ -72,37 +72,37 @@ class Costs:
         self._trainer_paid = self._paid_for_training(now_s)
         self._rewards_paid = self._paid_for_rewards(now_s)
         self._changed_s = now_s
-        self._train = job.get("train", self._train)
-        self._reward_workers = job.get("reward_workers") or 0
-        self._reward_cost = job.get("reward_cost", self._reward_cost)
-        for name, now in job["pools"].items():
+        self._train = job.train
+        self._reward_workers = job.reward_workers or 0
+        self._reward_cost = job.reward_cost
+        for name, now in job.pools.items():
             pool = self._pools.setdefault(name, _Pool())
-            pool.engines, pool.gpus, pool.cost = now["engines"], now["gpus"], now["cost"]
-            pool.slots, pool.prefill = now["slots"], now.get("prefill")
+            pool.engines, pool.gpus, pool.cost = now.engines, now.gpus, now.cost
+            pool.slots, pool.prefill = now.slots, now.prefill
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    def sent(self, event: Event) -> None:
-        pool = self._pools[event["pool"]]
+    def sent(self, event: schema.Send) -> None:
+        pool = self._pools[event.pool]
         pool.requests += 1
-        pool.fallbacks += "fallback" in event
-        engine = self._engines.get(event["engine"])
+        pool.fallbacks += bool(event.fallback)
+        engine = self._engines.get(event.engine)
         if engine is None:
-            engine = self._engines[event["engine"]] = _Engine(pool)
-        share_s = engine.advance(event["t"])
+            engine = self._engines[event.engine] = _Engine(pool)
+        share_s = engine.advance(event.t)
         engine.calls += 1
         self._calls[_attempt(event)] = (engine, share_s)
 
-    def said(self, event: Event) -> float:
+    def said(self, event: schema.Said) -> float:
         """The price of an answered call."""
-        pool = self._engines[event["engine"]].pool
-        self._ended(_attempt(event), event["t"])
-        pool.tokens += event["tokens"]
-        cost = _used(pool, event["busy_s"])
+        pool = self._engines[event.engine].pool
+        self._ended(_attempt(event), event.t)
+        pool.tokens += event.tokens
+        cost = _used(pool, event.busy_s)
         if pool.prefill is not None:
             beside = self._pools[pool.prefill]
             beside.requests += 1
-            cost += _used(beside, event.get("prefill_busy_s", 0.0))
+            cost += _used(beside, event.prefill_busy_s or 0.0)
         return cost
 
     def given_up(self, attempt: str, now_s: float) -> float:
@@ -121,11 +121,17 @@ class Costs:
 
     # --- rewards ----------------------------------------------------------------------------------------------
 
-    def reward(self, event: Event) -> None:
-        """A call that gave a score, or failed: how long that one ran is not known."""
+    def reward(self, event: schema.Reward) -> None:
+        """A call that gave a score."""
+        self._reward_called(event.busy_s + event.cold_s if event.busy_s else event.s)
+
+    def reward_failed(self) -> None:
+        """A call that failed: how long it ran is not known."""
+        self._reward_called(0.0)
+
+    def _reward_called(self, ran_s: float) -> None:
         if not self._reward_workers:
-            ran_s = event["busy_s"] + event["cold_s"] if event.get("busy_s") else event.get("s", 0.0)
-            self._rewards_paid += ran_s * self._reward_cost["hour"] + HOUR_S * self._reward_cost["call"]
+            self._rewards_paid += ran_s * self._reward_cost.hour + HOUR_S * self._reward_cost.call
 
     # --- figures ----------------------------------------------------------------------------------------------
 
@@ -168,11 +174,11 @@ class Costs:
         return pool.paid + devices * pool.cost * (now_s - self._changed_s)
 
     def _paid_for_training(self, now_s: float) -> float:
-        rate: float = self._train["gpus"] * self._train["cost"]
+        rate = self._train.gpus * self._train.cost
         return self._trainer_paid + rate * (now_s - self._changed_s)
 
     def _paid_for_rewards(self, now_s: float) -> float:
-        rate: float = self._reward_workers * self._reward_cost["hour"]
+        rate = self._reward_workers * self._reward_cost.hour
         return self._rewards_paid + rate * (now_s - self._changed_s)
 
 
@@ -182,7 +188,6 @@ def _used(pool: _Pool, busy_s: float) -> float:
     return busy_s * pool.gpus * pool.cost / HOUR_S
 
 
-def _attempt(event: Event) -> str:
+def _attempt(event: schema.Send | schema.Said) -> str:
     """The attempt of a call."""
-    attempt: str = event["id"].rpartition("/")[0]
-    return attempt
+    return event.id.rpartition("/")[0]

@@ -6,7 +6,10 @@ Reads what was decided and what was predicted from the `affinity` events, and wh
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.events import Event
+from msgspec import to_builtins
+
+from rollart.events import schema
+from rollart.events.schema import Event
 
 
 @dataclass(slots=True)
@@ -25,59 +28,59 @@ class Explain:
     """Feed it every event of a run, in order; `result` may be asked for at any time."""
 
     def __init__(self) -> None:
-        self._job: Event = {}
+        self._job: schema.Run | None = None
         self._tasks: dict[str, _Task] = {}
-        self._look: Event = {}
+        self._look: schema.Affinity | None = None
         self._looks = 0
         self._task_of: dict[str, str] = {}
         """Attempt under way -> its task."""
 
     def read(self, event: Event) -> None:
-        match event["e"]:
-            case "run":
+        match event:
+            case schema.Run():
                 self._job = event
-                self._tasks = {name: _Task(task["affinity"]) for name, task in event["tasks"].items()}
-            case "affinity":
+                self._tasks = {name: _Task(task.affinity) for name, task in event.tasks.items()}
+            case schema.Affinity():
                 self._on_affinity(event)
-            case "start":
-                name = event["task"].split("/", 1)[0]
-                self._task_of[event["id"]] = name
-                _count(self._tasks[name].started, event["pool"])
-            case "send":
-                task = self._tasks[self._task_of[event["id"].rpartition("/")[0]]]
-                _count(task.calls, event["pool"])
-                if "fallback" in event:
-                    _count(task.fallbacks, f"{event['fallback']}: {event['pool']} served instead")
-            case "end":
-                self._task_of.pop(event["id"], None)
-            case "killed":
+            case schema.Start():
+                name = event.task.split("/", 1)[0]
+                self._task_of[event.id] = name
+                _count(self._tasks[name].started, event.pool)
+            case schema.Send():
+                task = self._tasks[self._task_of[event.id.rpartition("/")[0]]]
+                _count(task.calls, event.pool)
+                if event.fallback:
+                    _count(task.fallbacks, f"{event.fallback}: {event.pool} served instead")
+            case schema.End():
+                self._task_of.pop(event.id, None)
+            case schema.Killed():
                 self._task_of.clear()
 
-    def _on_affinity(self, event: Event) -> None:
+    def _on_affinity(self, event: schema.Affinity) -> None:
         first = not self._looks
         self._look = event
         self._looks += 1
         for name, task in self._tasks.items():
-            if first or name in event["moves"]:
-                task.changes.append({"t": event["t"], "pools": event["plan"][name], "reason": event["reason"]})
+            if first or name in event.moves:
+                task.changes.append({"t": event.t, "pools": event.plan[name], "reason": event.reason})
 
     def result(self) -> dict[str, Any]:
         """For each task: profile, pools, predictions, reason, changes, fallbacks."""
-        look = self._look
+        job, look = self._job, self._look
         return {
-            "name": self._job.get("name"),
-            "clock": self._job.get("clock"),
+            "name": job and job.name,
+            "clock": job and job.clock,
             "looks": self._looks,
-            "predicted_step_s": look.get("step_s", {}),
-            "engines": look.get("engines", {}),
+            "predicted_step_s": look.step_s if look else {},
+            "engines": look.engines if look else {},
             "tasks": {
                 name: {
                     "affinity": task.declared,
-                    "pools": look["plan"][name] if look else {},
+                    "pools": look.plan[name] if look else {},
                     "reason": self._reason(task),
-                    "profile": look["profiles"][name] if look else {},
-                    "predicted": look["predicted"][name] if look else {},
-                    "last_look": look.get("reason", ""),
+                    "profile": to_builtins(look.profiles[name]) if look else {},
+                    "predicted": to_builtins(look.predicted[name]) if look else {},
+                    "last_look": look.reason if look else "",
                     "attempts": task.started,
                     "calls": task.calls,
                     "changes": task.changes,

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.causes import first_line
-from rollart.events import Event, Reader
+from rollart.events import schema
+from rollart.events.log import Reader
+from rollart.events.schema import Event
 from rollart.report.summary import Summary
 
 DRAW_EVERY_S = 1.0
@@ -217,14 +219,14 @@ class LiveView:
         return self._read
 
     def _read(self, event: Event) -> None:
-        match event["e"]:
-            case "killed":  # what came before is the history of a resumed run
+        match event:
+            case schema.Killed():  # what came before is the history of a resumed run
                 self._ends_s.clear()
-            case "step.end":
-                self._ends_s.append(event["t"])
-            case "end" if event["reward"] is not None:
-                task = event["task"].split("/", 1)[0]
-                self._rewards.setdefault(task, deque(maxlen=RECENT_EPISODES)).append(event["reward"])
+            case schema.StepEnd():
+                self._ends_s.append(event.t)
+            case schema.End() if event.reward is not None:
+                task = event.task.split("/", 1)[0]
+                self._rewards.setdefault(task, deque(maxlen=RECENT_EPISODES)).append(event.reward)
 
     async def _draw_on(self, summary: Summary, waits: Callable[[], str]) -> None:
         loop = asyncio.get_running_loop()

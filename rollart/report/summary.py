@@ -1,10 +1,14 @@
 """What a run came to: a fold over its events, live or afterwards. `docs/summary.md` says what each field means."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.events import Event, Last, Max, Mean, Metrics, Sum
+from rollart.events import schema
+from rollart.events.log import Handlers, on
+from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
+from rollart.events.schema import Event
 from rollart.report.costs import Costs
 from rollart.report.summary_evals import Evaluations
 from rollart.report.summary_tasks import Failures, TaskBooks
@@ -56,7 +60,7 @@ class Summary:
     """Feed it every event of a run, in order; `result` may be asked for at any time."""
 
     def __init__(self) -> None:
-        self._job: Event = {}
+        self._job: schema.Run | None = None
         self._last_s = 0.0
         self._steps: list[float] = []
         self._step_s = 0.0
@@ -89,7 +93,7 @@ class Summary:
         self._aside_steps: dict[int, None] = {}
         self._aside_groups: dict[str, None] = {}
         """In a batch, and set aside whole: failed in every history that has that batch."""
-        self._unwritten: dict[int, Event] = {}
+        self._unwritten: dict[int, schema.Batch] = {}
         """Batches whose place in the journal is not confirmed, by step."""
         self._restarts = {"engines": 0, "trainer": 0, "coordinator": 0}
         self._at_checkpoint: dict[str, None] = {}
@@ -102,65 +106,103 @@ class Summary:
         self._weights = WeightTimes(self._metrics)
         self.row: Mapping[str, float] | None = None
         """Metrics of the step that just ended; whoever writes `metrics.jsonl` takes it."""
-        self._handlers: dict[str, Callable[[Event], None]] = {
-            name.removeprefix("_on_").replace("_", "."): getattr(self, name)
-            for name in dir(self)
-            if name.startswith("_on_")
-        }
-        self._handlers |= dict.fromkeys(("push", "pushed", "swap.start", "swap.end", "engine.swap"), self._weights.read)
-        self._handlers |= dict.fromkeys(("breaker.open", "breaker.probe", "breaker.close"), self._books.breaker)
-        self._handlers |= {"ready": self._books.ready, "eval": self._evals.read}
+        self._handlers: Handlers = dict(
+            [
+                on(schema.Run, self._on_run),
+                on(schema.Changed, self._on_changed),
+                on(schema.Admit, self._on_admit),
+                on(schema.Start, self._on_start),
+                on(schema.Send, self._on_send),
+                on(schema.Said, self._on_said),
+                on(schema.Lost, self._on_lost),
+                on(schema.Refused, self._on_refused),
+                on(schema.End, self._on_end),
+                on(schema.DrawFailed, self._on_draw_failed),
+                on(schema.Late, self._on_late),
+                on(schema.Group, self._on_group),
+                on(schema.Batch, self._on_batch),
+                on(schema.StepAside, self._on_step_aside),
+                on(schema.Written, self._on_written),
+                on(schema.Replayed, self._on_replayed),
+                on(schema.StepEnd, self._on_step_end),
+                on(schema.Reward, self._on_reward),
+                on(schema.RewardFailed, self._on_reward_failed),
+                on(schema.WorkerLost, self._on_worker_lost),
+                on(schema.Fault, self._on_fault),
+                on(schema.Warning, self._on_warning),
+                on(schema.Stall, self._on_warning),
+                on(schema.EngineDown, self._on_engine_down),
+                on(schema.TrainerDown, self._on_trainer_down),
+                on(schema.Killed, self._on_killed),
+                on(schema.Resumed, self._on_resumed),
+                on(schema.Checkpoint, self._on_checkpoint),
+                on(schema.Finished, self._on_finished),
+                on(schema.Interrupted, self._on_interrupted),
+                on(schema.Starting, self._on_starting),
+                on(schema.Stopped, self._on_stopped),
+                on(schema.Ready, self._books.ready),
+                on(schema.BreakerOpen, self._books.opened),
+                on(schema.BreakerProbe, self._books.probed),
+                on(schema.BreakerClose, self._books.closed),
+                on(schema.Eval, self._evals.read),
+                on(schema.Push, self._weights.push),
+                on(schema.Pushed, self._weights.pushed),
+                on(schema.SwapStart, self._weights.swap_started),
+                on(schema.SwapEnd, self._weights.swap_ended),
+                on(schema.EngineSwap, self._weights.engine_swapped),
+            ]
+        )
 
     def read(self, event: Event) -> None:
-        self._last_s = event["t"]
-        handler = self._handlers.get(event["e"])
+        self._last_s = event.t
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
     # --- one method per kind of event -----------------------------------------------------------------------
 
-    def _on_run(self, event: Event) -> None:
+    def _on_run(self, event: schema.Run) -> None:
         self._take_job(event)
-        for name, task in event["tasks"].items():
-            self._tasks[name] = _Task(task["share"])
+        for name, task in event.tasks.items():
+            self._tasks[name] = _Task(task.share)
         self._books.names(self._tasks)
 
-    def _on_changed(self, event: Event) -> None:
+    def _on_changed(self, event: schema.Changed) -> None:
         """A resumed job has other settings."""
-        self._take_job(event["job"])
+        self._take_job(event.job)
 
-    def _take_job(self, job: Event) -> None:
+    def _take_job(self, job: schema.Run) -> None:
         self._job = job
         self._costs.job(job, self._last_s)
 
-    def _on_admit(self, event: Event) -> None:
-        group_id, task = event["group"], _domain(event["task"])
+    def _on_admit(self, event: schema.Admit) -> None:
+        group_id, task = event.group, _domain(event.task)
         self._task_of[group_id] = task
         self._new[group_id] = None
         self._fate.pop(group_id, None)
         self._groups[group_id] = _Group(task)
 
-    def _on_start(self, event: Event) -> None:
-        task = _domain(event["task"])
-        self._live[event["id"]] = _Work(event["id"], task, event["eval"])
-        self._tasks[task].pool = event["pool"]
+    def _on_start(self, event: schema.Start) -> None:
+        task = _domain(event.task)
+        self._live[event.id] = _Work(event.id, task, event.eval)
+        self._tasks[task].pool = event.pool
 
-    def _on_send(self, event: Event) -> None:
+    def _on_send(self, event: schema.Send) -> None:
         self._costs.sent(event)
 
-    def _on_said(self, event: Event) -> None:
-        self._sampled_tokens += event["tokens"]
+    def _on_said(self, event: schema.Said) -> None:
+        self._sampled_tokens += event.tokens
         cost = self._costs.said(event)
-        work = self._live.get(event["id"].rpartition("/")[0])
+        work = self._live.get(event.id.rpartition("/")[0])
         if work is not None:
-            work.tokens += event["tokens"]
-            work.prefill += event["prefill"]
+            work.tokens += event.tokens
+            work.prefill += event.prefill
             work.cost += cost
 
-    def _on_lost(self, event: Event) -> None:
+    def _on_lost(self, event: schema.Lost) -> None:
         """The call is sent again: whatever becomes of its attempt, this part of it was for nothing."""
-        attempt = event["id"].rpartition("/")[0]
-        cost, work = self._costs.given_up(attempt, event["t"]), self._live.get(attempt)
+        attempt = event.id.rpartition("/")[0]
+        cost, work = self._costs.given_up(attempt, event.t), self._live.get(attempt)
         if work is None:
             return
         if work.evaluation:
@@ -169,151 +211,148 @@ class Summary:
             self._tasks[work.task].cost += cost
             self._tasks[work.task].wasted_cost += cost
 
-    def _on_refused(self, event: Event) -> None:
+    def _on_refused(self, event: schema.Refused) -> None:
         self._metrics.add("error/answer", Sum(1))
-        self._failures.add("answer", event["engine"], event["reason"])
+        self._failures.add("answer", event.engine, event.reason)
 
-    def _on_end(self, event: Event) -> None:
-        work = self._live.pop(event["id"])
-        work.cost += self._costs.given_up(event["id"], event["t"])
+    def _on_end(self, event: schema.End) -> None:
+        work = self._live.pop(event.id)
+        work.cost += self._costs.given_up(event.id, event.t)
         if work.evaluation:
             self._evaluation_cost += work.cost
             return
-        status = event["status"]
+        status = event.status
         if status == "failed":
-            self._failures.add("attempt", event["id"], event["reason"])
-            self._books.failed(work.task, event["reason"])
+            self._failures.add("attempt", event.id, event.reason)
+            self._books.failed(work.task, event.reason)
         self._statuses[status] = self._statuses.get(status, 0) + 1
         task = self._tasks[work.task]
         task.cost += work.cost
         task.trajectories += 1
-        if event["reward"] is not None:
-            task.rewards += event["reward"]
+        if event.reward is not None:
+            task.rewards += event.reward
             task.rewarded += 1
-            task.turns += event["turns"]
+            task.turns += event.turns
             task.tokens += work.tokens
             task.prefill += work.prefill
             for prefix in ("", f"{work.task}/"):
-                self._metrics.add(f"{prefix}reward/mean", Mean(event["reward"]))
+                self._metrics.add(f"{prefix}reward/mean", Mean(event.reward))
                 self._metrics.add(f"{prefix}response_length/mean", Mean(work.tokens))
-                self._metrics.add(f"{prefix}num_turns/mean", Mean(event["turns"]))
+                self._metrics.add(f"{prefix}num_turns/mean", Mean(event.turns))
             for part in list(work.parts)[:MAX_PARTS]:
                 self._metrics.add(f"{work.task}/reward/{part}/mean", Mean(work.parts[part]))
         else:
             self._metrics.add(f"stop/{status}", Sum(1))
-        group = self._groups.get(event["id"].rsplit(".", 2)[0])
-        if status in ("done", "truncated") and group is not None and event["reward"] is not None:
+        group = self._groups.get(event.id.rsplit(".", 2)[0])
+        if status in ("done", "truncated") and group is not None and event.reward is not None:
             group.scored.append(work)
         else:
             self._wasted({"stale": "stale", "aborted": "surplus"}.get(status, "failed"), [work])
 
-    def _on_draw_failed(self, event: Event) -> None:
-        self._failures.add("draw", event["task"], event["reason"])
-        if not event["eval"]:
-            self._books.failed(event["task"], event["reason"])
+    def _on_draw_failed(self, event: schema.DrawFailed) -> None:
+        self._failures.add("draw", event.task, event.reason)
+        if not event.eval:
+            self._books.failed(event.task, event.reason)
 
-    def _on_late(self, event: Event) -> None:
+    def _on_late(self, event: schema.Late) -> None:
         self._late += 1
 
-    def _on_group(self, event: Event) -> None:
-        self._close(event["group"], event["how"])
+    def _on_group(self, event: schema.Group) -> None:
+        self._close(event.group, event.how)
 
-    def _on_batch(self, event: Event) -> None:
-        for group_id, task_id, born in zip(event["groups"], event["tasks"], event["born"], strict=True):
-            age = max(0, event["serving"] - born)
+    def _on_batch(self, event: schema.Batch) -> None:
+        for group_id, task_id, born in zip(event.groups, event.tasks, event.born, strict=True):
+            age = max(0, event.serving - born)
             self._ages[age] = self._ages.get(age, 0) + 1
             self._max_age = max(self._max_age, age)
-            self._max_steps = max(self._max_steps, event["step"] - born)
+            self._max_steps = max(self._max_steps, event.step - born)
             self._metrics.add("staleness/max", Max(age))
             self._metrics.add("staleness/mean", Mean(age))
             self._trained_tasks[task_id] = self._trained_tasks.get(task_id, 0) + 1
-            self._books.trained(group_id, _domain(task_id), event["step"])
+            self._books.trained(group_id, _domain(task_id), event.step)
             if group_id in self._groups:
                 self._in_step[group_id] = self._groups[group_id]
             self._close(group_id, "trained")
-        self._trained_tokens += event["tokens"]
-        self._unwritten[event["step"]] = event
+        self._trained_tokens += event.tokens
+        self._unwritten[event.step] = event
 
-    def _on_step_aside(self, event: Event) -> None:
+    def _on_step_aside(self, event: schema.StepAside) -> None:
         """Of the batch, but not trained on. A step that is done again says so again."""
-        if event["step"] in self._aside_steps:
+        if event.step in self._aside_steps:
             return
-        self._aside_steps[event["step"]] = None
-        reasons = dict(event["trajectories"])
+        self._aside_steps[event.step] = None
+        reasons = dict(event.trajectories)
         for name, reason in reasons.items():
             self._failures.add("sample", name, reason)
         self._metrics.add("error/sample", Sum(len(reasons)))
         works = [work for group in self._in_step.values() for work in group.scored if work.id in reasons]
         self._wasted("failed", works)
         self._trained_tokens -= sum(work.tokens for work in works)
-        for group_id in event["groups"]:
+        for group_id in event.groups:
             self._aside_groups[group_id] = None
             self._close(group_id, "failed")
             self._books.not_trained(group_id, self._task_of[group_id])
 
-    def _on_written(self, event: Event) -> None:
-        self._unwritten.pop(event["step"], None)
+    def _on_written(self, event: schema.Written) -> None:
+        self._unwritten.pop(event.step, None)
 
-    def _on_replayed(self, event: Event) -> None:
+    def _on_replayed(self, event: schema.Replayed) -> None:
         """A resumed job made again what was lost; a step that had not ended before counts now."""
-        if event["step"] not in self._ended_steps:
+        if event.step not in self._ended_steps:
             self._on_step_end(event)
 
-    def _on_step_end(self, event: Event) -> None:
-        self._ended_steps[event["step"]] = None
+    def _on_step_end(self, event: schema.StepEnd | schema.Replayed) -> None:
+        self._ended_steps[event.step] = None
         self._in_step.clear()
-        self._steps.append(event["t"] - self._step_s)
-        self._step_s = event["t"]
+        self._steps.append(event.t - self._step_s)
+        self._step_s = event.t
         self._metrics.add("timing_s/step", Last(self._steps[-1]))
-        self._metrics.add("timing_s/train", Last(event["train_s"]))
-        for name, value in event["metrics"].items():
-            self._metrics.add(name, Last(value))
-        self.row = {"step": event["step"], "time_s": event["t"], **self._metrics.row()}
+        self._metrics.add("timing_s/train", Last(event.train_s))
+        for name, value in event.metrics.items():
+            self._metrics.add(name, Last(math.nan if value is None else value))
+        self.row = {"step": event.step, "time_s": event.t, **self._metrics.row()}
 
-    def _on_reward(self, event: Event) -> None:
+    def _on_reward(self, event: schema.Reward) -> None:
         self._reward.scored(event)
         self._costs.reward(event)
-        work = self._live.get(event["id"])
-        if work is not None and "parts" in event:
-            work.parts = event["parts"]
+        work = self._live.get(event.id)
+        if work is not None:
+            work.parts = event.parts
 
-    def _on_reward_failed(self, event: Event) -> None:
+    def _on_reward_failed(self, event: schema.RewardFailed) -> None:
         self._reward.failed()
-        self._costs.reward(event)
-        self._failures.add("reward", event["id"], event["reason"])
+        self._costs.reward_failed()
+        self._failures.add("reward", event.id, event.reason)
 
-    def _on_worker_lost(self, event: Event) -> None:
-        self._failures.add("worker", event["worker"], event["reason"])
+    def _on_worker_lost(self, event: schema.WorkerLost) -> None:
+        self._failures.add("worker", event.worker, event.reason)
 
-    def _on_fault(self, event: Event) -> None:
-        self._faults[event["fault"]] = self._faults.get(event["fault"], 0) + 1
+    def _on_fault(self, event: schema.Fault) -> None:
+        self._faults[event.fault] = self._faults.get(event.fault, 0) + 1
 
-    def _on_warning(self, event: Event) -> None:
+    def _on_warning(self, event: schema.Warning | schema.Stall) -> None:
         if len(self._warnings) < WARNINGS_KEPT:
-            self._warnings.append(event["text"])
+            self._warnings.append(event.text)
         else:
             self._more_warnings += 1
 
-    def _on_stall(self, event: Event) -> None:
-        self._on_warning(event)
-
-    def _on_engine_down(self, event: Event) -> None:
+    def _on_engine_down(self, event: schema.EngineDown) -> None:
         self._restarts["engines"] += 1
         self._metrics.add("error/engine", Sum(1))
-        self._failures.add("engine", event["engine"], event["reason"])
+        self._failures.add("engine", event.engine, event.reason)
 
-    def _on_trainer_down(self, event: Event) -> None:
+    def _on_trainer_down(self, event: schema.TrainerDown) -> None:
         self._restarts["trainer"] += 1
         self._metrics.add("error/trainer", Sum(1))
-        self._failures.add("trainer", "trainer", event["reason"])
+        self._failures.add("trainer", "trainer", event.reason)
 
-    def _on_killed(self, event: Event) -> None:
+    def _on_killed(self, event: schema.Killed) -> None:
         """The coordinator is gone, and with it every attempt under way. If it said that it ends, it was not killed."""
         if self._state == "running":
             self._restarts["coordinator"] += 1
             self._failures.add("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
         for attempt, work in self._live.items():
-            work.cost += self._costs.given_up(attempt, event["t"])
+            work.cost += self._costs.given_up(attempt, event.t)
             if work.evaluation:
                 self._evaluation_cost += work.cost
             else:
@@ -321,42 +360,42 @@ class Summary:
                 self._wasted("restart", [work])
         self._live.clear()
 
-    def _on_resumed(self, event: Event) -> None:
+    def _on_resumed(self, event: schema.Resumed) -> None:
         """History goes back to the checkpoint: what was admitted since, and not trained on, never was."""
         for batch in self._unwritten.values():  # killed between forming it and writing it: it will be formed again
-            for group_id, task_id in zip(batch["groups"], batch["tasks"], strict=True):
+            for group_id, task_id in zip(batch.groups, batch.tasks, strict=True):
                 self._fate[group_id] = "restart"
                 self._trained_tasks[task_id] -= 1
                 self._books.not_trained(group_id, _domain(task_id))
-            self._trained_tokens -= batch["tokens"]
+            self._trained_tokens -= batch.tokens
         self._unwritten.clear()
-        self._books.resumed(event.get("out", ()))
+        self._books.resumed(event.out)
         for group_id in list(self._new):
             if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._close(group_id, "restart")
                 del self._fate[group_id], self._task_of[group_id]
         self._new.clear()
-        for group_id in [*event["ready"], *event["open"]]:
+        for group_id in [*event.ready, *event.open]:
             if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._fate.pop(group_id, None)
 
-    def _on_checkpoint(self, event: Event) -> None:
+    def _on_checkpoint(self, event: schema.Checkpoint) -> None:
         self._new.clear()
-        self._at_checkpoint = dict.fromkeys([*event["ready"], *event["open"]])
-        self._books.checkpoint(event["step"], self._at_checkpoint)
+        self._at_checkpoint = dict.fromkeys([*event.ready, *event.open])
+        self._books.checkpoint(event.step, self._at_checkpoint)
 
-    def _on_finished(self, event: Event) -> None:
+    def _on_finished(self, event: schema.Finished) -> None:
         self._state = "finished"
 
-    def _on_interrupted(self, event: Event) -> None:
+    def _on_interrupted(self, event: schema.Interrupted) -> None:
         self._state, self._reason = "interrupted", "stopped by the user"
 
-    def _on_starting(self, event: Event) -> None:
+    def _on_starting(self, event: schema.Starting) -> None:
         self._state, self._reason = "running", ""
 
-    def _on_stopped(self, event: Event) -> None:
-        self._state = "interrupted" if event.get("user") else "stopped"
-        self._reason = event["reason"]
+    def _on_stopped(self, event: schema.Stopped) -> None:
+        self._state = "interrupted" if event.user else "stopped"
+        self._reason = event.reason
 
     # --- the result -----------------------------------------------------------------------------------------
 
@@ -381,6 +420,7 @@ class Summary:
             self._tasks[work.task].wasted_cost += work.cost
 
     def result(self) -> dict[str, Any]:
+        job = self._job
         seconds = max(self._last_s, 1e-9)
         ends = self._fates()
         alive = [group_id for group_id in self._task_of if group_id not in self._fate]
@@ -388,10 +428,10 @@ class Summary:
             [group_id for group_id in alive if group_id not in self._at_checkpoint] if self._state == "finished" else []
         )
         return {
-            "name": self._job.get("name"),
-            "mode": self._job.get("mode"),
-            "seed": self._job.get("seed"),
-            "clock": self._job.get("clock"),
+            "name": job and job.name,
+            "mode": job and job.mode,
+            "seed": job and job.seed,
+            "clock": job and job.clock,
             "state": self._state,
             "reason": self._reason,
             "steps": len(self._steps),
@@ -401,7 +441,7 @@ class Summary:
             "sampled_tokens_per_s": round(self._sampled_tokens / seconds, 3),
             "trajectories": dict(sorted(self._statuses.items())),
             "staleness": {
-                "bound": self._job.get("bound"),
+                "bound": job and job.bound,
                 "max": self._max_age,
                 "max_steps": self._max_steps,
                 "histogram": {str(age): self._ages[age] for age in sorted(self._ages)},
@@ -418,7 +458,7 @@ class Summary:
             },
             "pools": self._costs.pool_rows(self._last_s),
             "weights": self._weights.row(),
-            "reward": self._reward.row(self._job, seconds),
+            "reward": self._reward.row(job, seconds),
             "tasks": {name: self._task_row(name, ends["trained"]) for name in self._tasks},
             "cost": self._cost(),
             "evaluations": self._evals.rows,

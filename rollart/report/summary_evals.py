@@ -2,19 +2,24 @@
 
 from typing import Any
 
-from rollart.events import Event
-
-KEPT = ("episodes", "scored", "reward", "std", "rate", "versions")
+from rollart.events import schema
 
 
 class Evaluations:
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, dict[str, Event]]] = {}
+        self.rows: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
         """By name, task and play."""
 
-    def read(self, event: Event) -> None:
-        plays = self.rows.setdefault(event["name"], {}).setdefault(event["task"], {})
-        plays[event["play"]] = {key: event[key] for key in KEPT if key in event}
+    def read(self, event: schema.Eval) -> None:
+        plays = self.rows.setdefault(event.name, {}).setdefault(event.task, {})
+        plays[event.play] = {
+            "episodes": event.episodes,
+            "scored": event.scored,
+            "reward": event.reward,
+            "std": event.std,
+            "rate": event.rate,
+            "versions": event.versions,
+        }
 
     def before_and_after(self) -> dict[str, Any]:
         """The first and the last evaluation of each task."""
@@ -25,13 +30,13 @@ class Evaluations:
         return {task: _change(first[task], plays) for task, plays in last.items() if task in first}
 
 
-def _change(first: Event, last: Event) -> Event:
+def _change(first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
     """One task's held-out play in the first and the last evaluation: sampled, and beside it greedy where played."""
     rows = {
         play: {
             "before": first[play]["reward"],
             "after": last[play]["reward"],
-            "rate": bool(first[play].get("rate") and last[play].get("rate")),
+            "rate": first[play]["rate"] and last[play]["rate"],
             "episodes": last[play]["episodes"],
             "scored": min(first[play]["scored"], last[play]["scored"]),
         }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.causes import Causes
-from rollart.events import Event, Metrics, Sum
+from rollart.events import schema
+from rollart.events.metrics import Metrics, Sum
 
 FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
 MAX_REASONS = 5
@@ -61,8 +62,8 @@ class TaskBooks:
     def failed(self, task: str, reason: str) -> None:
         self._tasks[task].causes.add(reason)
 
-    def ready(self, event: Event) -> None:
-        self._teaches[event["group"]] = event.get("gradient", True)
+    def ready(self, event: schema.Ready) -> None:
+        self._teaches[event.group] = event.gradient
 
     def trained(self, group: str, task: str, step: int) -> None:
         self._step_of[group] = step
@@ -76,17 +77,19 @@ class TaskBooks:
         """Its batch was formed, but lost before it was written; or all of it was set aside."""
         self._tasks[task].with_gradient -= self._teaches.get(group, True)
 
-    def breaker(self, event: Event) -> None:
-        task = self._tasks[event["task"]]
-        match event["e"]:
-            case "breaker.open":
-                task.taken_out += event["probes"] == 0
-                task.state, task.out_reason = "out", event["reason"]
-            case "breaker.probe":
-                task.probes += 1
-                task.state = "probing"
-            case _:
-                task.state, task.out_reason = "in", ""
+    def opened(self, event: schema.BreakerOpen) -> None:
+        task = self._tasks[event.task]
+        task.taken_out += event.probes == 0
+        task.state, task.out_reason = "out", event.reason
+
+    def probed(self, event: schema.BreakerProbe) -> None:
+        task = self._tasks[event.task]
+        task.probes += 1
+        task.state = "probing"
+
+    def closed(self, event: schema.BreakerClose) -> None:
+        task = self._tasks[event.task]
+        task.state, task.out_reason = "in", ""
 
     def checkpoint(self, step: int, held: Iterable[str]) -> None:
         """Whoever goes on from it meets the groups that it holds, and those of steps that are replayed; no others."""

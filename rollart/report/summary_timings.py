@@ -3,7 +3,8 @@
 import statistics
 from typing import Any
 
-from rollart.events import Event, Last, Metrics
+from rollart.events import schema
+from rollart.events.metrics import Last, Metrics
 
 
 class WeightTimes:
@@ -19,22 +20,24 @@ class WeightTimes:
         self.in_flight = 0
         """Calls that went on over a swap."""
 
-    def read(self, event: Event) -> None:
-        match event["e"]:
-            case "push":
-                self._push_began[event["version"]] = event["t"]
-            case "pushed":
-                began_s = self._push_began.pop(event["version"], None)
-                if began_s is not None:
-                    self._pushes.append(event["t"] - began_s)
-            case "swap.start":
-                self._swap_began = event["t"]
-            case "swap.end":
-                self._metrics.add("timing_s/swap", Last(event["t"] - self._swap_began))
-            case "engine.swap":
-                self._pulls.append(event["pull_s"])
-                self._exposed.append(event["exposed_s"])
-                self.in_flight += event["in_flight"]
+    def push(self, event: schema.Push) -> None:
+        self._push_began[event.version] = event.t
+
+    def pushed(self, event: schema.Pushed) -> None:
+        began_s = self._push_began.pop(event.version, None)
+        if began_s is not None:
+            self._pushes.append(event.t - began_s)
+
+    def swap_started(self, event: schema.SwapStart) -> None:
+        self._swap_began = event.t
+
+    def swap_ended(self, event: schema.SwapEnd) -> None:
+        self._metrics.add("timing_s/swap", Last(event.t - self._swap_began))
+
+    def engine_swapped(self, event: schema.EngineSwap) -> None:
+        self._pulls.append(event.pull_s)
+        self._exposed.append(event.exposed_s)
+        self.in_flight += event.in_flight
 
     def row(self) -> dict[str, Any]:
         return {
@@ -50,19 +53,19 @@ class RewardTimes:
         self._calls = self._failed = self._cold_starts = 0
         self._seconds = self._cold_start_s = 0.0
 
-    def scored(self, event: Event) -> None:
+    def scored(self, event: schema.Reward) -> None:
         self._calls += 1
-        self._seconds += event["busy_s"] or event["s"] - event["cold_s"]
-        self._cold_starts += event["cold_s"] > 0
-        self._cold_start_s += event["cold_s"]
+        self._seconds += event.busy_s or event.s - event.cold_s
+        self._cold_starts += event.cold_s > 0
+        self._cold_start_s += event.cold_s
 
     def failed(self) -> None:
         self._failed += 1
 
-    def row(self, job: Event, seconds: float) -> dict[str, Any]:
-        workers = job.get("reward_workers")
+    def row(self, job: schema.Run | None, seconds: float) -> dict[str, Any]:
+        workers = job and job.reward_workers
         return {
-            "type": job.get("rewards"),
+            "type": job and job.rewards,
             "calls": self._calls,
             "failed": self._failed,
             "mean_s": round(self._seconds / self._calls, 6) if self._calls else 0.0,

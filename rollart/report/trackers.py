@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from rollart.config.job import Job
 from rollart.errors import JobError, install
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.schema import Event
 
 INSTALL = f"install it with: {install('logging')}"
 
@@ -88,8 +89,8 @@ class Tracking:
         self._log(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def read(self, event: Event) -> None:
-        if event["e"] == "eval" and event["versions"]:
-            self._log(event["versions"][1], {f"eval/{event['task']}/{event['play']}": event["reward"]})
+        if isinstance(event, schema.Eval) and event.versions:
+            self._log(event.versions[1], {f"eval/{event.task}/{event.play}": event.reward})
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())

@@ -17,7 +17,8 @@ import numpy as np
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
-from rollart.events import EventLog
+from rollart.events import schema
+from rollart.events.log import EventLog
 from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
@@ -226,7 +227,7 @@ class SimEngine:
             self._paused = False
             self._plan()
         self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
-        world.log.emit("loaded", {"engine": self.spec.id, "version": manifest.version, "of": sorted(set(versions))})
+        world.log.emit(schema.Loaded(engine=self.spec.id, version=manifest.version, of=sorted(set(versions))))
         return SwapReport(
             version=manifest.version, pull_s=pull_s, exposed_s=self._loop.time() - began_s, rebuilt_tokens=rebuilt
         )

@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
-from rollart.events import Event, EventLog
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
 from rollart.sim.dice import Dice
 
 AT_A_SWAP = 0.6
@@ -108,7 +110,7 @@ class Faults:
         part = ("draw", "environment")[which % 2]
         until_s = asyncio.get_running_loop().time() + fault.duration_s
         self._outages[tasks[task], part] = max(until_s, self._outages.get((tasks[task], part), 0.0))
-        self._log.emit("fault", {"fault": fault.kind, "target": tasks[task], "part": part, "for_s": fault.duration_s})
+        self._log.emit(schema.Fault(fault=fault.kind, target=tasks[task], part=part, for_s=fault.duration_s))
         return True
 
     def broken(self, task: str, part: str) -> bool:
@@ -117,10 +119,10 @@ class Faults:
         return until_s is not None and asyncio.get_running_loop().time() < until_s
 
     def fired(self, fault: FaultSettings, target: str) -> None:
-        self._log.emit("fault", {"fault": fault.kind, "target": target})
+        self._log.emit(schema.Fault(fault=fault.kind, target=target))
 
     def _watch(self, event: Event) -> None:
-        if event["e"] == "swap.start":
+        if isinstance(event, schema.SwapStart):
             self._swaps += 1
             loop = asyncio.get_running_loop()
             for fault in self._plan:

@@ -21,7 +21,9 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
-from rollart.events import Event, read_events
+from rollart.events import schema
+from rollart.events.log import Handlers, on, read_events
+from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
 
@@ -29,6 +31,8 @@ SAME = 0.01
 """Values that spread by less than this share of their mean are taken for constant."""
 SKEWED = 1.0
 """Skewness from which on a lognormal is taken instead of a normal distribution."""
+BEFORE_SAVE = (schema.Started, schema.SwapEnd, schema.StepEnd, schema.Push)
+"""What a checkpoint may come right after."""
 SHORTEST_S = 1e-6
 """For a rate: no transfer is taken to be shorter than this."""
 
@@ -76,7 +80,7 @@ class Fit:
         self._swap_began: float | None = None
         self._swapped_s = -1.0
         """When the last swap ended."""
-        self._began: dict[str, float] = {}
+        self._began: dict[type[Event], float] = {}
         """By kind: when it was last seen."""
         self._pushed: dict[int, float] = {}
         self._push_s: list[float] = []
@@ -87,6 +91,24 @@ class Fit:
         """(tokens, seconds) of each train step but the first, writing the batch down included."""
         self._written_s = 0.0
         self._start_s: list[float] = []
+        self._handlers: Handlers = dict(
+            [
+                on(schema.Start, self._on_start),
+                on(schema.Send, self._on_send),
+                on(schema.Said, self._on_said),
+                on(schema.Reward, self._on_reward),
+                on(schema.End, self._on_end),
+                on(schema.Lost, self._on_lost),
+                on(schema.Started, self._on_started),
+                on(schema.Written, self._on_written),
+                on(schema.StepEnd, self._on_step_end),
+                on(schema.Push, self._on_push),
+                on(schema.SwapStart, self._on_swap_start),
+                on(schema.SwapEnd, self._on_swap_end),
+                on(schema.EngineSwap, self._on_engine_swap),
+                on(schema.Checkpoint, self._on_checkpoint),
+            ]
+        )
 
     def next_run(self) -> None:
         """Times and ids begin anew."""
@@ -99,62 +121,59 @@ class Fit:
         self._swapped_s = -1.0
 
     def read(self, event: Event) -> None:
-        kind = event["e"]
-        handler = getattr(self, f"_on_{kind.replace('.', '_')}", None)
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
-        self._began[kind] = event["t"]
+        self._began[type(event)] = event.t
 
     # --- trajectories -----------------------------------------------------------------------------------------
 
-    def _on_start(self, event: Event) -> None:
-        self._live[event["id"]] = _Attempt(event["task"].split("/", 1)[0], event["t"])
+    def _on_start(self, event: schema.Start) -> None:
+        self._live[event.id] = _Attempt(event.task.split("/", 1)[0], event.t)
 
-    def _on_send(self, event: Event) -> None:
-        attempt = self._live[event["id"].rpartition("/")[0]]
+    def _on_send(self, event: schema.Send) -> None:
+        attempt = self._live[event.id.rpartition("/")[0]]
         task, undisturbed = self._tasks[attempt.task], not self._swapped_since(attempt.free_s or attempt.started_s)
         if attempt.free_s is None:
-            task.prompt.append(event["prompt"])
+            task.prompt.append(event.prompt)
             if undisturbed:
-                task.reset_s.append(event["t"] - attempt.started_s)
+                task.reset_s.append(event.t - attempt.started_s)
         else:
-            task.observation.append(event["prompt"] - attempt.prompt - attempt.said)
+            task.observation.append(event.prompt - attempt.prompt - attempt.said)
             if undisturbed:
-                task.step_s.append(event["t"] - attempt.free_s)
-        attempt.prompt = event["prompt"]
-        self._calls[event["id"]] = GenerateCall(
-            engine=f"{self._run}/{event['engine']}", pool=event["pool"], sent_s=event["t"]
-        )
+                task.step_s.append(event.t - attempt.free_s)
+        attempt.prompt = event.prompt
+        self._calls[event.id] = GenerateCall(engine=f"{self._run}/{event.engine}", pool=event.pool, sent_s=event.t)
 
-    def _on_said(self, event: Event) -> None:
-        call = self._calls.pop(event["id"])
-        attempt = self._live.get(event["id"].rpartition("/")[0])
-        call.said_s, call.tokens, call.prefill = event["t"], event["tokens"], event["prefill"]
-        call.whole = len(event["spans"]) == 1 and event["finish"] != "abort"
+    def _on_said(self, event: schema.Said) -> None:
+        call = self._calls.pop(event.id)
+        attempt = self._live.get(event.id.rpartition("/")[0])
+        call.said_s, call.tokens, call.prefill = event.t, event.tokens, event.prefill
+        call.whole = len(event.spans) == 1 and event.finish != "abort"
         if attempt is not None:
             call.prompt = attempt.prompt
-            attempt.free_s, attempt.said = event["t"], event["tokens"]
+            attempt.free_s, attempt.said = event.t, event.tokens
             if call.whole:
-                self._tasks[attempt.task].answer.append(event["tokens"])
+                self._tasks[attempt.task].answer.append(event.tokens)
         self._done.append(call)
 
-    def _on_reward(self, event: Event) -> None:
-        attempt = self._live.get(event["id"])
+    def _on_reward(self, event: schema.Reward) -> None:
+        attempt = self._live.get(event.id)
         if attempt is not None:
-            self._tasks[attempt.task].reward_s.append(event["s"] - event["cold_s"])
-            self._tasks[attempt.task].rewards.append(event["value"])
-        if event["cold_s"] > 0:
-            self._cold_s.append(event["cold_s"])
+            self._tasks[attempt.task].reward_s.append(event.s - event.cold_s)
+            self._tasks[attempt.task].rewards.append(event.value)
+        if event.cold_s > 0:
+            self._cold_s.append(event.cold_s)
 
-    def _on_end(self, event: Event) -> None:
-        attempt = self._live.pop(event["id"], None)
-        if attempt is not None and event["status"] in ("done", "truncated"):
-            self._tasks[attempt.task].turns.append(event["turns"])
-        for key in [key for key in self._calls if key.rpartition("/")[0] == event["id"]]:
-            self._give_up(key, event["t"])
+    def _on_end(self, event: schema.End) -> None:
+        attempt = self._live.pop(event.id, None)
+        if attempt is not None and event.status in ("done", "truncated"):
+            self._tasks[attempt.task].turns.append(event.turns)
+        for key in [key for key in self._calls if key.rpartition("/")[0] == event.id]:
+            self._give_up(key, event.t)
 
-    def _on_lost(self, event: Event) -> None:
-        self._give_up(event["id"], event["t"])
+    def _on_lost(self, event: schema.Lost) -> None:
+        self._give_up(event.id, event.t)
 
     def _give_up(self, key: str, at_s: float) -> None:
         """Aborted, or lost with its engine: it was in the batch, but how many tokens it got is not known."""
@@ -165,36 +184,36 @@ class Fit:
 
     # --- steps and weights --------------------------------------------------------------------------------------
 
-    def _on_started(self, event: Event) -> None:
-        self._start_s.append(event["t"] - self._began["starting"])
+    def _on_started(self, event: schema.Started) -> None:
+        self._start_s.append(event.t - self._began[schema.Starting])
 
-    def _on_written(self, event: Event) -> None:
-        self._written_s = event["t"] - self._began["batch"]
+    def _on_written(self, event: schema.Written) -> None:
+        self._written_s = event.t - self._began[schema.Batch]
 
-    def _on_step_end(self, event: Event) -> None:
-        if event["step"]:  # the first step of a run also warms up what it runs on
-            self._steps.append((event["metrics"].get("perf/tokens", 0.0), self._written_s + event["train_s"]))
+    def _on_step_end(self, event: schema.StepEnd) -> None:
+        if event.step:  # the first step of a run also warms up what it runs on
+            self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
 
-    def _on_push(self, event: Event) -> None:
-        self._pushed[event["version"]] = event["t"]
+    def _on_push(self, event: schema.Push) -> None:
+        self._pushed[event.version] = event.t
 
-    def _on_swap_start(self, event: Event) -> None:
-        self._swap_began = event["t"]
-        if event["version"] in self._pushed:
-            self._push_s.append(event["t"] - self._pushed[event["version"]])
+    def _on_swap_start(self, event: schema.SwapStart) -> None:
+        self._swap_began = event.t
+        if event.version in self._pushed:
+            self._push_s.append(event.t - self._pushed[event.version])
 
-    def _on_swap_end(self, event: Event) -> None:
+    def _on_swap_end(self, event: schema.SwapEnd) -> None:
         assert self._swap_began is not None
-        self._swap_s.append(event["t"] - self._swap_began)
-        self._swap_began, self._swapped_s = None, event["t"]
+        self._swap_s.append(event.t - self._swap_began)
+        self._swap_began, self._swapped_s = None, event.t
 
-    def _on_engine_swap(self, event: Event) -> None:
-        self._pull_s.append(event["pull_s"])
+    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
+        self._pull_s.append(event.pull_s)
 
-    def _on_checkpoint(self, event: Event) -> None:
+    def _on_checkpoint(self, event: schema.Checkpoint) -> None:
         """What lies between the last thing that was done and this is the save."""
-        before = [self._began[kind] for kind in ("started", "swap.end", "step.end", "push") if kind in self._began]
-        self._save_s.append(event["t"] - max(before, default=event["t"]))
+        before = [self._began[kind] for kind in BEFORE_SAVE if kind in self._began]
+        self._save_s.append(event.t - max(before, default=event.t))
 
     def _swapped_since(self, since_s: float) -> bool:
         """Whether a swap was under way between then and now: a call may have waited for it."""

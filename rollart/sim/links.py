@@ -8,7 +8,8 @@ import asyncio
 import math
 
 from rollart.errors import StoreFull, WeightError
-from rollart.events import EventLog
+from rollart.events import schema
+from rollart.events.log import EventLog
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 SLOW = 0.1
@@ -80,11 +81,11 @@ class SimStore:
 
     def put(self, version: WeightVersion, position: int, bucket: Bucket) -> None:
         self._buckets.setdefault(version, {})[position] = (self._loop.time(), bucket.digest)
-        self._log.emit("bucket", {"version": version, "bucket": position})
+        self._log.emit(schema.Bucket(version=version, bucket=position))
 
     def commit(self, manifest: WeightManifest) -> None:
         self._manifests[manifest.version] = manifest
-        self._log.emit("manifest", {"version": manifest.version, "buckets": len(manifest.buckets)})
+        self._log.emit(schema.Manifest(version=manifest.version, buckets=len(manifest.buckets)))
 
     async def drop_before(self, version: WeightVersion) -> None:
         for old in [old for old in self._buckets if old < version]:

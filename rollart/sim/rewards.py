@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rollart.config.settings import RewardSettings
 from rollart.config.sim import FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work
 from rollart.types import Score, Trajectory

@@ -74,7 +74,7 @@ def test_what_comes_out_does_not_depend_on_the_number_of_processes() -> None:
 
 def test_the_assignment_follows_a_shift() -> None:
     run = play(auto(shifting(20, 400.0, 12), affinity.FLEET, 24))
-    shares = [(plan["t"], plan["plan"]["p2"].get(BANDWIDTH, 0.0)) for plan in run.plans]
+    shares = [(plan.t, plan.plan["p2"].get(BANDWIDTH, 0.0)) for plan in run.plans]
     before = [share for at_s, share in shares if at_s < 400.0][-1]
     assert before < 0.5
     assert shares[-1][0] > 400.0

@@ -21,8 +21,10 @@ from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.events import Event, read_events
-from rollart.launch.run import RunResult
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
+from rollart.launch.driver import RunResult
 from rollart.launch.training import train
 from tests.cluster.small import raw_job
 from tests.vllm_python import PYTHON, ROOT, needs_vllm, none_left_in
@@ -157,15 +159,15 @@ class Script:
 
 
 def step(number: int) -> Callable[[Event], bool]:
-    return lambda event: event["e"] == "step.end" and event["version"] >= number
+    return lambda event: isinstance(event, schema.StepEnd) and event.version >= number
 
 
-def seen(kind: str) -> Callable[[Event], bool]:
-    return lambda event: bool(event["e"] == kind)
+def seen(kind: type[Event]) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, kind)
 
 
 def up(engine: str) -> Callable[[Event], bool]:
-    return lambda event: event["e"] == "engine.up" and event["engine"] == engine
+    return lambda event: isinstance(event, schema.EngineUp) and event.engine == engine
 
 
 def both(*moments: Callable[[Event], bool]) -> Callable[[Event], bool]:
@@ -185,7 +187,7 @@ def steps(count: int) -> Callable[[Event], bool]:
 
     def read(event: Event) -> bool:
         nonlocal left
-        left -= int(event["e"] == "step.end")
+        left -= int(isinstance(event, schema.StepEnd))
         return left <= 0
 
     return read
@@ -218,7 +220,7 @@ def placed(out: Path) -> list[dict[str, Any]]:
 def elsewhere(events: list[Event]) -> list[Event]:
     """Requests that ran on another pool than wanted, with no reason recorded."""
     return [
-        event for event in events if event["e"] == "send" and event["pool"] != event["want"] and "fallback" not in event
+        event for event in events if isinstance(event, schema.Send) and event.pool != event.want and not event.fallback
     ]
 
 
@@ -261,17 +263,17 @@ def test_every_worker_and_request_of_the_quickstart_is_where_its_pool_says(
         ("environments-env", "environments"),
     }
     assert len({row["node"] for row in placed(tmp_path / "run") if row["worker"].startswith("compute")}) == 2
-    sends = [event for event in events if event["e"] == "send"]
-    tasks = {event["id"]: event["task"].partition("/")[0] for event in events if event["e"] == "start"}
-    landed = Counter((tasks[event["id"].rpartition("/")[0]], event["want"], event["engine"]) for event in sends)
+    sends = [event for event in events if isinstance(event, schema.Send)]
+    tasks = {event.id: event.task.partition("/")[0] for event in events if isinstance(event, schema.Start)}
+    landed = Counter((tasks[event.id.rpartition("/")[0]], event.want, event.engine) for event in sends)
     assert set(landed) == {
         ("lake", "compute", "compute-0"),
         ("lake", "compute", "compute-1"),
         ("maths", "bandwidth", "bandwidth-0"),
     }
-    assert not any("fallback" in event for event in sends)
+    assert not any(event.fallback for event in sends)
     assert served(tmp_path / "run", "bandwidth-0") >= landed["maths", "bandwidth", "bandwidth-0"]
-    swaps = {(event["engine"], event["version"]) for event in events if event["e"] == "engine.swap"}
+    swaps = {(event.engine, event.version) for event in events if isinstance(event, schema.EngineSwap)}
     assert swaps >= {("bandwidth-0", 1), ("bandwidth-0", 2)}, "each with the log-probabilities of its probe"
     none_left_in(tmp_path)
 
@@ -303,26 +305,26 @@ def test_a_lost_node_costs_time_only_and_its_pool_heals(
         job,
         tmp_path / "run",
         (step(2), nothing),
-        (lambda event: event["e"] == "send" and event["pool"] == pool, lambda: nodes.kill(kind)),
-        (lambda event: event["e"] == "engine.retry" and no_room in event["reason"], lambda: nodes.add(kind)),
-        (seen("engine.up"), nothing),
+        (lambda event: isinstance(event, schema.Send) and event.pool == pool, lambda: nodes.kill(kind)),
+        (lambda event: isinstance(event, schema.EngineRetry) and no_room in event.reason, lambda: nodes.add(kind)),
+        (seen(schema.EngineUp), nothing),
         (steps(2), Script.stop),
     )
 
-    down = next(event for event in events if event["e"] == "engine.down")
-    back = next(event for event in events if event["e"] == "engine.up")
-    engine = down["engine"]
-    assert engine == back["engine"]
+    down = next(event for event in events if isinstance(event, schema.EngineDown))
+    back = next(event for event in events if isinstance(event, schema.EngineUp))
+    engine = down.engine
+    assert engine == back.engine
     assert engine.startswith(f"{pool}-")
-    lost = [event["id"] for event in events if event["e"] == "lost"]
-    again = {event["id"] for event in events if event["e"] == "send" and event["n"] > down["n"]}
+    lost = [event.id for event in events if isinstance(event, schema.Lost)]
+    again = {event.id for event in events if isinstance(event, schema.Send) and event.n > down.n}
     assert lost
     assert set(lost) <= again, "each request that the node held was sent again"
-    meanwhile = [event for event in events if down["n"] < event["n"] < back["n"]]
-    assert sum(event["e"] == "step.end" for event in meanwhile) >= 1, "the job went on without it"
-    assert not any(event["e"] == "send" and event["engine"] == engine for event in meanwhile)
-    assert any(event["e"] == "said" and event["engine"] == engine and event["n"] > back["n"] for event in events)
-    assert {event["fallback"] for event in events if "fallback" in event} == fallbacks
+    meanwhile = [event for event in events if down.n < event.n < back.n]
+    assert sum(isinstance(event, schema.StepEnd) for event in meanwhile) >= 1, "the job went on without it"
+    assert not any(isinstance(event, schema.Send) and event.engine == engine for event in meanwhile)
+    assert any(isinstance(event, schema.Said) and event.engine == engine and event.n > back.n for event in events)
+    assert {event.fallback for event in events if isinstance(event, schema.Send) and event.fallback} == fallbacks
     assert elsewhere(events) == []
     none_left_in(tmp_path)
 
@@ -340,18 +342,18 @@ def test_the_only_trainer_node_is_lost_and_training_resumes(
         job,
         tmp_path / "run",
         (step(5), lambda: nodes.kill("h20")),
-        (lambda event: "fallback" in event, lambda: nodes.add("h20")),
-        (both(seen("trainer.up"), up("bandwidth-0")), nothing),
+        (lambda event: isinstance(event, schema.Send) and bool(event.fallback), lambda: nodes.add("h20")),
+        (both(seen(schema.TrainerUp), up("bandwidth-0")), nothing),
         (steps(2), Script.stop),
     )
 
-    down = next(event for event in events if event["e"] == "trainer.down")
-    back = next(event for event in events if event["e"] == "trainer.up")
-    checkpoint = [event["step"] for event in events if event["e"] == "checkpoint" and event["n"] < down["n"]][-1]
-    replayed = [event["step"] for event in events if event["e"] == "replay"]
-    assert replayed == list(range(checkpoint, back["version"])), "from the checkpoint to where it was, once"
-    fallbacks = [event for event in events if event["e"] == "send" and event["pool"] != event["want"]]
-    assert {event["fallback"] for event in fallbacks} == {"pool bandwidth has no engine up"}
+    down = next(event for event in events if isinstance(event, schema.TrainerDown))
+    back = next(event for event in events if isinstance(event, schema.TrainerUp))
+    checkpoint = [event.step for event in events if isinstance(event, schema.Checkpoint) and event.n < down.n][-1]
+    replayed = [event.step for event in events if isinstance(event, schema.Replay)]
+    assert replayed == list(range(checkpoint, back.version)), "from the checkpoint to where it was, once"
+    fallbacks = [event for event in events if isinstance(event, schema.Send) and event.pool != event.want]
+    assert {event.fallback for event in fallbacks} == {"pool bandwidth has no engine up"}
     assert elsewhere(events) == []
     none_left_in(tmp_path)
 
@@ -386,8 +388,8 @@ def test_the_ranks_of_a_trainer_are_on_several_nodes_and_one_of_these_is_lost(
         job,
         tmp_path / "run",
         (step(5), lambda: nodes.kill("h800", node=node_of("rank-1"))),
-        (seen("trainer.down"), again),
-        (seen("trainer.up"), nothing),
+        (seen(schema.TrainerDown), again),
+        (seen(schema.TrainerUp), nothing),
         (steps(2), Script.stop),
     )
 
@@ -397,8 +399,8 @@ def test_the_ranks_of_a_trainer_are_on_several_nodes_and_one_of_these_is_lost(
     for life in (lives[:2], lives[2:]):
         assert len({one["node"] for one in life}) == 2, "a node has room for one"
         assert {kinds[one["node"]] for one in life} == {"h800"}
-    down = next(event for event in events if event["e"] == "trainer.down")
-    assert "rank-1: its actor is lost" in down["reason"]
+    down = next(event for event in events if isinstance(event, schema.TrainerDown))
+    assert "rank-1: its actor is lost" in down.reason
     assert elsewhere(events) == []
     none_left_in(tmp_path)
 
@@ -410,11 +412,14 @@ def test_a_lost_environment_node_ends_only_what_ran_there(nodes: FiveNodes, mode
         job,
         tmp_path / "run",
         (step(2), lambda: nodes.kill("environments")),
-        (lambda event: event["e"] == "end" and event["status"] == "failed", lambda: nodes.add("environments")),
+        (
+            lambda event: isinstance(event, schema.End) and event.status == "failed",
+            lambda: nodes.add("environments"),
+        ),
         (steps(4), Script.stop),
     )
 
-    failed = [event["reason"] for event in events if event["e"] == "end" and event["status"] == "failed"]
+    failed = [event.reason for event in events if isinstance(event, schema.End) and event.status == "failed"]
     assert failed
     assert all("its actor is lost" in reason for reason in failed)
 
@@ -428,17 +433,17 @@ def test_a_pool_grows_and_shrinks_with_its_nodes(nodes: FiveNodes, model: Path, 
         (step(2), lambda: nodes.add("h800")),
         (up("compute-2"), nothing),
         (steps(3), lambda: nodes.kill("h800", newest=True)),
-        (seen("engine.down"), nothing),
+        (seen(schema.EngineDown), nothing),
         (steps(3), Script.stop),
     )
 
-    joined = next(event for event in events if event["e"] == "engine.up")
-    left = next(event for event in events if event["e"] == "engine.down")
-    assert left["engine"] == "compute-2"
-    served = [event["n"] for event in events if event["e"] == "said" and event["engine"] == "compute-2"]
+    joined = next(event for event in events if isinstance(event, schema.EngineUp))
+    left = next(event for event in events if isinstance(event, schema.EngineDown))
+    assert left.engine == "compute-2"
+    served = [event.n for event in events if isinstance(event, schema.Said) and event.engine == "compute-2"]
     assert served
-    assert joined["n"] < min(served)
-    assert max(served) < left["n"]
+    assert joined.n < min(served)
+    assert max(served) < left.n
 
 
 def test_a_job_that_does_not_fit_is_refused_by_pool(

@@ -8,7 +8,7 @@ import pytest
 from rollart.config.settings import Spread
 from rollart.config.sim import SimTaskSettings
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.ports import EnvHost
 from rollart.sim.dice import Dice
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer

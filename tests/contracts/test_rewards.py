@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from rollart.config.settings import RewardSettings, Spread
 from rollart.config.sim import SimRewardSettings, SimTaskSettings
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.rewards import SimRewards

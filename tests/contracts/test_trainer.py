@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings, SimTrainSettings
 from rollart.errors import WeightError
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.hardware import HARDWARE, MODELS
 from rollart.ports import Journal, Trainer
 from rollart.sim.dice import Dice

@@ -8,7 +8,7 @@ came from. Everything runs on the virtual clock, through the ports, under the re
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator, World
 from rollart.control.env_manager import Agent
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
-from rollart.events import Event, EventLog, LogHandle
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.hardware import MODELS
-from rollart.launch.run import facts
-from rollart.launch.worlds import build_affinity, offers
+from rollart.launch.driver import facts
+from rollart.launch.offers import build_affinity, offers
 from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import Engine, Env, Recorder, Trainer
 from rollart.report.audit import Audit
@@ -313,6 +315,9 @@ class NoWorld:
     recorder: Any = None
 
 
+E = TypeVar("E", bound=Event)
+
+
 @dataclass
 class Played:
     """What a scene came to."""
@@ -321,24 +326,24 @@ class Played:
     error: BaseException | None
     violations: list[str]
 
-    def of(self, kind: str, **fields: Any) -> list[Event]:
+    def of(self, kind: type[E], **fields: object) -> list[E]:
         return [
             event
             for event in self.events
-            if event["e"] == kind and all(event.get(name) == value for name, value in fields.items())
+            if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
         ]
 
-    def one(self, kind: str, **fields: Any) -> Event:
+    def one(self, kind: type[E], **fields: object) -> E:
         found = self.of(kind, **fields)
         assert len(found) == 1, f"{len(found)} events {kind} {fields}"
         return found[0]
 
-    def ends(self, status: str) -> list[Event]:
-        return self.of("end", status=status)
+    def ends(self, status: str) -> list[schema.End]:
+        return self.of(schema.End, status=status)
 
     @property
     def finished(self) -> bool:
-        return bool(self.of("finished"))
+        return bool(self.of(schema.Finished))
 
 
 EngineHook = Callable[[ScriptedEngine, GenerateRequest], Awaitable[None]]
@@ -447,14 +452,14 @@ class Scene:
         log.read_by(events.append)
         log.read_by(audit.read)
         log.read_by(self._watch)
-        log.emit("run", facts(self.job, clock="real"))
+        log.emit(facts(self.job, clock="real"))
         for seconds, action in self._timers:
             loop.call_later(seconds, action)
         error: BaseException | None = None
         for kill in (*kills, None):
             error = await self._life(loop, log, kill)
         if error is not None:
-            log.emit("stopped", {"reason": str(error)})
+            log.emit(schema.Stopped(reason=str(error)))
         return Played(events, error, audit.finish())
 
     async def _life(
@@ -479,7 +484,7 @@ class Scene:
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 
         def deadlocked() -> None:
-            coordinator.supervisor.fail(Deadlock(coordinator.watchdog.report("deadlock", "nothing can move")))
+            coordinator.supervisor.fail(Deadlock(coordinator.watchdog.report(schema.Deadlock, "nothing can move")))
 
         loop.on_deadlock = deadlocked
         task = loop.create_task(coordinator.evaluate() if self.only_evaluate else coordinator.run())
@@ -488,7 +493,7 @@ class Scene:
             self.when(kill, lambda: killed.set_result(None))
             await asyncio.wait([task, killed], return_when=asyncio.FIRST_COMPLETED)
             assert killed.done(), "the job ended before it could be killed"
-            log.emit("killed", {})
+            log.emit(schema.Killed())
             handle.cut()
             task.cancel()
         try:

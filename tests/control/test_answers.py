@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rollart.events import schema
 from rollart.policy.answers import MAX_REFUSED
 from rollart.report.summary import Summary
 from rollart.types import Completion, GenerateRequest, Span, WeightManifest
@@ -54,13 +55,13 @@ def test_a_bad_answer_ends_its_attempt_and_nothing_else(monkeypatch: pytest.Monk
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    end = played.one("end", id=BAD)
-    assert end["status"] == "failed"
-    assert end["reason"].startswith("AnswerError: ")
-    assert said in end["reason"]
-    assert said in played.one("refused")["reason"]
+    end = played.one(schema.End, id=BAD)
+    assert end.status == "failed"
+    assert end.reason.startswith("AnswerError: ")
+    assert said in end.reason
+    assert said in played.one(schema.Refused).reason
     assert failures(played)["answer"]["count"] == 1
-    assert not played.of("engine.down")
+    assert not played.of(schema.EngineDown)
     trained = [str(sample.trajectory) for batch in scene.journal.all.values() for sample in batch.samples]
     assert BAD not in trained
     assert "g1.1.1" in trained, "the member was played again"
@@ -75,7 +76,7 @@ def test_a_hair_above_0_is_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.control.scene.ScriptedEngine", Rounds)
     played = Scene().play()
     assert played.finished
-    assert not played.of("refused")
+    assert not played.of(schema.Refused)
 
 
 def test_an_engine_that_gives_bad_answers_only_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +93,8 @@ def test_an_engine_that_gives_bad_answers_only_is_started_again(monkeypatch: pyt
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    assert f"{MAX_REFUSED} answers in a row could not be believed" in played.one("engine.down")["reason"]
-    assert len(played.of("refused", engine="fast-0")) == MAX_REFUSED
+    assert f"{MAX_REFUSED} answers in a row could not be believed" in played.one(schema.EngineDown).reason
+    assert len(played.of(schema.Refused, engine="fast-0")) == MAX_REFUSED
 
 
 def test_a_good_answer_forgives_the_bad_ones_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +109,8 @@ def test_a_good_answer_forgives_the_bad_ones_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("tests.control.scene.ScriptedEngine", EverySecond)
     played = Scene(scene_job(limits__attempts=50, train__steps=8), turns=1).play()
     assert played.finished, played.error
-    assert len(played.of("refused")) > 2 * MAX_REFUSED
-    assert not played.of("engine.down")
+    assert len(played.of(schema.Refused)) > 2 * MAX_REFUSED
+    assert not played.of(schema.EngineDown)
 
 
 def test_a_trajectory_goes_on_under_the_last_version_of_an_answer_that_a_rolling_swap_cut() -> None:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rollart.errors import EnvError, JobStopped
+from rollart.events import schema
 from rollart.ports import Env
 from rollart.types import Observation, Task, Trajectory, TrajectoryId
 from tests.control.scene import Scene, ScriptedEnv, scene_job
@@ -21,9 +22,9 @@ def test_groups_whose_members_earn_the_same_are_filtered_and_replaced() -> None:
     played = scene.play()
     assert played.finished
     assert not played.violations
-    filtered = played.of("group", how="filtered")
+    filtered = played.of(schema.Group, how="filtered")
     assert filtered
-    assert all(int(event["task"].split("/")[1]) % 2 == 1 for event in filtered)
+    assert all(int(event.task.split("/")[1]) % 2 == 1 for event in filtered)
     for batch in scene.journal.all.values():
         assert len(batch.groups) == 2
         assert all(group.task.index % 2 == 0 for group in batch.groups)
@@ -33,7 +34,7 @@ def test_without_the_filter_such_groups_are_trained_on_with_advantage_zero() -> 
     scene = Scene(scene_job(rollout__zero_variance="keep"), reward=lambda trajectory: 1.0)
     played = scene.play()
     assert played.finished
-    assert not played.of("group", how="filtered")
+    assert not played.of(schema.Group, how="filtered")
     assert [abs(sample.advantages).max() for sample in scene.journal.all[0].samples] == [0.0] * 4
 
 
@@ -42,8 +43,8 @@ def test_a_hopeless_or_perfect_model_stops_the_job_with_the_reason(reward: float
     played = Scene(reward=lambda trajectory: reward).play()
     assert isinstance(played.error, JobStopped)
     assert "all members earned the same" in str(played.error)
-    assert not played.of("batch")
-    filtered = len(played.of("group", how="filtered"))
+    assert not played.of(schema.Batch)
+    filtered = len(played.of(schema.Group, how="filtered"))
     assert 8 <= filtered < 8 + 4, "refill_factor 4 times groups_per_step 2, and what was alive then"
 
 
@@ -52,8 +53,8 @@ def test_a_nearly_hopeless_model_trains_on_short_batches_with_a_warning_and_then
     scene.reward = lambda trajectory: float(trajectory.id.member) if task_number(trajectory) in (0, 11) else 0.0
     played = scene.play()
     assert isinstance(played.error, JobStopped)
-    assert [len(event["groups"]) for event in played.of("batch")] == [1, 1]
-    texts = [event["text"] for event in played.of("warning")]
+    assert [len(event.groups) for event in played.of(schema.Batch)] == [1, 1]
+    texts = [event.text for event in played.of(schema.Warning)]
     assert sum("a batch of 1 groups instead of 2" in text for text in texts) == 2
     assert any("groups were filtered for one batch" in text for text in texts)
     assert not played.violations
@@ -65,7 +66,7 @@ def test_one_full_batch_forgives_the_short_ones_before_it() -> None:
     scene.reward = lambda trajectory: 0.0 if task_number(trajectory) in bad else float(trajectory.id.member)
     played = scene.play()
     assert played.finished, played.error
-    sizes = [len(event["groups"]) for event in played.of("batch")]
+    sizes = [len(event.groups) for event in played.of(schema.Batch)]
     assert sizes.count(1) == 2, sizes
 
 
@@ -78,7 +79,7 @@ def test_a_job_whose_environments_all_fail_stops_with_the_reason() -> None:
     assert isinstance(played.error, JobStopped)
     assert "no task is left" in str(played.error)
     assert re.search(r"task 'a': .*most often \d+ x EnvError: no such machine", str(played.error))
-    assert {event["how"] for event in played.of("group")} == {"failed"}
+    assert {event.how for event in played.of(schema.Group)} == {"failed"}
     assert not scene.steps
 
 
@@ -91,14 +92,14 @@ def test_never_more_groups_alive_than_slots() -> None:
     taken: set[str] = set()
     most = 0
     for event in played.events:
-        match event["e"]:
-            case "admit":
-                alive.add(event["group"])
-            case "group":
-                alive.remove(event["group"])
-            case "batch":
-                taken.update(event["groups"])
-            case "swap.end":
+        match event:
+            case schema.Admit():
+                alive.add(event.group)
+            case schema.Group():
+                alive.remove(event.group)
+            case schema.Batch():
+                taken.update(event.groups)
+            case schema.SwapEnd():
                 alive -= taken
         most = max(most, len(alive))
     assert most == 3 * 2 + 1
@@ -116,19 +117,19 @@ def test_with_bound_0_spare_groups_are_cancelled_when_the_batch_is_formed() -> N
     played = scene.play()
     assert played.finished
     assert not played.violations
-    surplus = played.of("group", how="surplus")
+    surplus = played.of(schema.Group, how="surplus")
     assert surplus
-    batch = played.of("batch")[0]
-    assert {event["cause"] for event in surplus if event["t"] == batch["t"]} == {batch["n"]}
-    admitted = [event["task"] for event in played.of("admit")]
+    batch = played.of(schema.Batch)[0]
+    assert {event.cause for event in surplus if event.t == batch.t} == {batch.n}
+    admitted = [event.task for event in played.of(schema.Admit)]
     assert len(admitted) > len(set(admitted)), "a surplus task is given out again"
 
 
 def test_ready_spare_groups_of_a_formed_batch_are_surplus_too_with_bound_0() -> None:
     played = Scene(scene_job(mode="sync+", rollout={"groups_per_step": 2, "spare_groups": 3}, train__steps=2)).play()
     assert played.finished
-    ready = {event["group"] for event in played.of("ready")}
-    assert ready & {event["group"] for event in played.of("group", how="surplus")}
+    ready = {event.group for event in played.of(schema.Ready)}
+    assert ready & {event.group for event in played.of(schema.Group, how="surplus")}
 
 
 def test_the_shares_give_way_when_nothing_better_can_come() -> None:
@@ -137,8 +138,8 @@ def test_the_shares_give_way_when_nothing_better_can_come() -> None:
     scene = Scene(scene_job(tasks=tasks, rollout={"groups_per_step": 4, "share_tolerance": 0.0}, train__steps=2))
     scene.reward = lambda trajectory: float(trajectory.id.member) if trajectory.task.domain == "a" else 0.0
     played = scene.play()
-    assert played.of("batch")
-    assert {task.split("/")[0] for event in played.of("batch") for task in event["tasks"]} == {"a"}
+    assert played.of(schema.Batch)
+    assert {task.split("/")[0] for event in played.of(schema.Batch) for task in event.tasks} == {"a"}
 
 
 def test_slots_freed_by_eviction_at_consumption_are_filled_again_at_once() -> None:
@@ -159,10 +160,10 @@ def test_slots_freed_by_eviction_at_consumption_are_filled_again_at_once() -> No
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    evicted = played.of("group", how="stale", cause=-1)
+    evicted = played.of(schema.Group, how="stale", cause=-1)
     assert evicted
     for event in evicted:
-        assert any(admit["t"] == event["t"] for admit in played.of("admit")), "a free slot, and nobody fills it"
+        assert any(admit.t == event.t for admit in played.of(schema.Admit)), "a free slot, and nobody fills it"
 
 
 def test_a_member_that_fails_in_a_group_too_old_is_not_tried_again() -> None:
@@ -179,8 +180,8 @@ def test_a_member_that_fails_in_a_group_too_old_is_not_tried_again() -> None:
     scene.on_open = fails_late
     played = scene.play()
     assert played.finished
-    failed = played.one("end", id="g4.2.0")
-    serving = [event["version"] for event in played.of("swap.end") if event["n"] < failed["n"]][-1]
+    failed = played.one(schema.End, id="g4.2.0")
+    serving = [event.version for event in played.of(schema.SwapEnd) if event.n < failed.n][-1]
     assert serving > 1 + 1, "born under 1, bound 1"
-    assert not played.of("start", id="g4.2.1")
-    assert played.one("group", group="g4")["how"] == "stale"
+    assert not played.of(schema.Start, id="g4.2.1")
+    assert played.one(schema.Group, group="g4").how == "stale"

@@ -12,7 +12,9 @@ from rollart.control.proxy import MAX_SENDS, Proxy
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import EngineError, JobStopped, RequestError, WeightError
-from rollart.events import Event, EventLog, LogHandle
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.sim.clock import VirtualLoop
 from rollart.types import (
@@ -48,26 +50,26 @@ def test_the_requests_of_an_engine_that_dies_are_sent_again_and_no_trajectory_is
     played = scene.play()
     assert played.finished
     assert not played.violations
-    lost = played.of("lost")
+    lost = played.of(schema.Lost)
     assert len(lost) == 4
-    assert {event["engine"] for event in lost} == {"fast-0"}
+    assert {event.engine for event in lost} == {"fast-0"}
     for event in lost:
-        again = [sent for sent in played.of("send", id=event["id"]) if sent["n"] > event["n"]]
+        again = [sent for sent in played.of(schema.Send, id=event.id) if sent.n > event.n]
         assert again
-        assert again[0]["cause"] == event["n"]
+        assert again[0].cause == event.n
     assert not played.ends("failed")
-    assert played.one("engine.down")["calls"] == 3, "those that had not noticed themselves"
+    assert played.one(schema.EngineDown).calls == 3, "those that had not noticed themselves"
     check_first_invariant(scene)
 
 
 def test_an_engine_that_comes_back_serves_again_with_the_weights_of_the_day() -> None:
     scene = Scene(scene_job(train__steps=6))
-    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 2, lambda: kill(scene, "fast-0"))
+    scene.when(lambda event: isinstance(event, schema.SwapEnd) and event.version == 2, lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished
     assert not played.violations
-    up = played.one("engine.up")
-    assert up["version"] >= 2
+    up = played.one(schema.EngineUp)
+    assert up.version >= 2
     reborn = scene.engine("fast-0")
     assert reborn is not scene.engines["fast-0"][0]
     assert reborn.asked
@@ -84,9 +86,9 @@ def test_an_engine_that_answers_nothing_any_more_is_found_by_its_progress() -> N
     played = scene.play()
     assert played.finished
     assert not played.violations
-    down = played.one("engine.down")
-    assert "asked for its progress: fast-0: no answer in 40 s" in down["reason"]
-    assert 40.0 <= down["t"] - 2.25 <= 1.5 * 40.0
+    down = played.one(schema.EngineDown)
+    assert "asked for its progress: fast-0: no answer in 40 s" in down.reason
+    assert 40.0 <= down.t - 2.25 <= 1.5 * 40.0
     assert not played.ends("failed")
 
 
@@ -102,11 +104,11 @@ def test_an_engine_that_computes_nothing_while_it_has_requests_is_taken_for_hung
     played = scene.play()
     assert played.finished
     assert not played.violations
-    down = played.one("engine.down")
-    assert "fast-0: computed nothing for 40 s with" in down["reason"]
-    assert "limits.progress_s" in down["reason"]
-    assert down["calls"] >= 1
-    assert len(played.of("lost", engine="fast-0")) == down["calls"]
+    down = played.one(schema.EngineDown)
+    assert "fast-0: computed nothing for 40 s with" in down.reason
+    assert "limits.progress_s" in down.reason
+    assert down.calls >= 1
+    assert len(played.of(schema.Lost, engine="fast-0")) == down.calls
     assert not played.ends("failed")
 
 
@@ -120,7 +122,7 @@ def test_an_engine_that_is_idle_or_takes_new_weights_is_not_hung() -> None:
     scene.on_swap = slowly
     played = scene.play()
     assert played.finished
-    assert not played.of("engine.down")
+    assert not played.of(schema.EngineDown)
 
 
 def test_one_answer_slower_than_its_limit_ends_its_own_attempt_and_nothing_else() -> None:
@@ -135,16 +137,16 @@ def test_one_answer_slower_than_its_limit_ends_its_own_attempt_and_nothing_else(
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    assert not played.of("engine.down"), "an engine that computes is well, however slow one answer is"
-    failed = played.one("end", id="g1.1.0")
-    assert failed["status"] == "failed"
-    assert "RequestError: fast-" in failed["reason"]
-    assert "no answer in 50 s; it was aborted (limits.generate_s)" in failed["reason"]
-    sent = played.one("send", id="g1.1.0/0")
-    assert failed["t"] - sent["t"] == pytest.approx(50.0)
-    assert "g1.1.0/0" in scene.engine(sent["engine"]).aborted, "its slot is freed"
-    assert [event["id"] for event in played.ends("failed")] == ["g1.1.0"]
-    assert played.one("end", id="g1.1.1")["status"] == "done", "it is tried again"
+    assert not played.of(schema.EngineDown), "an engine that computes is well, however slow one answer is"
+    failed = played.one(schema.End, id="g1.1.0")
+    assert failed.status == "failed"
+    assert "RequestError: fast-" in failed.reason
+    assert "no answer in 50 s; it was aborted (limits.generate_s)" in failed.reason
+    sent = played.one(schema.Send, id="g1.1.0/0")
+    assert failed.t - sent.t == pytest.approx(50.0)
+    assert "g1.1.0/0" in scene.engine(sent.engine).aborted, "its slot is freed"
+    assert [event.id for event in played.ends("failed")] == ["g1.1.0"]
+    assert played.one(schema.End, id="g1.1.1").status == "done", "it is tried again"
 
 
 def test_when_one_request_finds_its_engine_hung_the_others_there_are_sent_again_at_once() -> None:
@@ -161,10 +163,10 @@ def test_when_one_request_finds_its_engine_hung_the_others_there_are_sent_again_
     scene.at(2.05, hang)
     played = scene.play()
     assert played.finished
-    lost = played.of("lost")
-    sent_s = {event["id"]: event["t"] for event in reversed(played.of("send"))}
-    assert len({sent_s[event["id"]] for event in lost}) > 1, "some were sent later than others"
-    assert len({round(event["t"], 3) for event in lost}) == 1
+    lost = played.of(schema.Lost)
+    sent_s = {event.id: event.t for event in reversed(played.of(schema.Send))}
+    assert len({sent_s[event.id] for event in lost}) > 1, "some were sent later than others"
+    assert len({round(event.t, 3) for event in lost}) == 1
 
 
 def test_a_request_that_kills_its_engines_is_given_up_after_so_many_sends() -> None:
@@ -178,11 +180,11 @@ def test_a_request_that_kills_its_engines_is_given_up_after_so_many_sends() -> N
     scene.on_generate = poisoned
     played = scene.play()
     assert played.finished
-    assert len(played.of("send", id="g1.1.0/0")) == MAX_SENDS
-    failed = played.one("end", id="g1.1.0")
-    assert f"{MAX_SENDS} engines in a row were lost with this request; the last:" in failed["reason"]
-    assert "segmentation fault" in failed["reason"]
-    assert {event["status"] for event in played.of("end") if event["id"] != "g1.1.0"} <= {"done", "aborted"}
+    assert len(played.of(schema.Send, id="g1.1.0/0")) == MAX_SENDS
+    failed = played.one(schema.End, id="g1.1.0")
+    assert f"{MAX_SENDS} engines in a row were lost with this request; the last:" in failed.reason
+    assert "segmentation fault" in failed.reason
+    assert {event.status for event in played.of(schema.End) if event.id != "g1.1.0"} <= {"done", "aborted"}
 
 
 def test_a_request_no_engine_can_serve_fails_its_attempt_and_costs_no_engine() -> None:
@@ -195,8 +197,8 @@ def test_a_request_no_engine_can_serve_fails_its_attempt_and_costs_no_engine() -
     scene.on_generate = too_long
     played = scene.play()
     assert played.finished
-    assert "RequestError: the prompt does not fit" in played.one("end", id="g1.1.0")["reason"]
-    assert not played.of("engine.down")
+    assert "RequestError: the prompt does not fit" in played.one(schema.End, id="g1.1.0").reason
+    assert not played.of(schema.EngineDown)
 
 
 class Liar(ScriptedEngine):
@@ -223,10 +225,9 @@ def test_what_an_engine_returns_is_believed_only_where_it_adds_up(monkeypatch: p
     monkeypatch.setattr("tests.control.scene.ScriptedEngine", Liar)
     played = Scene(scene_job(limits__attempts=2)).play()
     assert played.finished
-    assert "liar returned no token" in played.one("end", id="g1.1.0")["reason"]
-    assert (
-        "3 tokens, 1 log-probabilities and spans for 3; they must be equal"
-        in (played.one("end", id="g0.1.0")["reason"])
+    assert "liar returned no token" in played.one(schema.End, id="g1.1.0").reason
+    assert "3 tokens, 1 log-probabilities and spans for 3; they must be equal" in (
+        played.one(schema.End, id="g0.1.0").reason
     )
 
 
@@ -242,10 +243,10 @@ def test_an_engine_that_cannot_start_again_leaves_the_rotation_and_the_others_go
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert played.one("engine.gone")["restarts"] == 2
-    assert all("no GPU left" in event["reason"] for event in played.of("engine.retry"))
-    gone_n = played.one("engine.gone")["n"]
-    assert {event["engine"] for event in played.of("send") if event["n"] > gone_n} == {"fast-1"}
+    assert played.one(schema.EngineGone).restarts == 2
+    assert all("no GPU left" in event.reason for event in played.of(schema.EngineRetry))
+    gone_n = played.one(schema.EngineGone).n
+    assert {event.engine for event in played.of(schema.Send) if event.n > gone_n} == {"fast-1"}
 
 
 def test_an_engine_that_cannot_load_the_weights_leaves_the_rotation() -> None:
@@ -259,8 +260,8 @@ def test_an_engine_that_cannot_load_the_weights_leaves_the_rotation() -> None:
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert "swap to 1: out of memory" in played.of("engine.down", engine="fast-0")[0]["reason"]
-    assert played.one("engine.gone")["engine"] == "fast-0"
+    assert "swap to 1: out of memory" in played.of(schema.EngineDown, engine="fast-0")[0].reason
+    assert played.one(schema.EngineGone).engine == "fast-0"
     assert not played.ends("failed")
 
 
@@ -275,7 +276,7 @@ def test_an_engine_that_hangs_in_a_swap_is_found_by_the_limit_and_replaced() -> 
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert "no answer in 30 s" in played.one("engine.down")["reason"]
+    assert "no answer in 30 s" in played.one(schema.EngineDown).reason
 
 
 def test_a_damaged_bucket_is_pushed_again_and_the_engine_loads_it() -> None:
@@ -290,8 +291,8 @@ def test_a_damaged_bucket_is_pushed_again_and_the_engine_loads_it() -> None:
     scene.on_swap = once
     played = scene.play()
     assert played.finished
-    assert not played.of("engine.down")
-    assert played.one("weights.damaged")["reason"] == "bucket 0 is damaged"
+    assert not played.of(schema.EngineDown)
+    assert played.one(schema.WeightsDamaged).reason == "bucket 0 is damaged"
     assert scene.published.count(1) == 2
 
 
@@ -315,8 +316,8 @@ def test_weights_pushed_again_with_other_bits_are_loaded_by_their_own_manifest()
     with mock.patch.object(ScriptedTrainer, "publish", other_bits):
         played = scene.play()
     assert played.finished
-    assert not played.of("engine.down")
-    assert len(played.of("weights.damaged")) == 1
+    assert not played.of(schema.EngineDown)
+    assert len(played.of(schema.WeightsDamaged)) == 1
 
 
 def test_weights_that_stay_damaged_cost_the_engine_after_so_many_repairs() -> None:
@@ -329,8 +330,8 @@ def test_weights_that_stay_damaged_cost_the_engine_after_so_many_repairs() -> No
     scene.on_swap = always
     played = scene.play()
     assert played.finished
-    assert len(played.of("weights.damaged")) == 4 + 4
-    assert played.one("engine.gone")["engine"] == "fast-0"
+    assert len(played.of(schema.WeightsDamaged)) == 4 + 4
+    assert played.one(schema.EngineGone).engine == "fast-0"
 
 
 def test_when_every_engine_is_gone_the_job_stops_and_says_so() -> None:
@@ -359,7 +360,7 @@ def test_a_request_that_waits_when_the_last_engine_goes_fails_with_that_reason()
     scene.on_generate = dies
     played = scene.play()
     assert isinstance(played.error, JobStopped)
-    seen += [event["reason"] for event in played.ends("failed")]
+    seen += [event.reason for event in played.ends("failed")]
     assert all("no engine is left" in reason for reason in seen)
 
 
@@ -386,8 +387,8 @@ def test_a_served_request_forgives_the_restarts_before_it() -> None:
         scene.at(seconds, lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished
-    assert len(played.of("engine.down")) == 3
-    assert not played.of("engine.gone")
+    assert len(played.of(schema.EngineDown)) == 3
+    assert not played.of(schema.EngineGone)
 
 
 def test_another_pool_stands_in_only_while_the_own_one_is_down_and_the_reason_is_recorded() -> None:
@@ -396,13 +397,13 @@ def test_another_pool_stands_in_only_while_the_own_one_is_down_and_the_reason_is
     played = scene.play()
     assert played.finished
     assert not played.violations
-    sends = played.of("send")
-    elsewhere = [event for event in sends if event["pool"] == "other"]
-    down, up = played.one("engine.down"), played.one("engine.up")
+    sends = played.of(schema.Send)
+    elsewhere = [event for event in sends if event.pool == "other"]
+    down, up = played.one(schema.EngineDown), played.one(schema.EngineUp)
     assert elsewhere
-    assert all(down["n"] < event["n"] < up["n"] for event in elsewhere)
-    assert {(event["why"], event["fallback"]) for event in elsewhere} == {("fallback", "pool fast has no engine up")}
-    assert all("fallback" not in event for event in sends if event["pool"] == "fast")
+    assert all(down.n < event.n < up.n for event in elsewhere)
+    assert {(event.why, event.fallback) for event in elsewhere} == {("fallback", "pool fast has no engine up")}
+    assert all(not event.fallback for event in sends if event.pool == "fast")
 
 
 def test_a_trajectory_stays_with_the_engine_that_has_its_cache() -> None:
@@ -412,7 +413,7 @@ def test_a_trajectory_stays_with_the_engine_that_has_its_cache() -> None:
     for said in scene.said:
         engines.setdefault(said.request.session, set()).add(said.engine)
     assert all(len(names) == 1 for names in engines.values())
-    assert {event["why"] for event in played.of("send") if not event["id"].endswith("/0")} == {"session"}
+    assert {event.why for event in played.of(schema.Send) if not event.id.endswith("/0")} == {"session"}
 
 
 def test_a_stage_that_fails_takes_that_engine_down_and_no_other() -> None:
@@ -427,7 +428,7 @@ def test_a_stage_that_fails_takes_that_engine_down_and_no_other() -> None:
     scene.on_stage = fails_once
     played = scene.play()
     assert played.finished
-    assert "stage: RuntimeError: cannot map memory" in played.one("engine.down")["reason"]
+    assert "stage: RuntimeError: cannot map memory" in played.one(schema.EngineDown).reason
 
 
 def test_a_stage_that_fails_while_an_engine_comes_back_costs_a_restart_and_not_the_job() -> None:
@@ -438,7 +439,7 @@ def test_a_stage_that_fails_while_an_engine_comes_back_costs_a_restart_and_not_t
             raise RuntimeError("cannot map memory")
 
     scene.on_stage = second_life_fails
-    scene.when(lambda event: event["e"] == "swap.end", lambda: kill(scene, "fast-0"))
+    scene.when(lambda event: isinstance(event, schema.SwapEnd), lambda: kill(scene, "fast-0"))
     played = scene.play()
     assert played.finished, played.error
 
@@ -451,11 +452,13 @@ def test_a_stage_that_hangs_while_an_engine_comes_back_is_found_by_the_limit() -
             await for_ever()
 
     scene.on_stage = second_life_hangs
-    scene.when(lambda event: event["e"] == "swap.end", lambda: kill(scene, "fast-0"))
+    scene.when(lambda event: isinstance(event, schema.SwapEnd), lambda: kill(scene, "fast-0"))
     scene.step_s = 40.0
     played = scene.play()
     assert played.finished, played.error
-    assert played.of("engine.retry") or len(played.of("engine.down")) > 1, "nobody noticed that it never came back"
+    assert played.of(schema.EngineRetry) or len(played.of(schema.EngineDown)) > 1, (
+        "nobody noticed that it never came back"
+    )
 
 
 def test_a_late_swap_report_of_a_replaced_engine_is_not_believed_of_its_successor() -> None:
@@ -526,7 +529,7 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         events = runner.run(work())
-    assert [event["reason"] for event in events if event["e"] == "engine.down"] == [
+    assert [event.reason for event in events if isinstance(event, schema.EngineDown)] == [
         "asked for its progress: e: no answer in 40 s"
     ]
 
@@ -561,4 +564,4 @@ def test_an_engine_that_hangs_on_an_abort_is_found_by_the_limit() -> None:
         patch.setattr("tests.control.scene.ScriptedEngine", Deaf)
         played = scene.play()
     assert played.finished
-    assert any("no answer in 50 s" in event["reason"] for event in played.of("engine.down", engine="fast-0"))
+    assert any("no answer in 50 s" in event.reason for event in played.of(schema.EngineDown, engine="fast-0"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollart.control.env_manager import Session
+from rollart.events import schema
 from rollart.ports import Env
 from rollart.types import Message, Observation, Status, Task, TrajectoryId
 from tests.control.scene import Played, Scene, ScriptedEnv, for_ever, scene_job
@@ -113,10 +114,12 @@ def check_only_it_failed(played: Played, reason: str) -> None:
     assert played.finished, played.error
     assert not played.violations
     failed = played.ends("failed")
-    assert [event["id"] for event in failed] == [str(BAD)]
-    assert reason in failed[0]["reason"]
-    assert "g1.1.1" in [event["id"] for event in played.ends("done")], "it was tried again"
-    assert "g1" in {group for event in played.of("batch") for group in event["groups"]}, "and its group was trained on"
+    assert [event.id for event in failed] == [str(BAD)]
+    assert reason in failed[0].reason
+    assert "g1.1.1" in [event.id for event in played.ends("done")], "it was tried again"
+    assert "g1" in {group for event in played.of(schema.Batch) for group in event.groups}, (
+        "and its group was trained on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_one_that_closes_badly_is_a_warning_and_no_more(kind: Kind, text: str) -
     _, played = play_with_one(kind, limits__step_s=20.0, train__steps=8)
     assert played.finished
     assert not played.ends("failed")
-    assert [event for event in played.of("warning") if str(BAD) in event["text"] and text in event["text"]]
+    assert [event for event in played.of(schema.Warning) if str(BAD) in event.text and text in event.text]
 
 
 def test_one_that_says_nonsense_inside_an_observation_ends_its_own_attempt_only() -> None:
@@ -179,7 +182,7 @@ def test_one_that_says_nonsense_inside_an_observation_ends_its_own_attempt_only(
 def test_one_that_swallows_the_limit_and_hangs_again_does_not_take_its_group_with_it() -> None:
     _, played = play_with_one(SwallowsCancellation)
     assert played.finished, played.error
-    assert "g1" in {group for event in played.of("batch") for group in event["groups"]}
+    assert "g1" in {group for event in played.of(schema.Batch) for group in event.groups}
 
 
 class RaisingAgent:
@@ -211,7 +214,7 @@ def test_another_agent_plays_through_the_same_session_and_its_last_answer_is_a_t
     scene = Scene(agent=AgentOfOneTurn())
     played = scene.play()
     assert played.finished
-    assert {event["turns"] for event in played.ends("done")} == {1}
+    assert {event.turns for event in played.ends("done")} == {1}
 
 
 def test_a_slow_environment_does_not_hold_up_the_others() -> None:
@@ -225,7 +228,7 @@ def test_a_slow_environment_does_not_hold_up_the_others() -> None:
     scene.on_open = opened
     played = scene.play()
     assert played.finished
-    assert played.one("finished")["t"] < 100.0
+    assert played.one(schema.Finished).t < 100.0
 
 
 def test_a_member_that_keeps_failing_is_given_up_and_its_group_closes_with_those_left() -> None:
@@ -238,8 +241,8 @@ def test_a_member_that_keeps_failing_is_given_up_and_its_group_closes_with_those
     scene.on_open = opened
     played = scene.play()
     assert played.finished
-    assert [event["id"] for event in played.ends("failed")] == ["g1.1.0", "g1.1.1"]
-    assert played.one("ready", group="g1")["members"] == ["g1.0.0", "g1.2.0", "g1.3.0"]
+    assert [event.id for event in played.ends("failed")] == ["g1.1.0", "g1.1.1"]
+    assert played.one(schema.Ready, group="g1").members == ["g1.0.0", "g1.2.0", "g1.3.0"]
     assert not played.violations
 
 
@@ -253,8 +256,8 @@ def test_a_group_with_too_few_members_left_dies_and_does_not_enter_a_batch() -> 
     scene.on_open = opened
     played = scene.play()
     assert played.finished
-    assert played.one("group", group="g1")["how"] == "failed"
-    assert "g1" not in {group for event in played.of("batch") for group in event["groups"]}
+    assert played.one(schema.Group, group="g1").how == "failed"
+    assert "g1" not in {group for event in played.of(schema.Batch) for group in event.groups}
 
 
 def test_retries_of_a_member_back_off() -> None:
@@ -303,8 +306,8 @@ def test_running_out_of_turns_context_or_patience_truncates_and_is_scored(
     played = scene.play()
     assert played.finished
     assert not played.ends("done")
-    assert {event["turns"] for event in played.ends("truncated")} == {turns}
-    assert all(event["reward"] is not None for event in played.ends("truncated"))
+    assert {event.turns for event in played.ends("truncated")} == {turns}
+    assert all(event.reward is not None for event in played.ends("truncated"))
     last = [said.request for said in scene.said if said.request.turn == 7]
     assert all(request.last for request in last)
 

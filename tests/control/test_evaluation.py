@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rollart.events import schema
 from rollart.ports import Env
 from rollart.types import Observation, Task, TrajectoryId
 from tests.control.scene import Scene, ScriptedEnv, scene_job
@@ -29,9 +30,9 @@ def slow_evaluation(**settings: object) -> Scene:
 def test_evaluation_plays_held_out_tasks_and_says_which_versions_played_them() -> None:
     played = slow_evaluation().play()
     assert played.finished
-    first = played.one("eval", name="eval2")
-    assert (first["episodes"], first["scored"], first["reward"]) == (2, 2, 0.5)
-    assert 1 <= first["versions"][0] <= first["versions"][1]
+    first = played.one(schema.Eval, name="eval2")
+    assert (first.episodes, first.scored, first.reward) == (2, 2, 0.5)
+    assert 1 <= first.versions[0] <= first.versions[1]
 
 
 class Slow(ScriptedEnv):
@@ -59,19 +60,19 @@ def test_it_is_older_than_the_bound_allows_and_goes_on_and_no_swap_waits_for_it(
     scene.job = scene_job(mode=mode, train__steps=12, evaluation=scene.job.evaluation, rollout={"groups_per_step": 2})
     played = scene.play()
     assert played.finished
-    done = played.of("eval")
+    done = played.of(schema.Eval)
     assert done
-    assert all(event["scored"] == 2 for event in done)
-    assert max(event["versions"][1] - event["versions"][0] for event in done) > 1, "beyond the bound"
-    steps = played.of("step.end")
-    assert steps[-1]["t"] < 12 * 15.0, "no step waited for an evaluation"
-    assert not [event for event in played.of("end") if event["id"].startswith("eval") and event["status"] == "stale"]
+    assert all(event.scored == 2 for event in done)
+    assert max(event.versions[1] - event.versions[0] for event in done) > 1, "beyond the bound"
+    steps = played.of(schema.StepEnd)
+    assert steps[-1].t < 12 * 15.0, "no step waited for an evaluation"
+    assert not [event for event in played.of(schema.End) if event.id.startswith("eval") and event.status == "stale"]
 
 
 def test_it_takes_no_slot_and_enters_no_batch() -> None:
     played = straddling().play()
-    assert not [event for event in played.of("admit") if event["group"].startswith("eval")]
-    assert not [group for event in played.of("batch") for group in event["groups"] if group.startswith("eval")]
+    assert not [event for event in played.of(schema.Admit) if event.group.startswith("eval")]
+    assert not [group for event in played.of(schema.Batch) for group in event.groups if group.startswith("eval")]
 
 
 def test_it_has_its_own_share_of_concurrency() -> None:
@@ -79,9 +80,9 @@ def test_it_has_its_own_share_of_concurrency() -> None:
     scene.job = scene_job(train__steps=12, evaluation={"every": 2, "episodes": 6, "concurrency": 2})
     under_way, most = 0, 0
     for event in scene.play().events:
-        if event["e"] == "start" and event["eval"]:
+        if isinstance(event, schema.Start) and event.eval:
             under_way += 1
-        if event["e"] == "end" and event["id"].startswith("eval"):
+        if isinstance(event, schema.End) and event.id.startswith("eval"):
             under_way -= 1
         most = max(most, under_way)
     assert most == 2
@@ -98,21 +99,19 @@ def test_an_episode_that_fails_is_not_scored_and_disturbs_nobody() -> None:
     scene.on_open = broken
     played = scene.play()
     assert played.finished
-    assert {(event["scored"], event["reward"], tuple(event["versions"])) for event in played.of("eval")} == {
-        (0, 0.0, ())
-    }
+    assert {(event.scored, event.reward, tuple(event.versions)) for event in played.of(schema.Eval)} == {(0, 0.0, ())}
 
 
 def test_the_weights_of_the_last_step_are_evaluated_too() -> None:
     played = slow_evaluation().play()
-    assert "eval12" in {event["name"] for event in played.of("eval")}
+    assert "eval12" in {event.name for event in played.of(schema.Eval)}
 
 
 def test_nothing_new_is_admitted_while_the_last_evaluation_is_waited_for() -> None:
     played = slow_evaluation().play()
     assert played.finished
-    last = [event for event in played.of("checkpoint") if event["step"] == 12][-1]
-    assert not [event for event in played.of("admit") if event["n"] > last["n"]]
+    last = [event for event in played.of(schema.Checkpoint) if event.step == 12][-1]
+    assert not [event for event in played.of(schema.Admit) if event.n > last.n]
     assert not played.violations
 
 
@@ -121,7 +120,7 @@ def test_greedy_play_is_asked_for_at_temperature_zero_and_told_apart() -> None:
     scene.job = scene_job(train__steps=2, evaluation={"every": 2, "episodes": 2, "greedy": True})
     played = scene.play()
     assert played.finished
-    assert [(event["play"], event["episodes"]) for event in played.of("eval")] == [("sampled", 2), ("greedy", 2)]
+    assert [(event.play, event.episodes) for event in played.of(schema.Eval)] == [("sampled", 2), ("greedy", 2)]
     asked = {
         request.session.split("-")[1]: request.sampling.temperature
         for lives in scene.engines.values()
@@ -149,7 +148,7 @@ def test_training_and_evaluation_sample_as_their_task_says() -> None:
 def test_the_last_weights_are_evaluated_whatever_every_says() -> None:
     scene = slow_evaluation()
     scene.job = scene_job(train__steps=3, evaluation={"every": 2, "episodes": 2})
-    assert [event["name"] for event in scene.play().of("eval")] == ["eval2", "eval3"]
+    assert [event.name for event in scene.play().of(schema.Eval)] == ["eval2", "eval3"]
 
 
 def test_an_evaluation_alone_plays_the_model_as_it_is_and_starts_no_trainer() -> None:
@@ -159,10 +158,10 @@ def test_an_evaluation_alone_plays_the_model_as_it_is_and_starts_no_trainer() ->
     played = scene.play()
     assert played.finished
     assert not played.violations
-    done = played.one("eval")
-    assert (done["name"], done["episodes"], done["versions"]) == ("eval0", 3, [0, 0])
+    done = played.one(schema.Eval)
+    assert (done.name, done.episodes, done.versions) == ("eval0", 3, [0, 0])
     assert scene.trainers == []
-    assert not played.of("admit")
+    assert not played.of(schema.Admit)
 
 
 def test_the_mean_is_over_those_that_were_scored() -> None:
@@ -178,5 +177,5 @@ def test_the_mean_is_over_those_that_were_scored() -> None:
         return None
 
     scene.on_open = one_breaks
-    done = scene.play().one("eval")
-    assert (done["episodes"], done["scored"], done["reward"]) == (3, 2, 1.0)
+    done = scene.play().one(schema.Eval)
+    assert (done.episodes, done.scored, done.reward) == (3, 2, 1.0)

@@ -1,6 +1,7 @@
 """Engines wait for machines, join with them and leave with them; the job goes on."""
 
 from rollart.errors import ClusterError, JobStopped, NoRoom
+from rollart.events import schema
 from rollart.types import EngineSpec
 from tests.control.scene import Scene, scene_job
 
@@ -24,9 +25,9 @@ def test_an_engine_waits_for_its_machine_as_long_as_others_serve() -> None:
 
     assert played.finished
     assert not played.violations
-    assert [event["reason"] for event in played.of("engine.retry")] == ["no machine"] * LONG
-    assert played.one("engine.up")["engine"] == "fast-0"
-    assert not played.of("engine.gone")
+    assert [event.reason for event in played.of(schema.EngineRetry)] == ["no machine"] * LONG
+    assert played.one(schema.EngineUp).engine == "fast-0"
+    assert not played.of(schema.EngineGone)
 
 
 def test_a_job_whose_last_engine_finds_no_machine_stops_with_the_reason() -> None:
@@ -41,7 +42,7 @@ def test_a_job_whose_last_engine_finds_no_machine_stops_with_the_reason() -> Non
     played = scene.play()
 
     assert isinstance(played.error, JobStopped)
-    assert len(played.of("engine.retry")) == 3
+    assert len(played.of(schema.EngineRetry)) == 3
 
 
 def grown(most: int) -> Scene:
@@ -70,20 +71,20 @@ def test_a_further_engine_joins_when_there_is_room_and_leaves_with_its_machine()
 
     scene.on_start = start
     scene.when(
-        lambda event: event["e"] == "said" and event["engine"] == "fast-1",
+        lambda event: isinstance(event, schema.Said) and event.engine == "fast-1",
         lambda: setattr(scene.engine("fast-1"), "dead", "its machine is gone"),
     )
     played = scene.play()
 
     assert played.finished
     assert not played.violations
-    assert played.one("started")["engines"] == ["fast-0"], "the job does not wait for it"
-    assert played.one("engine.expected")["engine"] == "fast-1"
-    up, down = played.one("engine.up"), played.one("engine.down")
-    assert up["engine"] == down["engine"] == "fast-1"
-    served = [event["n"] for event in played.of("send", engine="fast-1")]
+    assert played.one(schema.Started).engines == ["fast-0"], "the job does not wait for it"
+    assert played.one(schema.EngineExpected).engine == "fast-1"
+    up, down = played.one(schema.EngineUp), played.one(schema.EngineDown)
+    assert up.engine == down.engine == "fast-1"
+    served = [event.n for event in played.of(schema.Send, engine="fast-1")]
     assert served
-    assert all(up["n"] < number < down["n"] for number in served)
+    assert all(up.n < number < down.n for number in served)
     assert all(version > 0 for _, version in scene.engine("fast-1").asked), "with the weights of the day"
 
 
@@ -97,7 +98,7 @@ def test_a_further_engine_that_cannot_start_is_given_up_and_the_job_goes_on() ->
     scene.on_start = start
     played = scene.play()
     assert played.finished
-    assert played.one("engine.gone")["engine"] == "fast-1"
+    assert played.one(schema.EngineGone).engine == "fast-1"
 
 
 def test_the_job_stops_when_only_engines_that_may_come_are_left() -> None:

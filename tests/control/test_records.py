@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from rollart.control.env_manager import Session
+from rollart.events import schema
 from rollart.types import Batch, Observation, Played, Status
 from tests.contracts.recorder import RecorderBench, RecorderContract
 from tests.control.scene import TOKEN_S, Scene, ScriptedEnv, scene_job
@@ -51,9 +52,9 @@ class TestKept(RecorderContract):
 def test_every_attempt_that_ends_is_handed_over_once() -> None:
     kept = Kept()
     scene = Scene(job=scene_job(rollout__spare_members=1, evaluation={"every": 2, "episodes": 2}), recorder=kept)
-    ended = scene.play().of("end")
+    ended = scene.play().of(schema.End)
     ids = [str(played.trajectory.id) for played in kept.all]
-    assert ids == [event["id"] for event in ended]
+    assert ids == [event.id for event in ended]
     assert len(ids) == len(set(ids)) > 12
     by_status = {played.trajectory.status for played in kept.all}
     assert Status.DONE in by_status
@@ -188,11 +189,11 @@ def test_steps_are_told_once_made_and_again_after_a_restart() -> None:
     scene = Scene(job=scene_job(train__steps=4), recorder=kept)
     played = scene.play()
     assert [batch.step for batch in kept.batches] == [0, 1, 2, 3]
-    batches = {event["step"]: event["groups"] for event in played.of("batch")}
+    batches = {event.step: event.groups for event in played.of(schema.Batch)}
     assert {batch.step: [group.id for group in batch.groups] for batch in kept.batches} == batches
     kept = Kept()
     scene = Scene(job=scene_job(train__steps=4), recorder=kept)
-    scene.play(kills=[lambda event: event["e"] == "step.start" and event["step"] == 2])
+    scene.play(kills=[lambda event: isinstance(event, schema.StepStart) and event.step == 2])
     assert [batch.step for batch in kept.batches] == [0, 1, 0, 1, 2, 3], "no checkpoint came between"
 
 
@@ -200,5 +201,5 @@ def test_groups_that_end_untrained_are_told() -> None:
     kept = Kept()
     scene = Scene(job=scene_job(), reward=lambda trajectory: 1.0, recorder=kept)
     played = scene.play()
-    assert kept.over == [(event["group"], event["how"]) for event in played.of("group")]
+    assert kept.over == [(event.group, event.how) for event in played.of(schema.Group)]
     assert {how for _, how in kept.over} == {"filtered"}

@@ -8,18 +8,21 @@ import pytest
 
 from rollart.control.rollout import ATTEMPTS_PER_LIFE
 from rollart.errors import JobStopped
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import Observation, Task, TrajectoryId
 from tests.control.scene import Played, Scene, ScriptedEnv, scene_job
 
+Stepped = schema.Batch | schema.Written | schema.StepStart | schema.StepEnd | schema.Checkpoint | schema.Replay
 
-def at_step(kind: str, step: int) -> Callable[[Event], bool]:
-    return lambda event: event["e"] == kind and event.get("step") == step
+
+def at_step(kind: type[Stepped], step: int) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, kind) and event.step == step
 
 
 def at_s(seconds: float) -> Callable[[Event], bool]:
-    return lambda event: event["t"] >= seconds
+    return lambda event: event.t >= seconds
 
 
 def check_whole(scene: Scene, played: Played, steps: int) -> None:
@@ -28,7 +31,7 @@ def check_whole(scene: Scene, played: Played, steps: int) -> None:
     assert sorted(scene.journal.all) == list(range(steps))
     trained = Counter(group.task.id for batch in scene.journal.all.values() for group in batch.groups)
     assert set(trained.values()) == {1}, "none trained on twice"
-    attempts = [event["id"] for event in played.of("start")]
+    attempts = [event.id for event in played.of(schema.Start)]
     assert len(attempts) == len(set(attempts)), "no attempt's id is used twice"
     last = max(life for life, _, _ in scene.steps)
     surviving = [(step, groups) for life, step, groups in scene.steps if life == last]
@@ -39,13 +42,13 @@ def check_whole(scene: Scene, played: Played, steps: int) -> None:
 
 KILLS = [
     pytest.param(at_s(2.1), id="first-admission"),
-    pytest.param(at_step("batch", 0), id="batch-formed"),
-    pytest.param(at_step("written", 1), id="batch-written"),
-    pytest.param(at_step("step.start", 2), id="in-a-step"),
-    pytest.param(at_step("step.end", 2), id="after-a-step"),
-    pytest.param(lambda event: event["e"] == "swap.start" and event["version"] == 3, id="in-a-swap"),
-    pytest.param(at_step("checkpoint", 2), id="after-a-checkpoint"),
-    pytest.param(at_step("step.end", 5), id="after-the-last-step"),
+    pytest.param(at_step(schema.Batch, 0), id="batch-formed"),
+    pytest.param(at_step(schema.Written, 1), id="batch-written"),
+    pytest.param(at_step(schema.StepStart, 2), id="in-a-step"),
+    pytest.param(at_step(schema.StepEnd, 2), id="after-a-step"),
+    pytest.param(lambda event: isinstance(event, schema.SwapStart) and event.version == 3, id="in-a-swap"),
+    pytest.param(at_step(schema.Checkpoint, 2), id="after-a-checkpoint"),
+    pytest.param(at_step(schema.StepEnd, 5), id="after-the-last-step"),
 ]
 
 
@@ -63,16 +66,21 @@ def test_a_killed_job_goes_on_to_its_end_though_its_only_checkpoint_is_the_first
 
 def test_it_may_be_killed_again_and_again() -> None:
     scene = Scene(scene_job(train__steps=6, checkpoint__every=2))
-    kills = [at_step("step.start", 1), at_step("step.start", 2), at_step("replay", 2), at_step("batch", 5)]
+    kills = [
+        at_step(schema.StepStart, 1),
+        at_step(schema.StepStart, 2),
+        at_step(schema.Replay, 2),
+        at_step(schema.Batch, 5),
+    ]
     played = scene.play(kills=kills)
     check_whole(scene, played, 6)
-    assert len(played.of("resumed")) == 3, "once it was killed while it came back"
+    assert len(played.of(schema.Resumed)) == 3, "once it was killed while it came back"
 
 
 def test_it_may_be_killed_before_its_first_word() -> None:
     scene = Scene()
-    played = scene.play(kills=[lambda event: event["e"] == "starting"])
-    assert not played.of("resumed")
+    played = scene.play(kills=[lambda event: isinstance(event, schema.Starting)])
+    assert not played.of(schema.Resumed)
     check_whole(scene, played, 3)
 
 
@@ -85,31 +93,29 @@ def test_open_groups_start_again_as_new_attempts_and_ready_ones_are_kept() -> No
         return None
 
     scene.on_open = slow_for_some
-    played = scene.play(kills=[at_step("batch", 2)])
+    played = scene.play(kills=[at_step(schema.Batch, 2)])
     check_whole(scene, played, 4)
-    resumed = played.one("resumed")
-    assert resumed["ready"]
-    assert resumed["open"]
-    later = [event for event in played.of("start") if event["n"] > resumed["n"]]
-    again = [event["id"] for event in later if event["id"].split(".")[0] in resumed["open"]]
+    resumed = played.one(schema.Resumed)
+    assert resumed.ready
+    assert resumed.open
+    later = [event for event in played.of(schema.Start) if event.n > resumed.n]
+    again = [event.id for event in later if event.id.split(".")[0] in resumed.open]
     assert again
     assert all(int(name.split(".")[2]) >= ATTEMPTS_PER_LIFE for name in again)
-    assert not [event for event in later if event["id"].split(".")[0] in resumed["ready"]], (
-        "ready ones are not replayed"
-    )
-    new = [event["group"] for event in played.of("admit") if event["n"] > resumed["n"]]
-    assert all(group in resumed["open"] or group.endswith("r1") for group in new)
+    assert not [event for event in later if event.id.split(".")[0] in resumed.ready], "ready ones are not replayed"
+    new = [event.group for event in played.of(schema.Admit) if event.n > resumed.n]
+    assert all(group in resumed.open or group.endswith("r1") for group in new)
 
 
 def test_batches_written_since_the_checkpoint_are_trained_again_before_anything_else() -> None:
     scene = Scene(scene_job(train__steps=6))
-    played = scene.play(kills=[at_step("step.start", 3)])
+    played = scene.play(kills=[at_step(schema.StepStart, 3)])
     check_whole(scene, played, 6)
-    resumed = played.one("resumed")
-    assert (resumed["checkpoint"], resumed["step"]) == (0, 4)
-    assert [event["step"] for event in played.of("replay")] == [0, 1, 2, 3]
-    first_send = next(event for event in played.of("send") if event["n"] > resumed["n"])
-    assert first_send["version"] == 4, "engines are brought to the trainer's weights first"
+    resumed = played.one(schema.Resumed)
+    assert (resumed.checkpoint, resumed.step) == (0, 4)
+    assert [event.step for event in played.of(schema.Replay)] == [0, 1, 2, 3]
+    first_send = next(event for event in played.of(schema.Send) if event.n > resumed.n)
+    assert first_send.version == 4, "engines are brought to the trainer's weights first"
 
 
 class SlowInItsFirstGroup(ScriptedEnv):
@@ -127,13 +133,13 @@ def test_a_group_of_the_checkpoint_whose_task_was_trained_on_since_in_another_gr
         return SlowInItsFirstGroup(scene, task, trajectory)
 
     scene.on_open = opened
-    played = scene.play(kills=[lambda event: event["e"] == "batch" and "a/4" in event["tasks"]])
+    played = scene.play(kills=[lambda event: isinstance(event, schema.Batch) and "a/4" in event.tasks])
     check_whole(scene, played, 8)
-    resumed = played.one("resumed")
-    assert resumed["checkpoint"] == 3
-    assert "g4" in resumed["open"]
-    assert [event["how"] for event in played.of("group", group="g4")] == ["stale", "surplus"]
-    assert not [event for event in played.of("start") if event["id"].startswith("g4.") and event["n"] > resumed["n"]]
+    resumed = played.one(schema.Resumed)
+    assert resumed.checkpoint == 3
+    assert "g4" in resumed.open
+    assert [event.how for event in played.of(schema.Group, group="g4")] == ["stale", "surplus"]
+    assert not [event for event in played.of(schema.Start) if event.id.startswith("g4.") and event.n > resumed.n]
 
 
 def test_a_job_that_had_finished_finishes_again_at_once() -> None:
@@ -143,14 +149,14 @@ def test_a_job_that_had_finished_finishes_again_at_once() -> None:
     again = scene.play()
     assert again.finished
     assert scene.steps == trained
-    assert not again.of("admit")
+    assert not again.of(schema.Admit)
 
 
 def test_the_task_cursor_goes_on_where_it_was() -> None:
     scene = Scene(scene_job(train__steps=6, checkpoint__every=2))
-    played = scene.play(kills=[at_step("step.end", 4)])
+    played = scene.play(kills=[at_step(schema.StepEnd, 4)])
     check_whole(scene, played, 6)
-    numbers = sorted({int(event["task"].split("/")[1]) for event in played.of("admit")})
+    numbers = sorted({int(event.task.split("/")[1]) for event in played.of(schema.Admit)})
     assert numbers == list(range(len(numbers))), "no task is left out"
 
 
@@ -165,22 +171,22 @@ def stopping(scene: Scene) -> Callable[[], None]:
 def test_a_job_asked_to_stop_ends_after_its_step_with_a_checkpoint_and_goes_on_from_it() -> None:
     scene = Scene(scene_job(train__steps=6))
 
-    scene.when(at_step("step.start", 2), stopping(scene))
+    scene.when(at_step(schema.StepStart, 2), stopping(scene))
     played = scene.play()
     assert played.error is None
     assert not played.finished
-    assert played.one("interrupted")["step"] == 3
-    assert played.of("checkpoint")[-1]["step"] == 3
+    assert played.one(schema.Interrupted).step == 3
+    assert played.of(schema.Checkpoint)[-1].step == 3
     again = scene.play()
     assert again.finished
-    assert not again.of("replay"), "the checkpoint covers every step"
+    assert not again.of(schema.Replay), "the checkpoint covers every step"
     assert sorted(scene.journal.all) == list(range(6))
 
 
 def test_a_job_asked_to_stop_before_it_has_begun_says_so() -> None:
     scene = Scene()
 
-    scene.when(lambda event: event["e"] == "starting", stopping(scene))
+    scene.when(lambda event: isinstance(event, schema.Starting), stopping(scene))
     played = scene.play()
     assert isinstance(played.error, JobStopped)
     assert "before anything was trained" in str(played.error)
@@ -188,24 +194,24 @@ def test_a_job_asked_to_stop_before_it_has_begun_says_so() -> None:
 
 def test_a_job_asked_to_stop_does_not_play_its_first_evaluation_to_the_end() -> None:
     scene = Scene(scene_job(train__steps=3, evaluation={"every": 3, "episodes": 4, "first": True}), step_s=100.0)
-    scene.when(lambda event: event["e"] == "checkpoint", stopping(scene))
+    scene.when(lambda event: isinstance(event, schema.Checkpoint), stopping(scene))
     played = scene.play()
     assert played.error is None
-    assert played.one("interrupted")["step"] == 0
-    assert not played.of("eval")
+    assert played.one(schema.Interrupted).step == 0
+    assert not played.of(schema.Eval)
     scene.step_s = 1.0
     again = scene.play()
     assert again.finished
-    assert [event["name"] for event in again.of("eval")] == ["eval0", "eval3"]
+    assert [event.name for event in again.of(schema.Eval)] == ["eval0", "eval3"]
 
 
 def test_a_job_stopped_or_killed_in_its_last_evaluation_plays_it_when_resumed() -> None:
     scene = Scene(scene_job(train__steps=3, evaluation={"every": 3, "episodes": 4}))
-    scene.when(at_step("checkpoint", 3), stopping(scene))
+    scene.when(at_step(schema.Checkpoint, 3), stopping(scene))
     played = scene.play()
     assert played.error is None
-    assert played.one("interrupted")["step"] == 3
-    assert not played.of("eval")
+    assert played.one(schema.Interrupted).step == 3
+    assert not played.of(schema.Eval)
     again = scene.play()
     assert again.finished
-    assert again.one("eval")["versions"] == [3, 3]
+    assert again.one(schema.Eval).versions == [3, 3]

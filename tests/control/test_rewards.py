@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from rollart.errors import RewardError
-from rollart.launch.run import metric_rows
+from rollart.events import schema
+from rollart.launch.driver import metric_rows
 from rollart.report.summary import Summary
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job
@@ -23,9 +24,9 @@ def gaps(times: list[float]) -> list[float]:
 def test_a_reward_is_asked_for_the_moment_its_trajectory_ends() -> None:
     scene = Scene(reward_s=0.0)
     played = scene.play()
-    for event in played.of("reward"):
-        trajectory_ended = max(said["t"] for said in played.of("said") if said["id"].startswith(event["id"] + "/")) + 1
-        assert event["t"] == pytest.approx(trajectory_ended)
+    for event in played.of(schema.Reward):
+        trajectory_ended = max(said.t for said in played.of(schema.Said) if said.id.startswith(event.id + "/")) + 1
+        assert event.t == pytest.approx(trajectory_ended)
 
 
 def test_a_failing_reward_is_tried_again_with_in_progress_pauses() -> None:
@@ -42,18 +43,18 @@ def test_a_failing_reward_is_tried_again_with_in_progress_pauses() -> None:
     played = scene.play()
     assert played.finished
     assert gaps(asked) == [4.0, 8.0, 16.0]
-    assert played.one("reward", id=BAD)["tries"] == 4
-    assert len(played.of("reward.failed", id=BAD)) == 3
+    assert played.one(schema.Reward, id=BAD).tries == 4
+    assert len(played.of(schema.RewardFailed, id=BAD)) == 3
     assert not played.ends("failed")
 
 
 def check_only_it_failed(scene: Scene, played: Played, reason: str) -> None:
     assert played.finished, played.error
     failed = played.ends("failed")
-    assert [event["id"] for event in failed] == [BAD]
-    assert reason in failed[0]["reason"]
-    assert failed[0]["reward"] is None
-    assert "g1.1.1" in {event["id"] for event in played.ends("done")}, "the member was tried again"
+    assert [event.id for event in failed] == [BAD]
+    assert reason in failed[0].reason
+    assert failed[0].reward is None
+    assert "g1.1.1" in {event.id for event in played.ends("done")}, "the member was tried again"
 
 
 def test_a_reward_that_keeps_failing_fails_its_attempt_after_the_retries() -> None:
@@ -132,9 +133,9 @@ def test_a_result_that_comes_after_its_group_is_over_is_dropped_and_counted() ->
     scene.on_score = score
     played = scene.play()
     assert played.finished
-    assert {event["id"].split(".")[1] for event in played.of("late")} == {"2"}
-    for event in played.of("ready"):
-        assert len(event["members"]) == 2
+    assert {event.id.split(".")[1] for event in played.of(schema.Late)} == {"2"}
+    for event in played.of(schema.Ready):
+        assert len(event.members) == 2
     assert not played.violations
 
 
@@ -143,9 +144,9 @@ def test_waiting_for_a_worker_does_not_count_towards_the_limit_of_a_reward() -> 
     scene = Scene(scene_job(rewards={"workers": 1, "timeout_s": 6.0}), reward_s=5.0)
     played = scene.play()
     assert played.finished
-    assert not played.of("reward.failed")
-    assert {event["s"] for event in played.of("reward")} == {5.0}
-    ends = sorted(event["t"] for event in played.of("reward"))
+    assert not played.of(schema.RewardFailed)
+    assert {event.s for event in played.of(schema.Reward)} == {5.0}
+    ends = sorted(event.t for event in played.of(schema.Reward))
     assert all(later - sooner >= 5.0 - 1e-6 for sooner, later in itertools.pairwise(ends)), "one at a time"
 
 
@@ -170,10 +171,10 @@ def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
 
     scene.score = score  # type: ignore[method-assign]
     played = scene.play()
-    assert {event["parts"]["brief"] for event in played.of("reward")} == {0.25}
+    assert {event.parts["brief"] for event in played.of(schema.Reward)} == {0.25}
     summary = Summary()
     rows: list[Mapping[str, float]] = []
-    keep = metric_rows(summary, rows.append)
+    keep = metric_rows(summary, [rows.append])
     for event in played.events:
         summary.read(event)
         keep(event)
@@ -183,4 +184,4 @@ def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
 
 
 def test_rewards_without_parts_say_nothing_of_them() -> None:
-    assert all("parts" not in event for event in Scene().play().of("reward"))
+    assert all(not event.parts for event in Scene().play().of(schema.Reward))

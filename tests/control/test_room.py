@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from rollart.errors import StayedFull, StoreFull
+from rollart.events import schema
 from rollart.types import Batch, Checkpoint, WeightVersion
 from tests.control.scene import RecordingJournal, Scene, ScriptedTrainer, scene_job
 
@@ -65,15 +66,15 @@ def test_a_full_store_is_waited_for_and_nothing_is_started_again_or_replayed(kin
     assert not played.violations
     assert disk.refused > 1, "it was tried again and again"
     assert len(scene.trainers) == 1
-    assert not played.of("trainer.down")
-    assert not played.of("replay")
-    full, room = played.one("store.full"), played.one("store.room")
-    assert "no space left on device" in full["reason"]
-    assert full["what"] == room["what"]
-    assert room["cause"] == full["n"]
-    warning = played.one("warning")
-    assert "no room to write" in warning["text"]
-    assert "300 s" in warning["text"]
+    assert not played.of(schema.TrainerDown)
+    assert not played.of(schema.Replay)
+    full, room = played.one(schema.StoreFull), played.one(schema.StoreRoom)
+    assert "no space left on device" in full.reason
+    assert full.what == room.what
+    assert room.cause == full.n
+    warning = played.one(schema.Warning)
+    assert "no room to write" in warning.text
+    assert "300 s" in warning.text
 
 
 @pytest.mark.parametrize("kind", ["publish", "save", "batch", "checkpoint"])
@@ -85,26 +86,26 @@ def test_a_store_that_stays_full_stops_the_job_with_the_reason_and_a_whole_check
     assert "no space left on device" in str(played.error)
     assert "free some room and resume" in str(played.error)
     assert len(scene.trainers) == 1
-    full = played.of("store.full")[0]
-    assert played.events[-1]["t"] - full["t"] == pytest.approx(60.0, abs=1.0)
+    full = played.of(schema.StoreFull)[0]
+    assert played.events[-1].t - full.t == pytest.approx(60.0, abs=1.0)
     assert scene.journal.latest() is not None
 
 
 def test_a_checkpoint_that_waited_is_of_what_there_is_then() -> None:
     scene, _ = filled("checkpoint", lasts_s=100.0, store_full_s=300.0)
     played = scene.play()
-    room = played.one("store.room")
-    late = next(event for event in played.of("checkpoint") if event["t"] >= room["t"])
-    admitted = [event["group"] for event in played.of("admit") if event["n"] < late["n"]]
-    ended = [event["group"] for event in played.of("group") if event["n"] < late["n"]]
-    trained = [group for event in played.of("batch") if event["n"] < late["n"] for group in event["groups"]]
+    room = played.one(schema.StoreRoom)
+    late = next(event for event in played.of(schema.Checkpoint) if event.t >= room.t)
+    admitted = [event.group for event in played.of(schema.Admit) if event.n < late.n]
+    ended = [event.group for event in played.of(schema.Group) if event.n < late.n]
+    trained = [group for event in played.of(schema.Batch) if event.n < late.n for group in event.groups]
     alive = set(admitted) - set(ended) - set(trained)
-    assert alive == {*late["ready"], *late["open"]}
+    assert alive == {*late.ready, *late.open}
 
 
 def test_the_events_of_a_full_disk_hold_up_the_journal_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the journal knows, the events before it know as well: so it waits for their room too."""
-    from rollart.events import LogHandle
+    from rollart.events.log import LogHandle
 
     scene = Scene(scene_job(train__steps=3, limits__store_full_s=300.0))
     disk = FullDisk(scene, first_s=10.0, lasts_s=50.0)

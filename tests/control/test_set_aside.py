@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rollart.errors import JobStopped, TrainerError
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.policy.training import STOP_AFTER, WARN_AFTER
 from rollart.report.summary import Summary
 from rollart.types import Batch, SetAside, Trajectory
@@ -37,12 +38,12 @@ def test_a_group_set_aside_whole_has_failed_and_one_set_aside_in_part_is_trained
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    event = played.one("step.aside")
+    event = played.one(schema.StepAside)
     whole, other = scene.journal.all[1].groups
-    assert event["step"] == 1
-    assert event["groups"] == [whole.id]
-    assert [name for name, _ in event["trajectories"]] == [str(m.id) for m in (*whole.members, other.members[0])]
-    assert event["cause"] == played.one("step.start", step=1)["n"]
+    assert event.step == 1
+    assert event.groups == [whole.id]
+    assert [name for name, _ in event.trajectories] == [str(m.id) for m in (*whole.members, other.members[0])]
+    assert event.cause == played.one(schema.StepStart, step=1).n
     summary = summary_of(played)
     assert summary["groups"]["trained"] == 5
     assert summary["groups"]["failed"] == summary["tasks"]["a"]["failed"] == 1
@@ -60,16 +61,16 @@ def test_a_group_set_aside_whole_has_failed_and_one_set_aside_in_part_is_trained
 def test_no_task_of_a_group_that_was_set_aside_is_given_out_again() -> None:
     scene = Scene(scene_job(train__steps=6), set_aside=first_group)
     played = scene.play()
-    tasks = [task for event in played.of("batch") for task in event["tasks"]]
+    tasks = [task for event in played.of(schema.Batch) for task in event.tasks]
     assert len(set(tasks)) == len(tasks)
 
 
 @pytest.mark.parametrize(
     "kill",
     [
-        lambda event: event["e"] == "written" and event["step"] == 1,
-        lambda event: event["e"] == "step.aside",
-        lambda event: event["e"] == "step.end" and event["step"] == 1,
+        lambda event: isinstance(event, schema.Written) and event.step == 1,
+        lambda event: isinstance(event, schema.StepAside),
+        lambda event: isinstance(event, schema.StepEnd) and event.step == 1,
     ],
 )
 def test_a_resumed_job_sets_the_same_aside_and_counts_it_once(kill: Callable[[Event], bool]) -> None:
@@ -77,9 +78,9 @@ def test_a_resumed_job_sets_the_same_aside_and_counts_it_once(kill: Callable[[Ev
     played = scene.play(kills=[kill])
     assert played.finished, played.error
     assert not played.violations
-    told = played.of("step.aside")
-    assert {tuple(name for name, _ in event["trajectories"]) for event in told} == {
-        tuple(name for name, _ in told[0]["trajectories"])
+    told = played.of(schema.StepAside)
+    assert {tuple(name for name, _ in event.trajectories) for event in told} == {
+        tuple(name for name, _ in told[0].trajectories)
     }
     summary = summary_of(played)
     assert summary["failures"]["sample"]["count"] == 3
@@ -100,7 +101,7 @@ def test_a_replay_that_sets_other_data_aside_breaks_a_promise() -> None:
         return aside([batch.groups[0].members[len(tries) % 2]])
 
     scene.set_aside = other_each_time
-    played = scene.play(kills=[lambda event: event["e"] == "step.end" and event["step"] == 1])
+    played = scene.play(kills=[lambda event: isinstance(event, schema.StepEnd) and event.step == 1])
     assert any("set other trajectories aside" in text for text in played.violations)
 
 
@@ -115,7 +116,7 @@ def test_a_replay_that_sets_nothing_aside_any_more_breaks_a_promise() -> None:
         return aside([batch.groups[0].members[0]]) if len(tries) == 1 else ()
 
     scene.set_aside = once
-    played = scene.play(kills=[lambda event: event["e"] == "step.end" and event["step"] == 1])
+    played = scene.play(kills=[lambda event: isinstance(event, schema.StepEnd) and event.step == 1])
     assert any("set nothing aside" in text for text in played.violations)
 
 
@@ -132,7 +133,7 @@ def test_a_trainer_that_is_lost_with_its_data_sets_it_aside_when_it_is_back() ->
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    assert len(played.of("trainer.down")) == len(played.of("step.aside")) == 1
+    assert len(played.of(schema.TrainerDown)) == len(played.of(schema.StepAside)) == 1
 
 
 SKIPPED = {"actor/skipped_updates": 1.0, "actor/updates": 0.0}
@@ -143,10 +144,10 @@ def test_gradients_that_stay_not_finite_are_a_warning_and_then_stop_the_job_with
     played = scene.play()
     assert isinstance(played.error, JobStopped)
     assert f"the last {STOP_AFTER} steps changed nothing: their gradients were not finite" in str(played.error)
-    warnings = [event["text"] for event in played.of("warning")]
+    warnings = [event.text for event in played.of(schema.Warning)]
     assert sum(f"the last {WARN_AFTER} steps changed nothing" in text for text in warnings) == 1
     assert len(scene.steps) == STOP_AFTER
-    assert played.of("checkpoint")[-1]["step"] == STOP_AFTER
+    assert played.of(schema.Checkpoint)[-1].step == STOP_AFTER
 
 
 def test_a_job_that_stopped_so_can_be_resumed() -> None:
@@ -162,9 +163,9 @@ def test_batches_replayed_after_a_crash_do_not_count_towards_the_stop() -> None:
     scene = Scene(scene_job(train__steps=STOP_AFTER + 5), metrics=SKIPPED)
 
     def kill(event: Event) -> bool:
-        return bool(event["e"] == "step.end" and event["step"] == STOP_AFTER - 2)
+        return bool(isinstance(event, schema.StepEnd) and event.step == STOP_AFTER - 2)
 
-    scene.when(lambda event: event["e"] == "resumed", lambda: setattr(scene, "metrics", {}))
+    scene.when(lambda event: isinstance(event, schema.Resumed), lambda: setattr(scene, "metrics", {}))
     played = scene.play(kills=[kill])
     assert played.finished, played.error
 
@@ -198,6 +199,6 @@ def test_steps_whose_data_was_all_set_aside_are_not_said_to_have_earned_the_same
     scene = Scene(scene_job(train__steps=STOP_AFTER + 2), metrics={"perf/tokens": 0.0})
     scene.set_aside = lambda batch: aside([member for group in batch.groups for member in group.members])
     played = scene.play()
-    warnings = [event["text"] for event in played.of("warning")]
+    warnings = [event.text for event in played.of(schema.Warning)]
     assert any("all of their data was set aside" in text for text in warnings)
     assert not any("earned the same" in text for text in warnings)

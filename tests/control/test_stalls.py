@@ -9,7 +9,8 @@ import pytest
 
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
-from rollart.events import EventLog, LogHandle
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
 from rollart.policy.stalls import Part
 from rollart.ports import Env
 from rollart.sim.clock import VirtualLoop
@@ -39,16 +40,16 @@ def test_an_engine_that_stands_still_is_named_while_the_others_serve() -> None:
     scene.on_generate = stands_still
     played = scene.play()
     assert played.finished, played.error
-    named = played.of("lagging")
-    assert {(event["kind"], event["name"]) for event in named} == {("engine", "fast-1")}, "its calls are not named too"
-    down = played.one("engine.down")
-    assert named[0]["for_s"] >= 40.0
-    assert named[0]["t"] < down["t"], "long before it is taken for hung"
-    assert played.of("swap.end"), "the rest goes on"
-    gaps = [event["for_s"] for event in named]
+    named = played.of(schema.Lagging)
+    assert {(event.kind, event.name) for event in named} == {("engine", "fast-1")}, "its calls are not named too"
+    down = played.one(schema.EngineDown)
+    assert named[0].for_s >= 40.0
+    assert named[0].t < down.t, "long before it is taken for hung"
+    assert played.of(schema.SwapEnd), "the rest goes on"
+    gaps = [event.for_s for event in named]
     assert all(later >= 2 * sooner for sooner, later in itertools.pairwise(gaps)), "not again and again"
-    warning = next(event for event in played.of("warning") if event.get("cause") == named[0]["n"])
-    assert "engine fast-1 has not moved for" in warning["text"]
+    warning = next(event for event in played.of(schema.Warning) if event.cause == named[0].n)
+    assert "engine fast-1 has not moved for" in warning.text
 
 
 class Stuck(ScriptedEnv):
@@ -67,11 +68,11 @@ def test_a_task_whose_environments_stand_still_is_named_and_not_each_of_its_traj
 
     scene.on_open = stuck
     played = scene.play()
-    first = played.of("lagging")[0]
-    assert (first["kind"], first["name"]) == ("task", "b")
-    assert first["t"] < 300.0
-    assert not [event for event in played.of("lagging") if event["kind"] == "trajectory" and event["t"] < 300.0]
-    assert played.of("ready"), "the rest goes on"
+    first = played.of(schema.Lagging)[0]
+    assert (first.kind, first.name) == ("task", "b")
+    assert first.t < 300.0
+    assert not [event for event in played.of(schema.Lagging) if event.kind == "trajectory" and event.t < 300.0]
+    assert played.of(schema.Ready), "the rest goes on"
 
 
 def test_one_trajectory_that_stands_still_is_named_with_what_it_waits_on() -> None:
@@ -82,18 +83,18 @@ def test_one_trajectory_that_stands_still_is_named_with_what_it_waits_on() -> No
 
     scene.on_open = stuck
     played = scene.play()
-    named = played.of("lagging")
-    assert {(event["kind"], event["name"]) for event in named} == {("trajectory", "g0.0.0")}
-    assert named[0]["what"] == "env.step"
-    warning = next(event for event in played.of("warning") if event.get("cause") == named[0]["n"])
-    assert "far longer than other trajectories of a" in warning["text"]
-    assert "it waits on env.step" in warning["text"]
+    named = played.of(schema.Lagging)
+    assert {(event.kind, event.name) for event in named} == {("trajectory", "g0.0.0")}
+    assert named[0].what == "env.step"
+    warning = next(event for event in played.of(schema.Warning) if event.cause == named[0].n)
+    assert "far longer than other trajectories of a" in warning.text
+    assert "it waits on env.step" in warning.text
 
 
 def test_nothing_is_named_in_a_job_that_moves() -> None:
     played = Scene(job(pools=THREE_ENGINES, tasks=TWO_TASKS)).play()
     assert played.finished
-    assert not played.of("lagging")
+    assert not played.of(schema.Lagging)
 
 
 def test_what_the_watchdog_names_is_no_movement() -> None:
@@ -110,11 +111,11 @@ def test_what_the_watchdog_names_is_no_movement() -> None:
     scene.on_open = stuck
     played = scene.play()
     assert played.finished, played.error
-    named, stalls = played.of("lagging"), played.of("stall")
+    named, stalls = played.of(schema.Lagging), played.of(schema.Stall)
     assert named
     assert stalls
-    last = max(event["t"] for event in played.of("reward") if event["t"] < stalls[0]["t"])
-    assert f"nothing has moved for {stalls[0]['t'] - last:.0f} s" in stalls[0]["text"]
+    last = max(event.t for event in played.of(schema.Reward) if event.t < stalls[0].t)
+    assert f"nothing has moved for {stalls[0].t - last:.0f} s" in stalls[0].text
 
 
 @pytest.mark.parametrize("parts", [(), (Part(kind="engine", name="fast-1", still_s=50.0), *LIVELY)])
@@ -124,7 +125,7 @@ def test_what_the_watchdog_says_is_no_movement_on_a_clock_that_goes_on_meanwhile
         ticks = itertools.count()
         log = EventLog(lambda: loop.time() + 1e-6 * next(ticks))  # a little later at each look, as a real one is
         texts: list[str] = []
-        log.read_by(lambda event: texts.append(event["text"].split(":")[0]) if event["e"] == "stall" else None)
+        log.read_by(lambda event: texts.append(event.text.split(":")[0]) if isinstance(event, schema.Stall) else None)
         watchdog = Watchdog(Waits(), LogHandle(log), stall_s=90.0, lag_s=30.0)
         watchdog.parts = lambda: parts
         with contextlib.suppress(TimeoutError):

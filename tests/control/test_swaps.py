@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rollart.config.job import Job
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import GenerateRequest, Observation, Status, Task, Trajectory, TrajectoryId, WeightManifest
 from tests.control.invariant import check_first_invariant
@@ -29,14 +30,14 @@ def test_suspend_swap_resume_keeps_in_flight_work_and_its_spans_show_both_versio
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert not played.of("lost")
+    assert not played.of(schema.Lost)
     assert not played.ends("failed")
-    both = [event for event in played.of("said") if len(event["spans"]) > 1]
+    both = [event for event in played.of(schema.Said) if len(event.spans) > 1]
     assert both
-    assert all(event["spans"][0][0] < event["spans"][1][0] for event in both)
+    assert all(event.spans[0][0] < event.spans[1][0] for event in both)
     check_first_invariant(scene)
-    trained = {group for event in played.of("batch") for group in event["groups"]}
-    assert {event["id"].split(".")[0] for event in both} & trained, "and it is trained on"
+    trained = {group for event in played.of(schema.Batch) for group in event.groups}
+    assert {event.id.split(".")[0] for event in both} & trained, "and it is trained on"
 
 
 @pytest.mark.parametrize("rolling", [1, 2, 3])
@@ -48,8 +49,8 @@ def test_rolling_swaps_never_serve_a_trajectory_with_older_weights_than_it_has_s
     played = scene.play()
     assert played.finished
     assert not played.violations
-    waves = played.of("suspend")
-    assert max(len(event["engines"]) for event in waves) <= rolling
+    waves = played.of(schema.Suspend)
+    assert max(len(event.engines) for event in waves) <= rolling
     newest: dict[str, int] = {}
     for said in scene.said:
         assert said.versions == sorted(said.versions)
@@ -72,7 +73,9 @@ def test_a_trajectory_whose_engine_dies_in_the_middle_of_a_rolling_swap_waits_fo
     scene.on_swap = slow
 
     def first_wave(event: Event) -> bool:
-        return bool(event["e"] == "resume" and event["engines"] == ["fast-0"] and scene.engine("fast-0").version == 2)
+        return bool(
+            isinstance(event, schema.Resume) and event.engines == ["fast-0"] and scene.engine("fast-0").version == 2
+        )
 
     def kill_soon() -> None:
         asyncio.get_running_loop().call_later(2.0, setattr, scene.engine("fast-0"), "dead", "killed")
@@ -81,7 +84,7 @@ def test_a_trajectory_whose_engine_dies_in_the_middle_of_a_rolling_swap_waits_fo
     played = scene.play()
     assert played.finished
     assert not played.violations
-    lost = {event["id"] for event in played.of("lost") if event["engine"] == "fast-0"}
+    lost = {event.id for event in played.of(schema.Lost) if event.engine == "fast-0"}
     asked = [request for engine in scene.all_engines() for request, _ in engine.asked]
     assert [request for request in asked if request.id in lost and request.min_version == 2], "it had seen the new ones"
     for engine in scene.all_engines():
@@ -95,12 +98,12 @@ def test_while_one_wave_swaps_the_others_serve() -> None:
     suspended: set[str] = set()
     served = 0
     for event in played.events:
-        if event["e"] == "suspend":
-            suspended = set(event["engines"])
-        elif event["e"] == "resume":
+        if isinstance(event, schema.Suspend):
+            suspended = set(event.engines)
+        elif isinstance(event, schema.Resume):
             suspended = set()
-        elif event["e"] == "send":
-            assert event["engine"] not in suspended
+        elif isinstance(event, schema.Send):
+            assert event.engine not in suspended
             served += bool(suspended)
     assert served
 
@@ -113,7 +116,7 @@ def test_engines_are_told_of_a_coming_version_before_it_is_there() -> None:
         assert engine.swapped == [1, 2]
     assert scene.published == [1, 2]
     assert scene.dropped == [1, 2], "older ones are dropped from the store"
-    assert [event["version"] for event in played.of("swap.end")] == [1, 2]
+    assert [event.version for event in played.of(schema.SwapEnd)] == [1, 2]
 
 
 def test_drain_waits_for_the_trajectories_in_flight_and_they_end_on_old_weights() -> None:
@@ -121,14 +124,14 @@ def test_drain_waits_for_the_trajectories_in_flight_and_they_end_on_old_weights(
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert all(len(event["spans"]) == 1 for event in played.of("said"))
+    assert all(len(event.spans) == 1 for event in played.of(schema.Said))
     running: set[str] = set()
     for event in played.events:
-        if event["e"] == "start":
-            running.add(event["id"])
-        elif event["e"] == "end":
-            running.discard(event["id"])
-        elif event["e"] == "swap.start":
+        if isinstance(event, schema.Start):
+            running.add(event.id)
+        elif isinstance(event, schema.End):
+            running.discard(event.id)
+        elif isinstance(event, schema.SwapStart):
             assert not running
     versions: dict[str, set[int]] = {}
     for said in scene.said:
@@ -149,22 +152,21 @@ def test_drain_holds_a_retry_back_until_the_swap_is_done() -> None:
     played = scene.play()
     assert played.finished
     assert not played.violations
-    swaps = [(start["n"], end["n"], end["t"]) for start, end in pairs(played)]
-    for event in played.of("start"):
-        assert not any(first < event["n"] < last for first, last, _ in swaps), "nothing starts while weights change"
-    failed_s = {event["id"].rpartition(".")[0]: event["t"] for event in played.ends("failed")}
-    retries = [event for event in played.of("start") if event["id"].endswith(".1")]
+    swaps = [(start.n, end.n, end.t) for start, end in pairs(played)]
+    for event in played.of(schema.Start):
+        assert not any(first < event.n < last for first, last, _ in swaps), "nothing starts while weights change"
+    failed_s = {event.id.rpartition(".")[0]: event.t for event in played.ends("failed")}
+    retries = [event for event in played.of(schema.Start) if event.id.endswith(".1")]
     held = [
         event
         for event in retries
-        if event["t"] in {end_s for _, _, end_s in swaps}
-        and event["t"] > failed_s[event["id"].rpartition(".")[0]] + 0.2
+        if event.t in {end_s for _, _, end_s in swaps} and event.t > failed_s[event.id.rpartition(".")[0]] + 0.2
     ]
     assert held, "it would have been tried again 0.1 s after it failed"
 
 
 def pairs(played: Played) -> list[tuple[Event, Event]]:
-    return list(zip(played.of("swap.start"), played.of("swap.end"), strict=True))
+    return list(zip(played.of(schema.SwapStart), played.of(schema.SwapEnd), strict=True))
 
 
 class EndsLate(ScriptedEnv):
@@ -203,15 +205,15 @@ def test_what_is_too_old_after_a_swap_is_stopped_wherever_it_waits_and_its_task_
     played = scene.play()
     assert played.finished
     assert not played.violations
-    ended = played.one("group", group="g5")
-    assert ended["how"] == "stale"
-    swap = next(event for event in played.of("swap.end") if event["n"] == ended["cause"])
-    assert swap["t"] == ended["t"], "at the swap, not when it would have ended"
-    stopped = [event for event in played.ends("stale") if event["id"].startswith("g5.")]
+    ended = played.one(schema.Group, group="g5")
+    assert ended.how == "stale"
+    swap = next(event for event in played.of(schema.SwapEnd) if event.n == ended.cause)
+    assert swap.t == ended.t, "at the swap, not when it would have ended"
+    stopped = [event for event in played.ends("stale") if event.id.startswith("g5.")]
     assert len(stopped) in (1, 2)
-    assert {event["t"] for event in stopped} == {swap["t"]}
-    assert {event["reason"] for event in stopped} == {"too old after a swap"}
-    again = [event for event in played.of("admit") if event["task"] == "a/5"]
+    assert {event.t for event in stopped} == {swap.t}
+    assert {event.reason for event in stopped} == {"too old after a swap"}
+    again = [event for event in played.of(schema.Admit) if event.task == "a/5"]
     assert len(again) == 2
     if place == "engine":
         assert [name for engine in scene.all_engines() for name in engine.aborted if name.startswith("g5.")]
@@ -241,11 +243,11 @@ def test_a_trajectory_too_old_before_its_next_turn_does_not_take_it() -> None:
     played = scene.play()
     assert played.finished
     assert coordinator_checks
-    end = played.one("end", id="g1.1.0")
-    assert (end["status"], end["reason"]) == ("stale", "too old before its next turn")
-    assert played.one("group", group="g1")["how"] == "stale"
-    sibling = played.one("end", id="g1.0.0")
-    assert (sibling["status"], sibling["reason"]) == ("stale", "a member of the group is too old")
+    end = played.one(schema.End, id="g1.1.0")
+    assert (end.status, end.reason) == ("stale", "too old before its next turn")
+    assert played.one(schema.Group, group="g1").how == "stale"
+    sibling = played.one(schema.End, id="g1.0.0")
+    assert (sibling.status, sibling.reason) == ("stale", "a member of the group is too old")
 
 
 def test_with_bound_0_everything_trained_on_is_of_the_weights_it_is_trained_with() -> None:
@@ -255,12 +257,12 @@ def test_with_bound_0_everything_trained_on_is_of_the_weights_it_is_trained_with
     assert not played.violations
     formed: float | None = None
     for event in played.events:
-        match event["e"]:
-            case "batch":
-                formed = event["t"]
-            case "swap.end":
+        match event:
+            case schema.Batch():
+                formed = event.t
+            case schema.SwapEnd():
                 formed = None
-            case "admit":
+            case schema.Admit():
                 assert formed is None, "what starts before the swap would be too old for the next batch"
     for step, batch in scene.journal.all.items():
         assert batch.serving == step
@@ -279,8 +281,8 @@ def test_a_step_starts_only_when_the_engines_are_new_enough() -> None:
     played = scene.play()
     assert played.finished
     assert not played.violations
-    assert all(event["serving"] >= event["step"] - 1 for event in played.of("step.start"))
-    assert played.one("finished")["t"] > 4 * 30.0
+    assert all(event.serving >= event.step - 1 for event in played.of(schema.StepStart))
+    assert played.one(schema.Finished).t > 4 * 30.0
 
 
 def starving() -> Played:
@@ -315,7 +317,7 @@ def test_a_task_that_nearly_always_goes_stale_is_named_with_the_bound_it_needs()
     scene.at(8.0, starve)
     played = scene.play()
     assert played.finished
-    texts = [event["text"] for event in played.of("warning") if "nearly all of its groups go stale" in event["text"]]
+    texts = [event.text for event in played.of(schema.Warning) if "nearly all of its groups go stale" in event.text]
     assert len(texts) == 1, "once"
     assert "task 'a'" in texts[0]
     assert "rollout.staleness of about" in texts[0]
@@ -325,8 +327,8 @@ def test_long_and_short_tasks_share_the_batches_as_they_should() -> None:
     played = starving()
     assert played.finished, played.error
     counts = {"short": 0, "long": 0}
-    for event in played.of("batch"):
-        for task in event["tasks"]:
+    for event in played.of(schema.Batch):
+        for task in event.tasks:
             counts[task.split("/")[0]] += 1
     assert counts["long"] / (counts["long"] + counts["short"]) == pytest.approx(0.1, abs=0.05)
 
@@ -334,10 +336,10 @@ def test_long_and_short_tasks_share_the_batches_as_they_should() -> None:
 def test_a_version_that_two_ask_for_is_swapped_in_once() -> None:
     """The push of the last version and the evaluation that waits for it; after a kill the push and the resumed job."""
     scene = Scene(scene_job(rollout__swap="when_published", evaluation__every=1, evaluation__episodes=1))
-    played = scene.play(kills=[lambda event: event["e"] == "step.end" and event["step"] == 1])
+    played = scene.play(kills=[lambda event: isinstance(event, schema.StepEnd) and event.step == 1])
     assert played.finished
-    resumed = played.one("resumed")["n"]
+    resumed = played.one(schema.Resumed).n
     for later in (False, True):
-        swaps = [event["version"] for event in played.of("swap.start") if (event["n"] > resumed) == later]
+        swaps = [event.version for event in played.of(schema.SwapStart) if (event.n > resumed) == later]
         assert swaps == sorted(set(swaps))
     assert swaps[-1] == 3

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from rollart.errors import EnvError, JobError, JobStopped
-from rollart.events import Event
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.ports import Env
 from rollart.types import Message, Observation, Task, Trajectory, TrajectoryId
 from tests.control.scene import REFUSED, Played, Scene, ScriptedEnv, scene_job
@@ -21,7 +22,7 @@ def two_tasks(**settings: object) -> Scene:
 
 
 def tasks_of(played: Played, step: int) -> list[str]:
-    return [task.split("/")[0] for task in played.one("batch", step=step)["tasks"]]
+    return [task.split("/")[0] for task in played.one(schema.Batch, step=step).tasks]
 
 
 class Narrated(ScriptedEnv):
@@ -40,7 +41,7 @@ def test_an_observation_that_the_template_refuses_ends_its_attempt_and_no_more()
     scene.on_open = some_are_narrated
     played = scene.play()
     assert played.finished, played.error
-    reasons = {event["reason"] for event in played.ends("failed")}
+    reasons = {event.reason for event in played.ends("failed")}
     assert len(reasons) == 1
     assert "the chat template refuses messages in the roles narrator" in reasons.pop()
     assert not played.violations
@@ -110,14 +111,14 @@ def test_a_task_that_cannot_be_drawn_leaves_the_mix_and_the_job_goes_on(how: str
     scene.on_draw = lambda domain, index: drawn(index) if domain == "a" else None
     played = scene.play()
     assert played.finished, played.error
-    failed = played.of("draw.failed")
-    assert {event["task"] for event in failed} == {"a"}
-    assert all(words in event["reason"] for event in failed)
-    assert [event["index"] for event in failed] == list(range(len(failed))), "each is passed over"
-    opened = played.of("breaker.open")[0]
-    assert (opened["task"], opened["failures"], opened["probes"]) == ("a", 3, 0)
-    assert opened["reason"].startswith("3 x ")
-    assert words in opened["reason"]
+    failed = played.of(schema.DrawFailed)
+    assert {event.task for event in failed} == {"a"}
+    assert all(words in event.reason for event in failed)
+    assert [event.index for event in failed] == list(range(len(failed))), "each is passed over"
+    opened = played.of(schema.BreakerOpen)[0]
+    assert (opened.task, opened.failures, opened.probes) == ("a", 3, 0)
+    assert opened.reason.startswith("3 x ")
+    assert words in opened.reason
     assert all(tasks_of(played, step) == ["b"] * 4 for step in range(4)), "its share goes to the other"
     assert not played.violations
 
@@ -132,8 +133,8 @@ def test_a_held_out_task_that_cannot_be_drawn_is_an_episode_that_is_not_scored()
     scene.on_held_out = none_at_1
     played = scene.play()
     assert played.finished, played.error
-    assert {(event["episodes"], event["scored"]) for event in played.of("eval")} == {(3, 2)}
-    assert {event["reason"] for event in played.of("draw.failed")} == {"held_out(1): OSError: no such file"}
+    assert {(event.episodes, event.scored) for event in played.of(schema.Eval)} == {(3, 2)}
+    assert {event.reason for event in played.of(schema.DrawFailed)} == {"held_out(1): OSError: no such file"}
 
 
 def broken_between(scene: Scene, task: str, since_s: float, until_s: float) -> None:
@@ -152,20 +153,20 @@ def test_a_task_that_fails_for_a_while_leaves_the_mix_is_probed_and_comes_back_w
     broken_between(scene, "a", 20.0, 100.0)
     played = scene.play()
     assert played.finished, played.error
-    opened, closed = played.of("breaker.open"), played.one("breaker.close")
-    probes = played.of("breaker.probe")
-    assert opened[0]["failures"] == 5
-    assert [event["wait_s"] for event in opened] == [10.0 * 2**number for number in range(len(opened))]
+    opened, closed = played.of(schema.BreakerOpen), played.one(schema.BreakerClose)
+    probes = played.of(schema.BreakerProbe)
+    assert opened[0].failures == 5
+    assert [event.wait_s for event in opened] == [10.0 * 2**number for number in range(len(opened))]
     assert len(opened) == len(probes) > 1, "every probe but the last failed"
-    assert [event["probes"] for event in opened] == list(range(len(opened)))
-    assert closed["group"] == probes[-1]["group"]
-    assert re.fullmatch(r"\d+ x EnvError: no machine g\d+\.\d\.\d at 10\.0\.0\.\d", opened[0]["reason"]), opened
-    out = [event for event in played.of("batch") if opened[0]["t"] + 10 < event["t"] < closed["t"]]
+    assert [event.probes for event in opened] == list(range(len(opened)))
+    assert closed.group == probes[-1].group
+    assert re.fullmatch(r"\d+ x EnvError: no machine g\d+\.\d\.\d at 10\.0\.0\.\d", opened[0].reason), opened
+    out = [event for event in played.of(schema.Batch) if opened[0].t + 10 < event.t < closed.t]
     assert out
-    assert all(task.startswith("b/") for event in out for task in event["tasks"])
-    back = [event for event in played.of("batch") if event["t"] > closed["t"]][2:]
+    assert all(task.startswith("b/") for event in out for task in event.tasks)
+    back = [event for event in played.of(schema.Batch) if event.t > closed.t][2:]
     assert len(back) > 5
-    shares = [sum(task.startswith("a/") for task in event["tasks"]) for event in back]
+    shares = [sum(task.startswith("a/") for task in event.tasks) for event in back]
     assert sum(shares) == pytest.approx(2 * len(back), abs=2), "half, and not what it missed"
     assert max(shares) <= 3
     assert not played.violations
@@ -175,12 +176,12 @@ def test_nothing_of_a_task_is_admitted_while_it_is_out_but_its_probes() -> None:
     scene = two_tasks(train__steps=20)
     broken_between(scene, "a", 20.0, 90.0)
     played = scene.play()
-    since = played.of("breaker.open")[0]["n"]
-    until = played.one("breaker.close")["n"]
+    since = played.of(schema.BreakerOpen)[0].n
+    until = played.one(schema.BreakerClose).n
     admitted = [
-        event["group"] for event in played.of("admit") if event["task"].startswith("a/") and since < event["n"] < until
+        event.group for event in played.of(schema.Admit) if event.task.startswith("a/") and since < event.n < until
     ]
-    assert admitted == [event["group"] for event in played.of("breaker.probe")]
+    assert admitted == [event.group for event in played.of(schema.BreakerProbe)]
 
 
 def test_groups_under_way_when_their_task_leaves_the_mix_are_not_dropped() -> None:
@@ -190,12 +191,12 @@ def test_groups_under_way_when_their_task_leaves_the_mix_are_not_dropped() -> No
     scene.step_s = 12.0
     played = scene.play()
     assert played.finished
-    opened = played.of("breaker.open")[0]
-    before = {event["group"] for event in played.of("admit") if event["task"].startswith("a/")} - {
-        event["group"] for event in played.of("group")
+    opened = played.of(schema.BreakerOpen)[0]
+    before = {event.group for event in played.of(schema.Admit) if event.task.startswith("a/")} - {
+        event.group for event in played.of(schema.Group)
     }
-    trained = {group: event["n"] for event in played.of("batch") for group in event["groups"]}
-    assert [group for group in before if trained.get(group, 0) > opened["n"]], "some, after it went out"
+    trained = {group: event.n for event in played.of(schema.Batch) for group in event.groups}
+    assert [group for group in before if trained.get(group, 0) > opened.n], "some, after it went out"
     assert not played.violations
 
 
@@ -210,8 +211,8 @@ def test_when_no_task_is_left_the_job_waits_for_the_probes_and_goes_on() -> None
     scene.on_open = down
     played = scene.play()
     assert played.finished, played.error
-    assert {event["task"] for event in played.of("breaker.open")} == {"a", "b"}
-    assert sorted(event["task"] for event in played.of("breaker.close")) == ["a", "b"]
+    assert {event.task for event in played.of(schema.BreakerOpen)} == {"a", "b"}
+    assert sorted(event.task for event in played.of(schema.BreakerClose)) == ["a", "b"]
     assert not played.violations
 
 
@@ -230,8 +231,8 @@ def test_when_no_task_is_left_and_none_comes_back_the_job_stops_and_says_why() -
     assert "no task is left" in text
     assert re.search(r"task 'a': out of the mix .*most often \d+ x RewardError: returned nan, which is not", text)
     assert re.search(r"task 'b': .*most often \d+ x RewardError: reward: RuntimeError: no model on port \d+", text)
-    opened = played.of("breaker.open")
-    probes = {event["task"]: event["probes"] for event in opened}
+    opened = played.of(schema.BreakerOpen)
+    probes = {event.task: event.probes for event in opened}
     assert min(probes.values()) == 3, "three probes each, at the least"
 
 
@@ -246,7 +247,7 @@ def test_what_is_ready_is_trained_on_before_a_job_without_tasks_stops() -> None:
     scene.on_open = after_one_group
     played = scene.play()
     assert isinstance(played.error, JobStopped)
-    assert [event["groups"] for event in played.of("batch")] == [["g0"]]
+    assert [event.groups for event in played.of(schema.Batch)] == [["g0"]]
     assert not played.violations
 
 
@@ -255,17 +256,17 @@ def test_a_resumed_job_leaves_out_what_was_out_and_probes_it_at_once() -> None:
     broken_between(scene, "a", 20.0, 110.0)
 
     def later(event: Event) -> bool:
-        return bool(event["e"] == "breaker.open" and event["probes"] == 2)
+        return bool(isinstance(event, schema.BreakerOpen) and event.probes == 2)
 
     played = scene.play(kills=[later])
     assert played.finished, played.error
-    resumed = played.one("resumed")
-    assert resumed["out"] == ["a"]
-    after = [event for event in played.events if event["n"] > resumed["n"]]
-    first = next(event for event in after if event["e"] == "breaker.probe")
-    ready = [event["group"] for event in after if event["e"] == "admit" and event["n"] < first["n"]]
-    assert all(group in resumed["open"] for group in ready), "before anything new is admitted"
-    assert played.one("breaker.close")["t"] >= 110.0
+    resumed = played.one(schema.Resumed)
+    assert resumed.out == ["a"]
+    after = [event for event in played.events if event.n > resumed.n]
+    first = next(event for event in after if isinstance(event, schema.BreakerProbe))
+    ready = [event.group for event in after if isinstance(event, schema.Admit) and event.n < first.n]
+    assert all(group in resumed.open for group in ready), "before anything new is admitted"
+    assert played.one(schema.BreakerClose).t >= 110.0
     assert not played.violations
 
 
@@ -297,8 +298,8 @@ def test_a_task_whose_groups_all_earn_the_same_is_warned_of_once_and_again_after
     )
     played = scene.play()
     assert played.finished
-    texts = [event["text"] for event in played.of("warning") if "earned the same" in event["text"]]
+    texts = [event.text for event in played.of(schema.Warning) if "earned the same" in event.text]
     assert len(texts) == 2
     assert all("task 'a': in each of its last 20 groups" in text and "-0.11" in text for text in texts)
-    assert not [event for event in played.of("ready") if event["gradient"] and event["group"] in ("g0", "g2")]
-    assert [event for event in played.of("ready") if event["gradient"]]
+    assert not [event for event in played.of(schema.Ready) if event.gradient and event.group in ("g0", "g2")]
+    assert [event for event in played.of(schema.Ready) if event.gradient]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from rollart.errors import JobStopped, TrainerError, VersionGone, WeightError
+from rollart.events import schema
+from rollart.events.schema import Event
 from rollart.types import Batch, EngineSpec, WeightManifest, WeightVersion
 from tests.control.scene import TRAIN_S, Played, Scene, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
 
@@ -49,16 +51,16 @@ def test_a_crash_replays_the_batches_in_order_under_the_same_versions(where: str
     assert played.finished, played.error
     assert not played.violations
     assert surviving(scene) == written(scene)
-    assert [event["step"] for event in played.of("replay")] == list(range(step))
-    assert [event["version"] for event in played.of("step.end")] == [1, 2, 3, 4, 5]
-    assert f"died {where}" in played.one("trainer.down")["reason"]
+    assert [event.step for event in played.of(schema.Replay)] == list(range(step))
+    assert [event.version for event in played.of(schema.StepEnd)] == [1, 2, 3, 4, 5]
+    assert f"died {where}" in played.one(schema.TrainerDown).reason
 
 
 def test_a_replay_begins_at_the_last_checkpoint() -> None:
     scene = Scene(scene_job(train__steps=6, checkpoint__every=2), **crash_at(5, "during"))  # type: ignore[arg-type]
     played = scene.play()
     assert played.finished
-    assert [event["step"] for event in played.of("replay")] == [4]
+    assert [event.step for event in played.of(schema.Replay)] == [4]
     assert surviving(scene) == written(scene, first=4)
     assert scene.trainers[-1].version == 6
 
@@ -76,7 +78,7 @@ def test_a_crash_while_weights_are_pushed_pushes_them_again() -> None:
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
-    assert [event["version"] for event in played.of("swap.end")] == [1, 2, 3]
+    assert [event.version for event in played.of(schema.SwapEnd)] == [1, 2, 3]
 
 
 def test_two_calls_that_notice_the_same_crash_restart_the_trainer_once() -> None:
@@ -88,12 +90,12 @@ def test_two_calls_that_notice_the_same_crash_restart_the_trainer_once() -> None
 
     scene.on_publish = slow_push
     scene.when(
-        lambda event: event["e"] == "step.start" and event["step"] == 1,
+        lambda event: isinstance(event, schema.StepStart) and event.step == 1,
         lambda: asyncio.get_running_loop().call_later(1.0, setattr, scene.trainers[-1], "dead", "for both"),
     )
     played = scene.play()
     assert played.finished
-    assert len(played.of("trainer.down")) == 1
+    assert len(played.of(schema.TrainerDown)) == 1
     assert len(scene.trainers) == 2
 
 
@@ -107,7 +109,7 @@ def test_a_trainer_that_hangs_is_found_by_the_limit() -> None:
     scene.on_step = hang
     played = scene.play()
     assert played.finished
-    assert "no answer in 60 s" in played.one("trainer.down")["reason"]
+    assert "no answer in 60 s" in played.one(schema.TrainerDown).reason
 
 
 def test_a_trainer_that_is_lost_too_often_in_a_row_stops_the_job_with_the_reason() -> None:
@@ -147,7 +149,7 @@ def test_a_finished_step_forgives_the_losses_before_it() -> None:
     scene.on_step = each_step_once
     played = scene.play()
     assert played.finished, played.error
-    assert len(played.of("trainer.down")) == 4
+    assert len(played.of(schema.TrainerDown)) == 4
 
 
 def test_a_push_that_fails_alone_does_not_tear_the_step_under_way_from_the_new_trainer() -> None:
@@ -166,10 +168,10 @@ def test_a_push_that_fails_alone_does_not_tear_the_step_under_way_from_the_new_t
     scene.on_publish = fails_once
     played = scene.play()
     assert played.finished, played.error
-    down, up = played.of("trainer.down")[0], played.of("trainer.up")[0]
-    step = played.one("step.start", step=2)
-    assert step["t"] < down["t"] < up["t"] < step["t"] + TRAIN_S, "the step was under way, and outlives the restart"
-    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+    down, up = played.of(schema.TrainerDown)[0], played.of(schema.TrainerUp)[0]
+    step = played.one(schema.StepStart, step=2)
+    assert step.t < down.t < up.t < step.t + TRAIN_S, "the step was under way, and outlives the restart"
+    assert len(played.of(schema.TrainerDown)) == 1, [event.reason for event in played.of(schema.TrainerDown)]
 
 
 def test_every_batch_is_written_before_its_step() -> None:
@@ -182,8 +184,8 @@ def test_every_batch_is_written_before_its_step() -> None:
     scene.on_step = note
     played: Played = scene.play()
     assert order == [True, True, True]
-    for event in played.of("step.start"):
-        assert played.one("written", step=event["step"])["n"] < event["n"]
+    for event in played.of(schema.StepStart):
+        assert played.one(schema.Written, step=event.step).n < event.n
 
 
 def test_only_the_current_and_the_previous_version_are_ever_asked_of_the_trainer() -> None:
@@ -191,7 +193,7 @@ def test_only_the_current_and_the_previous_version_are_ever_asked_of_the_trainer
     for swap in ("after_batch", "when_published"):
         played = Scene(scene_job(train__steps=6, rollout={"groups_per_step": 2, "swap": swap})).play()
         assert played.finished
-        assert not played.of("trainer.down")
+        assert not played.of(schema.TrainerDown)
 
 
 def test_a_version_too_old_to_be_pushed_again_does_not_stop_the_job() -> None:
@@ -220,11 +222,11 @@ def test_a_version_too_old_to_be_pushed_again_does_not_stop_the_job() -> None:
     scene.on_publish = slow
     scene.on_swap = damaged_once
     scene.on_start = slow_start
-    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 1, kill_soon)
+    scene.when(lambda event: isinstance(event, schema.SwapEnd) and event.version == 1, kill_soon)
     played = scene.play()
     assert damaged == [1]
     assert played.finished, played.error
-    assert not played.of("trainer.down"), [event["reason"] for event in played.of("trainer.down")]
+    assert not played.of(schema.TrainerDown), [event.reason for event in played.of(schema.TrainerDown)]
 
 
 def test_a_checkpoint_waits_for_the_push_that_its_trainer_could_not_repeat() -> None:
@@ -238,14 +240,14 @@ def test_a_checkpoint_waits_for_the_push_that_its_trainer_could_not_repeat() -> 
 
     scene.on_publish = slow
     scene.when(
-        lambda event: event["e"] == "checkpoint" and event["step"] == 2,
+        lambda event: isinstance(event, schema.Checkpoint) and event.step == 2,
         lambda: setattr(scene.trainers[-1], "dead", "after the checkpoint"),
     )
     played = scene.play()
     assert played.finished, played.error
-    assert len(played.of("trainer.down")) == 1
-    pushed = next(event for event in played.of("pushed") if event["version"] == 1)
-    assert pushed["n"] < next(event for event in played.of("checkpoint") if event["step"] == 2)["n"]
+    assert len(played.of(schema.TrainerDown)) == 1
+    pushed = next(event for event in played.of(schema.Pushed) if event.version == 1)
+    assert pushed.n < next(event for event in played.of(schema.Checkpoint) if event.step == 2).n
 
 
 def test_a_version_the_new_trainer_did_not_make_does_not_stop_the_job() -> None:
@@ -276,12 +278,12 @@ def test_a_version_the_new_trainer_did_not_make_does_not_stop_the_job() -> None:
     scene.on_publish = slow
     scene.on_swap = damaged_once
     scene.on_start = slow_start
-    scene.when(lambda event: event["e"] == "checkpoint" and event["step"] == 2, kill_trainer)
-    scene.when(lambda event: event["e"] == "swap.end" and event["version"] == 1, kill_engine)
+    scene.when(lambda event: isinstance(event, schema.Checkpoint) and event.step == 2, kill_trainer)
+    scene.when(lambda event: isinstance(event, schema.SwapEnd) and event.version == 1, kill_engine)
     played = scene.play()
     assert damaged == [1]
     assert played.finished, played.error
-    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+    assert len(played.of(schema.TrainerDown)) == 1, [event.reason for event in played.of(schema.TrainerDown)]
 
 
 def test_a_trainer_lost_in_a_repair_is_not_asked_for_what_its_successor_does_not_hold() -> None:
@@ -310,22 +312,22 @@ def test_a_trainer_lost_in_a_repair_is_not_asked_for_what_its_successor_does_not
     played = scene.play()
     assert asked == [1, 1]
     assert played.finished, played.error
-    assert len(played.of("trainer.down")) == 1, [event["reason"] for event in played.of("trainer.down")]
+    assert len(played.of(schema.TrainerDown)) == 1, [event.reason for event in played.of(schema.TrainerDown)]
 
 
 def test_steps_that_train_on_nothing_are_told_of_once() -> None:
     scene = Scene(scene_job(train__steps=12), metrics={"perf/tokens": 0.0})
-    (told,) = scene.play().of("warning")
-    assert told["text"].startswith("steps 0 to 4 trained on nothing")
+    (told,) = scene.play().of(schema.Warning)
+    assert told.text.startswith("steps 0 to 4 trained on nothing")
 
     async def now_and_then(trainer: ScriptedTrainer, batch: Batch) -> None:
         trainer.scene.metrics["perf/tokens"] = 100.0 if batch.step % 5 == 4 else 0.0
 
     scene = Scene(scene_job(train__steps=12), on_step=now_and_then)
-    assert not scene.play().of("warning")
+    assert not scene.play().of(schema.Warning)
 
 
-def pushes_at(scene: Scene, played_kind: str, **fields: Any) -> dict[int, str]:
+def pushes_at(scene: Scene, kind: type[Event], **fields: Any) -> dict[int, str]:
     """Whether each version can be pushed once more, asked at the first such event."""
     found: dict[int, str] = {}
 
@@ -339,7 +341,7 @@ def pushes_at(scene: Scene, played_kind: str, **fields: Any) -> dict[int, str]:
                 found[version] = "gone"
 
     scene.when(
-        lambda event: event["e"] == played_kind and all(event.get(key) == value for key, value in fields.items()),
+        lambda event: isinstance(event, kind) and all(getattr(event, key) == value for key, value in fields.items()),
         lambda: scene.coordinator is not None and scene.coordinator.supervisor.spawn(ask()),
     )
     return found
@@ -347,26 +349,26 @@ def pushes_at(scene: Scene, played_kind: str, **fields: Any) -> dict[int, str]:
 
 def test_the_newest_version_and_the_one_before_can_be_pushed_again_and_older_ones_are_gone() -> None:
     scene = Scene(scene_job(train__steps=5))
-    found = pushes_at(scene, "step.end", version=3)
+    found = pushes_at(scene, schema.StepEnd, version=3)
     played = scene.play()
     assert found == {0: "gone", 1: "gone", 2: "version 2", 3: "version 3"}
     assert played.finished
-    assert not played.of("trainer.down"), "to be asked for what it does not hold is no trainer's death"
+    assert not played.of(schema.TrainerDown), "to be asked for what it does not hold is no trainer's death"
 
 
 def test_a_rebuilt_trainer_holds_what_it_has_learnt_again_and_nothing_older() -> None:
     scene = Scene(scene_job(train__steps=5), **crash_at(3, "during"))  # type: ignore[arg-type]
-    found = pushes_at(scene, "trainer.up")
+    found = pushes_at(scene, schema.TrainerUp)
     played = scene.play()
     assert found == {0: "gone", 1: "gone", 2: "version 2", 3: "version 3"}
     assert played.finished
-    assert len(played.of("trainer.down")) == 1
+    assert len(played.of(schema.TrainerDown)) == 1
 
 
 def test_a_resumed_trainer_holds_no_version_before_its_checkpoint() -> None:
     scene = Scene(scene_job(train__steps=3))
-    found = pushes_at(scene, "resumed")
-    played = scene.play(kills=[lambda event: event["e"] == "checkpoint" and event["step"] == 3])
+    found = pushes_at(scene, schema.Resumed)
+    played = scene.play(kills=[lambda event: isinstance(event, schema.Checkpoint) and event.step == 3])
     assert found == {0: "gone", 1: "gone", 2: "gone", 3: "version 3"}
     assert played.finished
-    assert not played.of("trainer.down")
+    assert not played.of(schema.TrainerDown)

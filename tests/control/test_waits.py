@@ -13,7 +13,9 @@ from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.errors import Deadlock
-from rollart.events import Event, EventLog, LogHandle
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle
+from rollart.events.schema import Event
 from rollart.ports import BACKGROUND, Env
 from rollart.sim.clock import VirtualLoop
 from rollart.types import GenerateRequest, Status, Task, TrajectoryId, WeightVersion
@@ -362,7 +364,7 @@ def test_a_store_that_cannot_forget_is_a_warning_and_no_more(hangs: bool, monkey
     played = scene.play()
     assert played.finished
     text = "no answer in 20 s" if hangs else "OSError: read-only file system"
-    assert [event for event in played.of("warning") if f"drop old weights: {text}" in event["text"]]
+    assert [event for event in played.of(schema.Warning) if f"drop old weights: {text}" in event.text]
 
 
 # --- watchdog and deadlock ------------------------------------------------------------------------------------------
@@ -378,23 +380,23 @@ def test_a_stalled_job_is_reported_with_who_waits_on_what_again_and_again() -> N
     scene.on_generate = hang
     played = scene.play()
     assert played.finished
-    stalls = played.of("stall")
+    stalls = played.of(schema.Stall)
     assert len(stalls) >= 4
     first = stalls[0]
-    assert first["t"] - 3.1 >= 90.0
-    assert first["t"] - 3.1 <= 90.0 + 30.0 + 0.1, "within a third of the limit"
-    assert "nothing has moved for" in first["text"]
-    assert "g0.0.0/0 waits on generate since" in first["text"]
-    silent_s = [float(event["text"].split("moved for ")[1].split(" s")[0]) for event in stalls[:3]]
+    assert first.t - 3.1 >= 90.0
+    assert first.t - 3.1 <= 90.0 + 30.0 + 0.1, "within a third of the limit"
+    assert "nothing has moved for" in first.text
+    assert "g0.0.0/0 waits on generate since" in first.text
+    silent_s = [float(event.text.split("moved for ")[1].split(" s")[0]) for event in stalls[:3]]
     assert all(later - sooner >= 89.0 for sooner, later in itertools.pairwise(silent_s)), (
         "its own reports are no movement"
     )
-    assert {wait["what"] for wait in first["waiting"]} == {"a batch", "generate"}
-    assert all(later["t"] - sooner["t"] >= 90.0 for sooner, later in itertools.pairwise(stalls) if later["t"] < 500)
+    assert {wait.what for wait in first.waiting} == {"a batch", "generate"}
+    assert all(later.t - sooner.t >= 90.0 for sooner, later in itertools.pairwise(stalls) if later.t < 500)
 
 
 def test_a_job_that_moves_is_not_reported() -> None:
-    assert not Scene(scene_job(limits__stall_s=20.0)).play().of("stall")
+    assert not Scene(scene_job(limits__stall_s=20.0)).play().of(schema.Stall)
 
 
 class Dreamer:
@@ -409,10 +411,10 @@ class Dreamer:
 def test_a_deadlock_is_reported_at_once_with_who_waits() -> None:
     played = Scene(scene_job(limits__stall_s=100_000.0), agent=Dreamer()).play()
     assert isinstance(played.error, Deadlock)
-    report = played.one("deadlock")
-    assert "step 0 waits on a batch since" in report["text"]
-    assert report["waiting"][0] == {"who": "step 0", "what": "a batch", "for_s": report["waiting"][0]["for_s"]}
-    assert not played.of("stall"), "no clock ran until somebody looked"
+    report = played.one(schema.Deadlock)
+    assert "step 0 waits on a batch since" in report.text
+    assert (report.waiting[0].who, report.waiting[0].what) == ("step 0", "a batch")
+    assert not played.of(schema.Stall), "no clock ran until somebody looked"
 
 
 def test_the_watchdog_says_what_it_knows_when_asked() -> None:
@@ -423,14 +425,16 @@ def test_the_watchdog_says_what_it_knows_when_asked() -> None:
         waits = Waits()
         task = asyncio.ensure_future(waits.on("a key").guard("Ben", for_ever()))
         await asyncio.sleep(4.0)
-        words = Watchdog(waits, LogHandle(log), stall_s=100.0, lag_s=100.0).report("stall", "nothing moves")
+        words = Watchdog(waits, LogHandle(log), stall_s=100.0, lag_s=100.0).report(schema.Stall, "nothing moves")
         assert words == "nothing moves: Ben waits on a key since 4.0 s"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return events
 
     events = run(work)
-    assert events[0]["waiting"] == [{"who": "Ben", "what": "a key", "for_s": 4.0}]
+    [stall] = events
+    assert isinstance(stall, schema.Stall)
+    assert stall.waiting == [schema.Wait(who="Ben", what="a key", for_s=4.0)]
 
 
 def test_a_job_cancelled_from_outside_leaves_nothing_running() -> None:
@@ -448,7 +452,7 @@ def test_a_job_cancelled_from_outside_leaves_nothing_running() -> None:
         left.append(scene.coordinator.supervisor)
 
     scene.at(10.0, look)
-    played = scene.play(kills=[lambda event: event["t"] >= 3600.0 * 0.9 or event["e"] == "stall"])
-    assert played.of("killed")
+    played = scene.play(kills=[lambda event: event.t >= 3600.0 * 0.9 or isinstance(event, schema.Stall)])
+    assert played.of(schema.Killed)
     assert left
     assert not left[0]._tasks

@@ -20,7 +20,9 @@ from typing import Any
 
 import yaml
 
-from rollart.events import Event, read_events
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = str(Path(__file__).with_name("slow_tasks.py"))
@@ -103,7 +105,9 @@ class Run:
             time.sleep(0.05)
 
     def step(self, number: int) -> None:
-        self.until(lambda events: any(e["e"] == "batch" and e["step"] >= number for e in events), f"batch {number}")
+        self.until(
+            lambda events: any(isinstance(e, schema.Batch) and e.step >= number for e in events), f"batch {number}"
+        )
 
     def members(self) -> dict[int, str]:
         """Every living process of the run, and its role: `coordinator`, `cpu-0`, `trainer`, `env-2`, `reward-0`."""
@@ -154,7 +158,7 @@ class Run:
         summary = self.summary()
         assert (summary["state"], summary["steps"]) == ("finished", steps), self.said
         assert (summary["groups"]["lost"], summary["groups"]["trained_twice"]) == (0, 0)
-        assert [event["n"] for event in self.events()] == list(range(len(self.events())))
+        assert [event.n for event in self.events()] == list(range(len(self.events())))
         rows = [json.loads(line)["step"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         assert rows == list(range(steps)), "one row a step, none twice, none lost"
         audit = subprocess.run(

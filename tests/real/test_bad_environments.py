@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from rollart.config.load import build_job
-from rollart.events import Event, read_events
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.events.schema import Event
 from rollart.launch.training import train
 from rollart.tasks.load import load_task_set
 from tests.real.bad_tasks import FAILING
@@ -57,10 +59,10 @@ def test_a_broken_environment_changes_nothing_but_its_own_trajectories(
     assert result.summary["state"] == "finished", result.summary["reason"]
     assert result.violations == []
     assert result.summary["groups"]["lost"] == 0
-    ended = [event for event in events if event["e"] == "end" and event["status"] != "aborted"]
-    good = [event for event in ended if event["task"].startswith("good/")]
+    ended = [event for event in events if isinstance(event, schema.End) and event.status != "aborted"]
+    good = [event for event in ended if event.task.startswith("good/")]
     assert len(good) >= 4 * STEPS
-    assert {event["status"] for event in good} <= {"done", "truncated", "stale"}
+    assert {event.status for event in good} <= {"done", "truncated", "stale"}
     bad_ones_say_why(events, load_task_set(use, domain="bad"))
     failures = result.summary["failures"]["attempt"]
     assert failures["count"] >= 3
@@ -71,11 +73,11 @@ def bad_ones_say_why(events: list[Event], tasks: Any) -> None:
     """Each kind that was played to its end failed with its own reason; a megabyte of output is no failure."""
     seen: dict[str, set[str]] = {}
     for event in events:
-        if event["e"] == "end" and event["task"].startswith("bad/") and event["status"] not in ("aborted", "stale"):
-            kind = tasks.task(int(event["task"].split("/")[1])).payload["kind"]
-            seen.setdefault(kind, set()).add(event["status"])
+        if isinstance(event, schema.End) and event.task.startswith("bad/") and event.status not in ("aborted", "stale"):
+            kind = tasks.task(int(event.task.split("/")[1])).payload["kind"]
+            seen.setdefault(kind, set()).add(event.status)
             if kind in FAILING:
-                assert SAYS[kind] in event["reason"], (kind, event["reason"])
+                assert SAYS[kind] in event.reason, (kind, event.reason)
     assert all(statuses == {"failed"} for kind, statuses in seen.items() if kind in FAILING), seen
     assert seen.get("print", {"done"}) == {"done"}
     assert len(seen) >= 4, f"too few kinds were played to say anything: {seen}"

@@ -18,9 +18,8 @@ from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.launch.checks import RUN_BYTES, problems, refuse_start
-from rollart.launch.real import refuse_long_contexts, refuse_mixtures_on_servers
-from rollart.launch.training import _alone
+from rollart.launch.checks import RUN_BYTES, problems, refuse_long_contexts, refuse_mixtures_on_servers, refuse_start
+from rollart.launch.rundir import alone
 from tests.real.harness import job
 
 POSITIONS = 1024
@@ -355,7 +354,7 @@ def test_a_place_for_weights_that_cannot_be_written_to_is_one_line(model: Path, 
 
 
 def test_a_run_directory_that_cannot_be_locked_is_one_line(here: Path) -> None:
-    with pytest.raises(JobError, match=r"^--resume: .* cannot be written to \(No such file"), _alone(here / "gone"):
+    with pytest.raises(JobError, match=r"^--resume: .* cannot be written to \(No such file"), alone(here / "gone"):
         pass
 
 
@@ -401,7 +400,7 @@ def test_a_disk_that_fills_up_later_is_one_line(
     def full(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
 
-    monkeypatch.setattr("rollart.launch.run.EventLog", full)
+    monkeypatch.setattr("rollart.launch.driver.EventLog", full)
     (here / "job.yaml").write_text(yaml.safe_dump(job(here)))
     assert main(["sim", str(here / "job.yaml")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("rollart: stopped: events.jsonl: No space left")

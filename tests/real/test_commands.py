@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollart.events import read_events
+from rollart.events import schema
+from rollart.events.log import read_events
 from tests.real.harness import ROOT, SOON_S, TASKS, job, running
 
 
@@ -55,9 +56,9 @@ def test_a_job_trains_with_rewards_behind_a_url(model: Path, tmp_path: Path) -> 
         with running(tmp_path, raw) as run:
             assert run.wait() == 0, run.said
             run.ended_well(3)
-            rewards = [event for event in run.events() if event["e"] == "reward"]
+            rewards = [event for event in run.events() if isinstance(event, schema.Reward)]
             assert len(rewards) >= 3 * 4 * 4
-            assert {event["value"] for event in rewards} > {0.0, 1.0}
+            assert {event.value for event in rewards} > {0.0, 1.0}
             assert not any(role.startswith("reward-") for role in run.members().values())
 
 
@@ -106,7 +107,7 @@ def test_a_model_is_evaluated_as_it_is(model: Path, tmp_path: Path) -> None:
     assert set(plays) == {"sampled", "greedy"}
     for row in plays.values():
         assert (row["episodes"], row["scored"], row["versions"]) == (6, 6, [0, 0])
-    assert not [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "batch"]
+    assert not [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, schema.Batch)]
 
 
 @pytest.mark.slow

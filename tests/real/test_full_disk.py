@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.events import schema
 from tests.real.harness import job, running
 from tests.small_disk import small_disk
 
@@ -34,15 +35,15 @@ def test_a_full_disk_costs_a_job_time_and_nothing_else(model: Path, disk: Path, 
     with running(disk, raw) as run:
         run.step(2)
         fill(disk / "filler")
-        run.until(lambda events: any(event["e"] == "store.full" for event in events), "full store")
+        run.until(lambda events: any(isinstance(event, schema.StoreFull) for event in events), "full store")
         (disk / "filler").unlink()
         assert run.wait() == 0, run.said
         run.ended_well(8)
         events = run.events()
-    full = [event for event in events if event["e"] == "store.full"]
-    assert all("No space left on device" in event["reason"] for event in full)
-    assert len([event for event in events if event["e"] == "store.room"]) == len(full)
-    assert not [event for event in events if event["e"] in ("trainer.down", "replay")]
+    full = [event for event in events if isinstance(event, schema.StoreFull)]
+    assert all("No space left on device" in event.reason for event in full)
+    assert len([event for event in events if isinstance(event, schema.StoreRoom)]) == len(full)
+    assert not [event for event in events if isinstance(event, schema.TrainerDown | schema.Replay)]
 
 
 @pytest.mark.slow

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from rollart.events import schema
 from tests.real.harness import Run, job, running
 
+Trouble = schema.WorkerLost | schema.EngineDown | schema.TrainerDown | schema.End | schema.RewardFailed
 
-def reasons(run: Run, kind: str, **fields: str) -> list[str]:
+
+def reasons(run: Run, kind: type[Trouble], **fields: str) -> list[str]:
     return [
-        event["reason"]
+        event.reason
         for event in run.events()
-        if event["e"] == kind and all(str(event.get(key, "")).startswith(value) for key, value in fields.items())
+        if isinstance(event, kind) and all(getattr(event, key).startswith(value) for key, value in fields.items())
     ]
 
 
@@ -24,22 +27,22 @@ def killed(texts: list[str]) -> bool:
 
 
 def engine_was(run: Run, summary: dict[str, Any]) -> None:
-    assert killed(reasons(run, "worker.lost", worker="cpu-0"))
-    assert killed(reasons(run, "engine.down", engine="cpu-0"))
+    assert killed(reasons(run, schema.WorkerLost, worker="cpu-0"))
+    assert killed(reasons(run, schema.EngineDown, engine="cpu-0"))
     assert killed(summary["failures"]["engine"]["reasons"])
     assert summary["restarts"]["engines"] == 1
 
 
 def trainer_was(run: Run, summary: dict[str, Any]) -> None:
-    assert killed(reasons(run, "worker.lost", worker="trainer"))
-    assert killed(reasons(run, "trainer.down"))
+    assert killed(reasons(run, schema.WorkerLost, worker="trainer"))
+    assert killed(reasons(run, schema.TrainerDown))
     assert killed(summary["failures"]["trainer"]["reasons"])
     assert summary["restarts"]["trainer"] == 1
 
 
 def worker_was(run: Run, summary: dict[str, Any], role: str) -> None:
     """At work or idle: the loss is known. Only at work does it cost an attempt a second try."""
-    assert killed(reasons(run, "worker.lost", worker=role))
+    assert killed(reasons(run, schema.WorkerLost, worker=role))
     assert killed(summary["failures"]["worker"]["reasons"])
     assert summary["failures"]["worker"]["count"] == 1
 
@@ -52,8 +55,8 @@ def test_an_engine_and_an_environment_are_killed(model: Path, tmp_path: Path) ->
         run.kill("env-")
         assert run.wait() == 0, run.said
         summary = run.ended_well(4)
-        assert killed(reasons(run, "engine.down", engine="cpu-0"))
-        assert killed(reasons(run, "worker.lost", worker="env-"))
+        assert killed(reasons(run, schema.EngineDown, engine="cpu-0"))
+        assert killed(reasons(run, schema.WorkerLost, worker="env-"))
         assert killed(summary["failures"]["worker"]["reasons"])
 
 
@@ -155,13 +158,15 @@ def test_the_first_signal_stops_with_a_checkpoint(model: Path, tmp_path: Path, n
         assert run.wait() == 130, run.said
         assert "Ctrl-C again stops at once" in run.said
         assert run.summary()["state"] == "interrupted"
-        assert [event["step"] for event in run.events() if event["e"] == "interrupted"] == [run.summary()["steps"]]
+        assert [event.step for event in run.events() if isinstance(event, schema.Interrupted)] == [
+            run.summary()["steps"]
+        ]
         run.nothing_remains()
         done = run.summary()["steps"]
         resume(run)
         assert run.wait() == 0, run.said
         run.ended_well(8)
-        replayed = [event["step"] for event in run.events() if event["e"] == "replay"]
+        replayed = [event.step for event in run.events() if isinstance(event, schema.Replay)]
         assert replayed == [], f"{done} steps were in the checkpoint"
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.events import schema
 from rollart.records.reader import Archive, Wanted
 from tests.real.harness import job, running
 
@@ -24,19 +25,19 @@ def test_a_killed_and_resumed_job_keeps_the_trajectories_of_both_lives(model: Pa
     archive = Archive(run.out)
     heads = archive.find(Wanted())
     assert before == {head.id for head in heads if head.life == 0}
-    killed = next(event["n"] for event in events if event["e"] == "killed")
-    ends = {event["id"]: event for event in events if event["e"] == "end" and event["n"] > killed}
+    killed = next(event.n for event in events if isinstance(event, schema.Killed))
+    ends = {event.id: event for event in events if isinstance(event, schema.End) and event.n > killed}
     assert {head.id for head in heads if head.life == 1} == set(ends), "the second life lost none"
     for head in heads:
         if head.life == 1:
             end = ends[head.id]
             assert (head.status, head.reward, head.turns, head.tokens) == (
-                end["status"],
-                end["reward"],
-                end["turns"],
-                end["tokens"],
+                end.status,
+                end.reward,
+                end.turns,
+                end.tokens,
             )
-    groups = {event["step"]: event["groups"] for event in events if event["e"] == "batch"}
+    groups = {event.step: event.groups for event in events if isinstance(event, schema.Batch)}
     trained = [head for head in heads if head.fate == "trained"]
     assert {head.step for head in trained} == set(range(6)), "steps made again included"
     assert all(head.step is not None and head.group in groups[head.step] for head in trained)

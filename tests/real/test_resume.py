@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.events import schema
 from tests.real.harness import Run, job, running
 
 
@@ -26,8 +27,8 @@ def test_a_run_goes_on_with_other_settings_again_and_again(model: Path, tmp_path
         run.wait()
         run.nobody_is_left()
         run.start("--resume", str(run.out), "train.lr=2e-3", "train.steps=1000", "pools.environments.slots=2")
-        run.until(lambda events: any(event["e"] == "changed" for event in events), "the change")
-        first = next(event for event in run.events() if event["e"] == "changed")["step"]
+        run.until(lambda events: any(isinstance(event, schema.Changed) for event in events), "the change")
+        first = next(event for event in run.events() if isinstance(event, schema.Changed)).step
         assert first >= 2, "the steps whose batches were written are replayed"
         run.step(first + 1)
         os.kill(run.process.pid, signal.SIGINT)

@@ -9,7 +9,8 @@ import pytest
 from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.launch.run import RunResult, simulate
+from rollart.launch.driver import RunResult
+from rollart.launch.simulation import simulate
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
 from rollart.report.reading import episode, show_trajectory, visible

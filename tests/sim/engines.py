@@ -8,7 +8,7 @@ import numpy as np
 
 from rollart.config.settings import Spread
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
-from rollart.events import EventLog
+from rollart.events.log import EventLog
 from rollart.hardware import HARDWARE, MODELS, Pair
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice

@@ -12,8 +12,10 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
-from rollart.launch.run import simulate
+from rollart.events import schema
+from rollart.launch.simulation import simulate
 from rollart.sim.fit import fit_runs, spread_of
+from tests.events import some
 
 TASK = {
     "turns": 4,
@@ -136,7 +138,7 @@ def test_a_job_may_name_the_profile_of_a_run_with_cold_rewards(rewards: dict[str
     raw = {**job("sync+").model_dump(mode="json"), "rewards": rewards}
     simulate(build_job(raw), tmp_path / "run")
     fit = fit_runs([tmp_path / "run"])
-    fit.read({"e": "reward", "t": 0.0, "id": "another", "s": 99.0, "cold_s": 98.0, "value": 1.0})
+    fit.read(some(schema.Reward, t=0.0, id="another", s=99.0, cold_s=98.0, value=1.0))
     found = build_job({**raw, "sim": fit.profile()}).sim.reward.cold_start_s
     assert found > 0.5 if rewards["type"] == "http" else found == 0.5
 

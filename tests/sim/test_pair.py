@@ -10,8 +10,8 @@ from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import EngineError, JobError
 from rollart.hardware import HARDWARE, MODELS, Pair, decode_step_s, prefill_s_per_token
-from rollart.launch.real import check_supported
-from rollart.launch.run import simulate
+from rollart.launch.checks import check_supported
+from rollart.launch.simulation import simulate
 from tests.sim.engines import Bench, ask, now, run
 
 MODEL = MODELS["qwen3-8b"]

@@ -10,7 +10,9 @@ import pytest
 from rollart.config.settings import RewardSettings, Spread
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError, WeightError
-from rollart.events import Event, EventLog
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, draw_plan
@@ -123,7 +125,7 @@ def test_a_store_gives_back_what_was_put_and_names_what_is_lost_or_damaged() -> 
             await asyncio.sleep(20.0)
             store.put(4, position, bucket)
         store.commit(wanted)
-        assert [event["e"] for event in events] == ["bucket"] * 3 + ["manifest"]
+        assert [type(event) for event in events] == [schema.Bucket] * 3 + [schema.Manifest]
         assert store.pull_done_s(wanted, SimLink(10.0), 0.0) == (70.0, 30.0), "each as soon as it is there"
         assert store.pull_done_s(wanted, SimLink(10.0), 100.0) == (130.0, 30.0)
         assert store.read(wanted) == [4, 4, 4]
@@ -252,15 +254,15 @@ def test_a_fault_happens_at_its_time_or_in_its_swap_to_whoever_comes_next() -> N
         assert faults.take("env_crash", "one") is plan[0]
         assert faults.take("env_crash", "two") is plan[0]
         assert faults.take("env_crash", "three") is None
-        log.emit("swap.start", {})
+        log.emit(schema.SwapStart(version=1, serving=0))
         await asyncio.sleep(5.0)
         assert faults.take("env_hang", "x") is None
-        log.emit("swap.start", {})
+        log.emit(schema.SwapStart(version=1, serving=0))
         await asyncio.sleep(2.0)
         assert faults.take("env_hang", "x") is None
         await asyncio.sleep(2.0)
         assert faults.take("env_hang", "x") is plan[1]
-        assert [event["target"] for event in told if event["e"] == "fault"] == ["one", "two", "x"]
+        assert [event.target for event in told if isinstance(event, schema.Fault)] == ["one", "two", "x"]
 
     run(work)
 

@@ -11,9 +11,11 @@ import pytest
 from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.settings import MODES
-from rollart.events import read_events
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.chaos import plan_job
-from rollart.launch.run import RunResult, simulate
+from rollart.launch.driver import RunResult
+from rollart.launch.simulation import simulate
 from rollart.sim.faults import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +77,8 @@ def test_a_run_directory_holds_what_the_run_came_to(tmp_path: Path) -> None:
     result = simulate(job(), tmp_path / "run", progress=said.append)
     summary = finished(result)
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
-    assert [event["n"] for event in events] == list(range(len(events)))
-    assert sum(event["e"] == "step.end" for event in events) == summary["steps"] == 6
+    assert [event.n for event in events] == list(range(len(events)))
+    assert sum(isinstance(event, schema.StepEnd) for event in events) == summary["steps"] == 6
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
     assert load_job(tmp_path / "run" / "job.yaml") == job()
 
@@ -124,14 +126,14 @@ def trained_on_across_a_swap(path: Path) -> set[str]:
     trained: set[str] = set()
     members: dict[str, list[str]] = {}
     for event in read_events(path):
-        match event["e"]:
-            case "said":
-                session = event["id"].rpartition("/")[0]
-                versions.setdefault(session, set()).update(version for version, _ in event["spans"])
-            case "ready":
-                members[event["group"]] = event["members"]
-            case "batch":
-                trained.update(event["groups"])
+        match event:
+            case schema.Said():
+                session = event.id.rpartition("/")[0]
+                versions.setdefault(session, set()).update(version for version, _ in event.spans)
+            case schema.Ready():
+                members[event.group] = event.members
+            case schema.Batch():
+                trained.update(event.groups)
     return {group for group in trained if any(len(versions[member]) > 1 for member in members[group])}
 
 
@@ -177,11 +179,11 @@ def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_traje
         "rollout.staleness=3",
     )
     finished(simulate(job(*measured), tmp_path / "run"))
-    looks = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "affinity"]
-    assert [event["moves"] for event in looks if event["moves"]]
-    assert looks[-1]["plan"] == {"game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
-    starts = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["e"] == "start"]
-    where = {event["task"].split("/")[0]: event["pool"] for event in starts}
+    looks = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, schema.Affinity)]
+    assert [event.moves for event in looks if event.moves]
+    assert looks[-1].plan == {"game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
+    starts = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, schema.Start)]
+    where = {event.task.split("/")[0]: event.pool for event in starts}
     assert where == {"game": "bandwidth", "maths": "compute"}
 
 
@@ -190,8 +192,8 @@ def test_the_members_of_a_group_stay_together_whatever_the_shares(tmp_path: Path
     finished(simulate(job(*auto), tmp_path / "run"))
     pools: dict[str, set[str]] = {}
     for event in read_events(tmp_path / "run" / "events.jsonl"):
-        if event["e"] == "start":
-            pools.setdefault(event["id"].split(".")[0], set()).add(event["pool"])
+        if isinstance(event, schema.Start):
+            pools.setdefault(event.id.split(".")[0], set()).add(event.pool)
     assert {len(names) for names in pools.values()} == {1}
     assert {name for names in pools.values() for name in names} == {"compute", "bandwidth"}
 
@@ -202,12 +204,12 @@ def test_a_task_can_change_in_the_middle_of_a_run(tmp_path: Path) -> None:
     sent: dict[str, float] = {}
     game: set[str] = set()
     for event in read_events(tmp_path / "run" / "events.jsonl"):
-        if event["e"] == "start" and event["task"].startswith("game"):
-            game.add(event["id"])
-        elif event["e"] == "send":
-            sent[event["id"]] = event["t"]
-        elif event["e"] == "said" and event["id"].rpartition("/")[0] in game:
-            assert event["tokens"] == (77 if sent[event["id"]] >= 60 else 33)
+        if isinstance(event, schema.Start) and event.task.startswith("game"):
+            game.add(event.id)
+        elif isinstance(event, schema.Send):
+            sent[event.id] = event.t
+        elif isinstance(event, schema.Said) and event.id.rpartition("/")[0] in game:
+            assert event.tokens == (77 if sent[event.id] >= 60 else 33)
     assert min(sent.values()) < 60 < max(sent.values())
 
 

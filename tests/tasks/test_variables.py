@@ -8,7 +8,7 @@ import pytest
 from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
-from rollart.launch.real import check_supported
+from rollart.launch.checks import check_supported
 from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
 from rollart.workers.pool import ChildPool

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
+from rollart.events import schema
 from rollart.launch.worker import _ranked_trainer
 from rollart.model import network as model
 from rollart.ports import Trainer
@@ -674,8 +675,8 @@ def test_a_real_job_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
         said, _ = run.communicate(timeout=400)
     assert run.returncode == 0, said
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    [down] = [event for event in events if event["e"] == "trainer.down"]
-    assert "rank-1: its process has ended; signal 9" in down["reason"]
-    assert [event["version"] for event in events if event["e"] == "step.end"] == [1, 2, 3, 4, 5]
+    [down] = [event for event in events if isinstance(event, schema.TrainerDown)]
+    assert "rank-1: its process has ended; signal 9" in down.reason
+    assert [event.version for event in events if isinstance(event, schema.StepEnd)] == [1, 2, 3, 4, 5]
     assert (out / "checkpoints" / "step-00000005" / "model" / "config.json").exists()
     assert not Path(f"/proc/{ranks[0]}").exists()

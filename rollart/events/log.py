@@ -1,9 +1,8 @@
-"""The append-only run log, and metric values that know how to reduce.
+"""The append-only run log: writes events to `events.jsonl`, hands each to its readers, and reads them back.
 
-Every decision and every outcome is one event: a JSON object on one line of `events.jsonl`, with `n` (sequence
-number), `t` (seconds since the run began, on the run's clock), `e` (kind), and, where something earlier led to
-it, `cause` (that event's `n`). `docs/events.md` lists the kinds. The summary (`rollart.report.summary`) and the audit
-(`rollart.report.audit`) are folds over this log and read nothing else, live or afterwards.
+Every decision and every outcome is one event: a struct of `rollart.events.schema`, and one line of JSON in the file.
+The summary (`rollart.report.summary`) and the audit (`rollart.report.audit`) are folds over this log and read nothing
+else, live or afterwards.
 
 A log that grows large goes on in a new file: `events-000001.jsonl` is its oldest part, `events.jsonl` the one that is
 written to. `read_events` reads all parts as one, also those that someone compressed with gzip.
@@ -11,24 +10,34 @@ written to. `read_events` reads all parts as one, also those that someone compre
 
 import gzip
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union
 
-import orjson
+import msgspec
 
 from rollart.append import AppendFile
-from rollart.errors import StoreFull, as_utf8
+from rollart.errors import JobError, StoreFull, as_utf8
+from rollart.events.schema import KINDS, Event
 
-Event = dict[str, Any]
+E = TypeVar("E", bound=Event)
 Reader = Callable[[Event], None]
+Handlers = dict[type[Event], Callable[[Any], None]]
+"""What a reader does with each kind of event; filled with `on`, which checks that kind and method belong together."""
 
 FLUSH_BYTES = 1 << 20
 """Events are written out in pieces of this size, and whenever `flush` is called."""
 PART_BYTES = 1 << 30
 """A part of the log that has this many is not written to any more."""
 BLOCK_BYTES = 1 << 16
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Union[tuple(KINDS.values())]).decode  # noqa: UP007 - of a tuple that is made
+
+
+def on(kind: type[E], method: Callable[[E], None]) -> tuple[type[Event], Callable[[Any], None]]:
+    """One entry of `Handlers`."""
+    return kind, method
 
 
 class EventLog:
@@ -48,33 +57,32 @@ class EventLog:
     ) -> None:
         """`after`: the last event of the log that a resumed run goes on with."""
         self._clock = clock
-        self.zero_s = clock() - (after["t"] if after else 0.0)
+        self.zero_s = clock() - (after.t if after else 0.0)
         """When the run began, on the log's clock."""
         self._path = path
         self._part_bytes = part_bytes
         self._file = AppendFile(path) if path else None
         self._readers: list[Reader] = []
-        self._next = after["n"] + 1 if after else 0
+        self._next = after.n + 1 if after else 0
         self.last_s = self.zero_s
         """When the last event was written, on the log's clock."""
 
     def read_by(self, reader: Reader) -> None:
         self._readers.append(reader)
 
-    def emit(self, kind: str, fields: Event) -> int:
+    def emit(self, event: Event) -> int:
         """Append one event; returns its sequence number, for later events to name as their cause."""
-        number = self._next
+        event.n = number = self._next
         self._next = number + 1
-        now_s = self._clock()
-        self.last_s = now_s
-        event: Event = {"n": number, "t": round(now_s - self.zero_s, 6), "e": kind, **fields}
+        self.last_s = now_s = self._clock()
+        event.t = round(now_s - self.zero_s, 6)
         if self._file is not None:
             try:
-                line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
-            except TypeError:  # text of user code that is no UTF-8: worth a `?`, and never a job
-                event = _as_utf8(event)
-                line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
-            self._file.put(line)
+                line = _encode(event)
+            except (UnicodeEncodeError, TypeError):  # text of user code that is no UTF-8: worth a `?`, and never a job
+                event = _plain(event)
+                line = _encode(event)
+            self._file.put(line + b"\n")
             if self._file.held_bytes >= FLUSH_BYTES and not self._file.full:
                 self.flush()
         for reader in self._readers:
@@ -125,8 +133,8 @@ class LogHandle:
     def last_s(self) -> float:
         return self._log.last_s
 
-    def emit(self, kind: str, fields: Event) -> int:
-        return -1 if self._cut else self._log.emit(kind, fields)
+    def emit(self, event: Event) -> int:
+        return -1 if self._cut else self._log.emit(event)
 
     def flush(self, *, durable: bool = False) -> None:
         if not self._cut:
@@ -146,13 +154,13 @@ def event_files(path: Path) -> list[Path]:
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run directory's log, in order, from all its parts. A torn last line (a killed run) is left out.
-    The run may still be going on."""
+    The run may still be going on. Raises JobError for a line that is no event as this version knows them."""
     number = 1
     while True:
         part = _part(path, number)
         if part is not None:
             with gzip.open(part) if part.suffix == ".gz" else open(part, "rb") as lines:
-                yield from _whole_lines(lines)
+                yield from _whole_lines(lines, part)
             number += 1
             continue
         try:
@@ -165,7 +173,7 @@ def read_events(path: Path) -> Iterator[Event]:
             continue
         with last:
             if _part(path, number) is None:  # else this may be the part after that one
-                yield from _whole_lines(last)
+                yield from _whole_lines(last, path)
                 return
 
 
@@ -186,20 +194,42 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def _whole_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
+def _whole_lines(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
+    for number, line in enumerate(lines, 1):
         if line.endswith(b"\n"):
-            yield orjson.loads(line)
+            try:
+                yield _decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise JobError(f"{path}: line {number}: {_what_is_wrong(line, error)}") from None
 
 
-def _as_utf8(value: Any) -> Any:
+def _what_is_wrong(line: bytes, error: Exception) -> str:
+    """With a line that is no event as this version knows them."""
+    fix = "read it with the version of RollArt that wrote it"
+    try:
+        kind = msgspec.json.decode(line, type=dict[str, Any]).get("e")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return f"is no event ({error}); the file was damaged"
+    if kind not in KINDS:
+        return f"{kind!r} is no kind of event that is known here; {fix}"
+    return f"an event {kind!r} that is not as it is known here ({error}); {fix}"
+
+
+def _plain(value: Any) -> Any:
+    """With text that is UTF-8, and of Python's own types."""
     match value:
+        case msgspec.Struct():
+            return type(value)(**{name: _plain(getattr(value, name)) for name in value.__struct_fields__})
         case str():
             return as_utf8(value)
+        case float():
+            return float(value)
         case dict():
-            return {_as_utf8(key): _as_utf8(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_as_utf8(inner) for inner in value]
+            return {_plain(key): _plain(inner) for key, inner in value.items()}
+        case list():
+            return [_plain(inner) for inner in value]
+        case tuple():
+            return tuple(_plain(inner) for inner in value)
     return value
 
 
@@ -212,61 +242,3 @@ def _part(path: Path, number: int) -> Path | None:
     plain = _numbered(path, number)
     packed = plain.with_name(f"{plain.name}.gz")
     return plain if plain.exists() else packed if packed.exists() else None
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    total: float
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    value: float
-
-
-Metric = Mean | Max | Sum | Last
-
-
-def reduce(before: Metric, after: Metric) -> Metric:
-    """Combine two values of one metric; both must be of one kind."""
-    match before, after:
-        case Mean(), Mean():
-            return Mean(before.total + after.total, before.count + after.count)
-        case Max(), Max():
-            return Max(max(before.value, after.value))
-        case Sum(), Sum():
-            return Sum(before.value + after.value)
-        case Last(), Last():
-            return after
-    raise TypeError(f"one metric, two kinds: {before!r} and {after!r}")
-
-
-class Metrics:
-    """Metric values since the last `row`, by name: `reward/mean`, `staleness/max`, ..."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Metric] = {}
-
-    def add(self, name: str, value: Metric) -> None:
-        before = self._values.get(name)
-        self._values[name] = value if before is None else reduce(before, value)
-
-    def row(self) -> Mapping[str, float]:
-        """The reduced values, by name in order; and start anew."""
-        row: dict[str, float] = {}
-        for name in sorted(self._values):
-            value = self._values[name]
-            row[name] = value.total / value.count if isinstance(value, Mean) else value.value
-        self._values.clear()
-        return row

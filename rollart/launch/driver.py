@@ -1,0 +1,253 @@
+"""One driver for train, eval and sim: a coordinator over a world, on whatever clock the event loop has.
+
+`Books` are the log of a run and the folds over it. `drive` runs the coordinator, and starts another over the same
+journal when one is killed.
+"""
+
+import asyncio
+import contextlib
+import gc
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollart.append import AppendFile
+from rollart.config.job import Job, min_group_size
+from rollart.control.coordinator import Coordinator, World
+from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
+from rollart.events import schema
+from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
+from rollart.events.schema import Event
+from rollart.hardware import HARDWARE
+from rollart.launch.offers import task_shares
+from rollart.report.audit import Audit
+from rollart.report.summary import Summary
+
+EVENTS = "events.jsonl"
+RESTART_S = 5.0
+"""Until another coordinator is started in the place of one that was killed."""
+
+Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
+Row = Callable[[Mapping[str, float]], object]
+"""Takes the metrics of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    summary: dict[str, Any]
+    violations: list[str]
+    deadlock: bool
+    faults: dict[str, list[int]]
+    """Kind -> [fired, of these during a swap]"""
+    full: bool = False
+    """It stopped because there was no room to write for longer than it may wait."""
+
+
+class Books:
+    """The event log of a run, read by summary, audit and metrics."""
+
+    def __init__(
+        self,
+        job: Job,
+        out: Path | None,
+        *,
+        audited: bool = True,
+        summary: Summary | None = None,
+        views: Sequence[Reader] = (),
+        history: Reader | None = None,
+    ) -> None:
+        """`views` read along. `history`: the run goes on; it and all others first read what was written so far."""
+        self.summary = summary or Summary()
+        self.audit = Audit() if audited else None
+        folds: list[Reader] = [self.summary.read, *([self.audit.read] if self.audit else []), *views]
+        rows: list[Mapping[str, float]] = []
+        path = out / EVENTS if out else None
+        last = None
+        if history is not None:
+            assert path is not None
+            last = read_again(path, (*folds, history, metric_rows(self.summary, [rows.append])))
+        clock = asyncio.get_running_loop().time
+        self.log = EventLog(clock, path, after=last, part_bytes=job.track.events_mb * 1_000_000)
+        self._metrics = AppendFile(out / "metrics.jsonl", fresh=True) if out else None
+        self.takers: list[Row] = [as_lines(self._metrics)] if self._metrics else []
+        """Get the metrics of each step."""
+        for row in rows:  # made again from the events: none twice, none lost
+            self.takers[0](row)
+        for reader in (*folds, metric_rows(self.summary, self.takers)):
+            self.log.read_by(reader)
+
+    def close(self) -> None:
+        left = self.log.close()
+        if left:
+            say(f"rollart: {EVENTS}: no room for the last {left} bytes of events; the journal is whole")
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def result(self, error: RollartError | None) -> RunResult:
+        """`error`: what stopped the run, where something did."""
+        return RunResult(
+            summary=self.summary.result(),
+            violations=self.audit.finish() if self.audit else [],
+            deadlock=isinstance(error, Deadlock),
+            faults=self.audit.faults if self.audit else {},
+            full=isinstance(error, StayedFull),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What one coordinator works with."""
+
+    world: World
+    close: Callable[[], Awaitable[None]]
+    """Ends every worker."""
+    killed: asyncio.Future[None]
+    """Done when the coordinator is to be killed: by a fault of the simulator."""
+
+
+async def drive(
+    job: Job, log: EventLog, live: Callable[[], Life], work: Work, started: Callable[[Coordinator], None]
+) -> RollartError | None:
+    """Run a coordinator to the end of its work, or to the error that stops it, which is written down and returned."""
+    try:
+        while not await _one_life(job, log, live(), work, started):  # noqa: ASYNC110 - the time a restart takes
+            await asyncio.sleep(RESTART_S)
+    except RollartError as error:
+        log.emit(
+            schema.Stopped(
+                reason=str(error),
+                user=isinstance(error, Interrupted),
+                full=isinstance(error, StayedFull),
+                deadlock=isinstance(error, Deadlock),
+            )
+        )
+        return error
+    return None
+
+
+async def _one_life(job: Job, log: EventLog, life: Life, work: Work, started: Callable[[Coordinator], None]) -> bool:
+    """Whether the work was done; else it was killed on the way."""
+    handle = LogHandle(log)
+    try:
+        coordinator = Coordinator(job, life.world, handle)
+        started(coordinator)
+        task = asyncio.get_running_loop().create_task(work(coordinator))
+        await asyncio.wait([task, life.killed], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        log.emit(schema.Killed())
+        handle.cut()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    finally:
+        await life.close()
+
+
+def read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
+    """Feed a run's history to its readers, in one pass, and cut off a torn last line. Returns the last event."""
+    if not event_files(path):
+        raise JobError(f"--resume: {path} is not there; give the run directory of a job that was stopped or killed")
+    drop_torn_line(path)
+    last: Event | None = None
+    for event in read_events(path):
+        for reader in readers:
+            reader(event)
+        last = event
+    if last is None:
+        raise JobError(f"--resume: {path} is empty; start the job anew without --resume")
+    return last
+
+
+def metric_rows(summary: Summary, takers: Sequence[Row]) -> Reader:
+    """Hands each step's metrics to those who keep them."""
+
+    def read(event: Event) -> None:
+        if summary.row is not None:
+            row, summary.row = summary.row, None
+            for take in takers:
+                take(row)
+
+    return read
+
+
+def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
+    """One JSON object a line, to be read at once, or when there is room again: `metrics.jsonl`."""
+
+    def keep(row: Mapping[str, float]) -> None:
+        file.put(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        with contextlib.suppress(StoreFull):
+            file.write_out()
+
+    return keep
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for garbage cycles seldom: a run makes few, and keeps many objects that are looked through each time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def facts(job: Job, clock: str) -> schema.Run:
+    """What a reader of the events needs to know of the job."""
+    target = task_shares(job)
+    train_pool = job.train_pool
+    return schema.Run(
+        name=job.name,
+        mode=job.mode,
+        seed=job.seed,
+        clock=clock,
+        bound=job.rollout.staleness,
+        recheck=job.rollout.recheck,
+        swap=job.rollout.swap,
+        rolling=job.rollout.rolling,
+        slots=job.slots,
+        groups_per_step=job.rollout.groups_per_step,
+        steps=job.train.steps,
+        task_failures=job.limits.task_failures,
+        tasks={
+            task.name: schema.TaskFacts(
+                share=target[task.name],
+                group_size=task.group_size,
+                min_group_size=min_group_size(task),
+                affinity=task.affinity,
+            )
+            for task in job.tasks
+        },
+        pools={
+            pool.name: schema.PoolFacts(
+                hardware=pool.hardware,
+                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                engines=pool.engines.count if pool.engines else 0,
+                gpus=pool.engines.gpus if pool.engines else 0,
+                prefill=pool.engines.prefill if pool.engines else None,
+                slots=pool.slots or 0,
+            )
+            for pool in job.pools
+        },
+        train=schema.TrainFacts(
+            pool=train_pool.name,
+            gpus=job.train.gpus,
+            cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+        ),
+        rewards=job.rewards.type,
+        reward_workers=job.rewards.workers if job.rewards.type == "local" else None,
+        reward_cost=schema.RewardCost(hour=job.rewards.cost, call=job.rewards.call_cost),
+        store_full_s=job.limits.store_full_s,
+        breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
+    )
+
+
+def say(text: str) -> None:
+    """Progress, where results do not go."""
+    print(text, file=sys.stderr, flush=True)

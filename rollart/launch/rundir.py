@@ -1,0 +1,132 @@
+"""The run directory: made once, owned by one run at a time, its summary written whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from rollart.config.job import Job
+from rollart.errors import JobError
+from rollart.events.log import event_files, read_events
+from rollart.launch.resume import resumed_job
+from rollart.report.summary import Summary
+
+
+def make_run_dir(job: Job, out: Path) -> None:
+    """A new run directory with its job. Raises JobError where it cannot be made."""
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise JobError(f"--out: {out} exists; give a directory that does not, or remove it") from None
+    except OSError as error:
+        raise JobError(f"--out: {out} cannot be made ({error.strerror}); give a directory you can write to") from None
+    try:
+        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        shutil.rmtree(out, ignore_errors=True)
+        raise JobError(f"--out: {out} cannot be written to ({error.strerror}); give another directory") from None
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold the run directory: two coordinators over one journal would destroy it."""
+    try:
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise JobError(
+            f"--resume: {out} cannot be written to ({error.strerror}); make it writable, or resume a copy of it"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"--resume: {out} is still running; stop it first, or wait until it has ended") from None
+        yield
+
+
+def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
+    """Whole or not at all: what was there stays where it finds no room. Raises OSError."""
+    beside = out / "summary.json.new"
+    try:
+        beside.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+        os.replace(beside, out / "summary.json")
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def newest_run(name: str, runs: Path = Path("runs")) -> Path:
+    """The run directory of the unfinished job of this name that was written to last."""
+
+    def goes_on(out: Path) -> bool:
+        if (out / "summary.json").exists():
+            summary = _written_summary(out) or _summary_from_events(out)
+            if summary["state"] == "finished":
+                return False
+        return resumed_job(out).get("name") == name
+
+    found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
+    if not found:
+        raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
+    return max(found, key=lambda out: max(part.stat().st_mtime for part in event_files(out / "events.jsonl")))
+
+
+def summary_again(out: Path) -> dict[str, Any]:
+    """What a run came to, or has come to so far: as it was written at the end, or from its events."""
+    events, written = out / "events.jsonl", out / "summary.json"
+    summary = None
+    if written.exists() and written.stat().st_mtime >= max(part.stat().st_mtime for part in event_files(events)):
+        summary = _written_summary(out)
+    return summary or _summary_from_events(out)
+
+
+def _summary_from_events(out: Path) -> dict[str, Any]:
+    summary = Summary()
+    for event in read_events(out / "events.jsonl"):
+        summary.read(event)
+    return summary.result()
+
+
+def trained_s(out: Path) -> float:
+    """How long a run trained, start-up and evaluations included."""
+    seconds = _summary_of(out)["time_s"]
+    assert isinstance(seconds, float)
+    return seconds
+
+
+def add_control(out: Path, plays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Write into a run's summary, beside before and after, what another model reached; returns its `eval`."""
+    summary = _summary_of(out)
+    for task, row in summary["eval"].items():
+        row["control"] = plays[task]["sampled"]["reward"]
+        if "greedy" in row and "greedy" in plays[task]:
+            row["greedy"]["control"] = plays[task]["greedy"]["reward"]
+    write_summary(out, summary)
+    rows: dict[str, Any] = summary["eval"]
+    return rows
+
+
+def _summary_of(out: Path) -> dict[str, Any]:
+    try:
+        summary = _written_summary(out)
+    except OSError as error:
+        raise JobError(f"{out}: has no summary ({error.strerror}); give the run directory of a finished job") from None
+    if summary is None:
+        raise JobError(f"{out / 'summary.json'}: is not whole; `rollart show {out} --json` makes it from the events")
+    return summary
+
+
+def _written_summary(out: Path) -> dict[str, Any] | None:
+    """None where the file is not whole: a machine that went down, or someone's own copy. Raises OSError."""
+    try:
+        summary: dict[str, Any] = orjson.loads((out / "summary.json").read_bytes())
+    except ValueError:
+        return None
+    return summary

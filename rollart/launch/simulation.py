@@ -1,0 +1,169 @@
+"""A job on the virtual clock: every adapter is simulated, the control plane is the real one.
+
+`simulated_world` builds what control works with; `simulate` runs it, and starts another coordinator over the same
+journal when a fault kills one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rollart.config.job import Job
+from rollart.config.sim import FaultSettings, SimTaskSettings
+from rollart.control.coordinator import Coordinator, World
+from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.errors import Deadlock
+from rollart.events import schema
+from rollart.events.log import EventLog
+from rollart.events.schema import Event
+from rollart.hardware import HARDWARE, MODELS
+from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
+from rollart.launch.offers import build_affinity, offers, pairs_of
+from rollart.launch.rundir import make_run_dir, write_summary
+from rollart.policy.placement import engine_specs, further_specs
+from rollart.ports import EnvHost, RewardBackend
+from rollart.sim.clock import VirtualLoop
+from rollart.sim.dice import Dice
+from rollart.sim.engine import EngineWorld
+from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
+from rollart.sim.faults import Faults
+from rollart.sim.links import Disk, SimLink, SimStore
+from rollart.sim.rewards import SimRewards
+from rollart.sim.trainer import SimCluster, SimJournal
+
+
+def simulate(
+    job: Job, out: Path | None = None, *, audit: bool = True, progress: Callable[[str], None] | None = None
+) -> RunResult:
+    """Run a job on the virtual clock; write its run directory where `out` is given."""
+    if out is not None:
+        make_run_dir(job, out)
+    with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress))
+    if out is not None:
+        write_summary(out, result.summary)
+    return result
+
+
+async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None) -> RunResult:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    books = Books(job, out, audited=audit)
+    try:
+        if progress is not None:
+            books.log.read_by(_tell(progress, job.train.steps))
+        books.log.emit(facts(job, clock="virtual"))
+        disk = Disk()
+        journal = SimJournal(disk)
+        faults = Faults(job.sim.faults, books.log)
+        faults.start()
+        faults.on("full_store", _filler(faults, disk))
+        push = SimLink(job.sim.links.push_gb_s * 1e9)
+        pull = SimLink(job.sim.links.pull_gb_s * 1e9)
+
+        def live() -> Life:
+            killed: asyncio.Future[None] = loop.create_future()
+            faults.on("coordinator_restart", _killer(faults, killed))
+            world = simulated_world(job, books.log, faults, journal, push, pull, disk)
+            return Life(world=world, close=world.cluster.close, killed=killed)
+
+        def started(coordinator: Coordinator) -> None:
+            loop.on_deadlock = partial(_deadlock, coordinator)
+
+        error = await drive(job, books.log, live, Coordinator.run, started)
+    finally:
+        books.close()
+    return books.result(error)
+
+
+def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSettings], bool]:
+    def kill(fault: FaultSettings) -> bool:
+        if killed.done():
+            return True
+        faults.fired(fault, "coordinator")
+        killed.set_result(None)
+        return True
+
+    return kill
+
+
+def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
+    def fill(fault: FaultSettings) -> bool:
+        faults.fired(fault, f"the disk, for {fault.duration_s:.0f} s")
+        disk.fill(fault.duration_s)
+        return True
+
+    return fill
+
+
+def _deadlock(coordinator: Coordinator) -> None:
+    words = coordinator.watchdog.report(schema.Deadlock, "nothing can ever move again")
+    coordinator.supervisor.fail(Deadlock(words))
+
+
+def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:
+    """Say where the run is, at most once in two seconds of real time."""
+    told_s = time.monotonic()
+
+    def read(event: Event) -> None:
+        nonlocal told_s
+        if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
+            told_s = time.monotonic()
+            progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
+
+    return read
+
+
+def simulated_world(
+    job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: SimLink, pull: SimLink, disk: Disk | None = None
+) -> World:
+    """Every port of the job, simulated. `disk`: what the trainer writes to; the journal has its own."""
+    sim = job.sim
+    dice = Dice(job.seed)
+    tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
+    store = SimStore(log)
+    engines = EngineWorld(
+        model=MODELS[sim.model],
+        hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
+        settings=sim.engine,
+        max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
+        pairs=pairs_of(job),
+        tasks=tasks,
+        dice=dice,
+        store=store,
+        pull=pull,
+        log=log,
+        faults=faults,
+    )
+    cluster = SimCluster(
+        engines,
+        sim.train,
+        HARDWARE[job.train_pool.hardware],
+        job.train.gpus,
+        job.weights.bucket_mb * 1e6,
+        push,
+        faults,
+        journal.noted,
+        disk,
+    )
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    host: EnvHost = SimHost(slots, tasks, dice, faults)
+    rewards: RewardBackend = SimRewards(job.rewards, sim.reward, tasks, dice, faults, log)
+    if job.rollout.stepping == "batched":
+        lockstep = Lockstep()
+        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
+        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+    return World(
+        cluster=cluster,
+        engines=tuple(engine_specs(offers(job))),
+        host=host,
+        rewards=rewards,
+        tokenizer=SimTokenizer(),
+        task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
+        store=store,
+        journal=journal,
+        affinity=build_affinity(job, MODELS[sim.model]),
+        further_engines=tuple(further_specs(offers(job))),
+    )
