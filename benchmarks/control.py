@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.command import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.control.coordinator import Coordinator, World
+from rollart.control.coordinator import Coordinator
+from rollart.control.world import World
 from rollart.events.log import EventLog, LogHandle
 from rollart.launch.driver import facts, rare_collections
 from rollart.launch.simulation import simulated_world

@@ -9,7 +9,8 @@ characters and roles that the chat template refuses, each in 5 % of the attempts
 - the engine, the trainer and an environment worker are killed once each, with `kill -9`;
 - the run directory is a small file system of its own, and is filled to the last byte for a minute.
 
-All of this ends before the middle, so that the second half shows whether memory stays flat. Needs root, for the
+Kills of workers and the full disk come before the middle, so that the second half shows whether memory stays flat;
+environments and the reward server go on failing. Needs root, for the
 mount. Exit code 1 where anything that must hold does not.
 """
 
@@ -35,6 +36,8 @@ PORT = 8765
 LOOK_S = 5.0
 """Between two looks at the processes."""
 SERVER_DOWN_S = 5.0
+FULL_S = 60.0
+"""How long the disk is full, at least."""
 GROWTH = 1.05
 """Flat: the median of the last quarter is at most this times that of the quarter before, ..."""
 GROWTH_MB = 8.0
@@ -55,6 +58,7 @@ class Soak:
     server_kills: int = 0
     kills: dict[str, int] = field(default_factory=dict)
     disk_full_s: float = 0.0
+    full_since_s: float | None = None
     memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Role -> (seconds since the start, MB); workers of environments as one role, the largest of them."""
 
@@ -70,7 +74,6 @@ class Soak:
             (7 * minute_s, lambda: self.kill("trainer")),
             (9 * minute_s, lambda: self.kill("env")),
             (11 * minute_s, self.fill),
-            (11 * minute_s + 60, self.free),
         ]
         next_kill_s, server_back_s = 3 * minute_s, 0.0
         while self.train.poll() is None:
@@ -78,6 +81,8 @@ class Soak:
             self.look(now_s)
             while due and due[0][0] <= now_s:
                 due.pop(0)[1]()
+            if self.full_since_s is not None and time.monotonic() - self.full_since_s >= FULL_S:
+                self.free()
             if self.server is None and now_s >= server_back_s:
                 self.server = reward_server()
             elif self.server is not None and now_s >= next_kill_s:
@@ -134,8 +139,10 @@ class Soak:
         say(f"the disk is full: {os.statvfs(self.disk).f_bavail} blocks left")
 
     def free(self) -> None:
+        assert self.full_since_s is not None
         (self.disk / "ballast").unlink()
         self.disk_full_s = time.monotonic() - self.full_since_s
+        self.full_since_s = None
         say("the disk has room again")
 
     def report(self) -> dict[str, Any]:

@@ -3,9 +3,12 @@
     python scripts/mutants.py --count 150 --workers 2 --json
 
 Draws mistakes from a seed, over the folders below: a comparison turned round, `and` for `or`, a number off by
-one, `min` for `max`, a condition negated, a call or an assignment left out. Each is put into a copy of the tree, and
-the tests of that folder run until one fails. What nobody noticed is listed with file, line and change; whether it is a
-mistake at all or only another way to write the same thing is for a person to judge.
+one, `min` for `max`, a condition negated, a call or an assignment left out. The tests of those folders are run once as
+they are, to see that all pass and which of them run which line. Then each mistake is put into a copy of the tree: the
+tests that run its line, the quick ones first, and where none of them notices all tests of its folder, until one fails.
+`rollart/cluster/ray.py` and `rollart/train/fsdp2.py`, which only slow tests run, are left out. What nobody noticed is
+listed with file, line and change; whether it is a mistake at all or only another way to write the same thing is for a
+person to judge.
 """
 
 import argparse
@@ -13,7 +16,9 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -46,6 +51,8 @@ COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
+NEAREST = 40
+"""Tests that run a mistake's line which are tried before all tests of its folder."""
 LIMIT_S = 420
 """For the tests of one mistake: one that makes them hang is noticed too."""
 
@@ -86,7 +93,9 @@ def main() -> int:
             print(f"{mutant.file}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}")
         return 0
     skipped = args.skip.read_text().splitlines() if args.skip else []
-    verdicts = run(mutants, args.workers, skipped)
+    with tempfile.TemporaryDirectory(prefix="rollart-mutants-") as folder:
+        tried = Tried.of({mutant.file.split("/")[1] for mutant in mutants}, Path(folder), skipped)
+        verdicts = run(mutants, args.workers, skipped, tried, Path(folder))
     unnoticed = [verdict.mutant for verdict in verdicts if not verdict.noticed_by]
     if args.json:
         rows = [{**asdict(verdict.mutant), "noticed_by": verdict.noticed_by} for verdict in verdicts]
@@ -178,22 +187,73 @@ def _is_text(*nodes: ast.expr) -> bool:
     )
 
 
-def run(mutants: list[Mutant], workers: int, skipped: list[str]) -> list[Verdict]:
-    with tempfile.TemporaryDirectory(prefix="rollart-mutants-") as folder, ThreadPoolExecutor(workers) as pool:
-        copies: Queue[Path] = Queue()
-        for number in range(workers):
-            copies.put(_copy(Path(folder) / str(number)))
+@dataclass(frozen=True)
+class Tried:
+    """The tests, run once without a mistake."""
 
-        def judge(mutant: Mutant) -> Verdict:
-            copy = copies.get()
-            try:
-                verdict = Verdict(mutant, _noticed_by(mutant, copy, skipped))
-            finally:
-                copies.put(copy)
-            print(f"{mutant.file}:{mutant.line}: {verdict.noticed_by or 'UNNOTICED'}", file=sys.stderr, flush=True)
-            return verdict
+    lines: dict[str, dict[int, list[str]]]
+    """File -> line -> the tests that run it, the quickest first."""
 
+    @classmethod
+    def of(cls, folders: set[str], place: Path, skipped: list[str]) -> "Tried":
+        """Raises SystemExit where one fails: it would be taken to notice every mistake."""
+        copy = _copy(place / "tried")
+        tests = sorted({test for folder in folders for test in TESTS[folder] if (copy / test).exists()})
+        say(f"running {' '.join(tests)} once, without a mistake")
+        more = ["--cov=rollart", "--cov-context=test", "--cov-report=", "--cov-fail-under=0", "--durations=0", "-vv"]
+        done = _pytest([*more, *tests], copy, skipped, limit_s=3600)
+        if done.returncode:
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            raise SystemExit(f"these fail without any mistake; mend them, or name them in --skip: {failed}")
+        seconds = {test: float(took) for took, test in re.findall(r"^([\d.]+)s call +(\S+)", done.stdout, re.MULTILINE)}
+        return cls(_lines(copy, seconds))
+
+    def nearest(self, mutant: Mutant) -> list[str]:
+        return self.lines.get(mutant.file, {}).get(mutant.line, [])[:NEAREST]
+
+
+def _lines(copy: Path, seconds: dict[str, float]) -> dict[str, dict[int, list[str]]]:
+    """Read from coverage's own file."""
+    from coverage.numbits import numbits_to_nums
+
+    found: dict[str, dict[int, list[str]]] = {}
+    with sqlite3.connect(copy / ".coverage") as database:
+        rows = database.execute(
+            "select file.path, context.context, numbits from line_bits "
+            "join file on file.id = file_id join context on context.id = context_id"
+        )
+        for path, context, numbits in rows:
+            test = context.partition("|")[0]
+            if test:
+                lines = found.setdefault(str(Path(path).relative_to(copy)), {})
+                for line in numbits_to_nums(numbits):
+                    lines.setdefault(line, []).append(test)
+    for lines in found.values():
+        for tests in lines.values():
+            tests[:] = sorted(set(tests), key=lambda test: (seconds.get(test, 0.0), test))
+    return found
+
+
+def run(mutants: list[Mutant], workers: int, skipped: list[str], tried: Tried, place: Path) -> list[Verdict]:
+    copies: Queue[Path] = Queue()
+    for number in range(workers):
+        copies.put(_copy(place / str(number)))
+
+    def judge(mutant: Mutant) -> Verdict:
+        copy = copies.get()
+        try:
+            verdict = Verdict(mutant, _noticed_by(mutant, copy, skipped, tried.nearest(mutant)))
+        finally:
+            copies.put(copy)
+        say(f"{mutant.file}:{mutant.line}: {verdict.noticed_by or 'UNNOTICED'}")
+        return verdict
+
+    with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(judge, mutants))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _copy(to: Path) -> Path:
@@ -207,25 +267,35 @@ def _copy(to: Path) -> Path:
     return to
 
 
-def _noticed_by(mutant: Mutant, copy: Path, skipped: list[str]) -> str:
+def _noticed_by(mutant: Mutant, copy: Path, skipped: list[str], nearest: list[str]) -> str:
     path = copy / mutant.file
     whole = path.read_bytes()
     path.write_bytes(whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :])
-    tests = [test for test in TESTS[mutant.file.split("/")[1]] if (copy / test).exists()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    command += [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in skipped]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folder = mutant.file.split("/")[1]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return "the tests ran into the time limit"
+        noticed = _first_failure(nearest, copy, skipped) if nearest else ""
+        return noticed or _first_failure([test for test in TESTS[folder] if (copy / test).exists()], copy, skipped)
     finally:
         path.write_bytes(whole)
+
+
+def _first_failure(tests: list[str], copy: Path, skipped: list[str]) -> str:
+    try:
+        done = _pytest(["-x", "-q", *tests], copy, skipped, limit_s=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "the tests ran into the time limit"
     if done.returncode == 0:
         return ""
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0].partition(" ")[2] if failed else f"exit code {done.returncode}"
+
+
+def _pytest(words: list[str], copy: Path, skipped: list[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider", *words]
+    command += [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in skipped]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=limit_s)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rollart.config.job import Job, min_group_size
+from rollart.config.job import Job
 from rollart.config.load import build_job, load_job, warnings
 from rollart.config.settings import MODES
 from rollart.errors import JobError
@@ -226,7 +226,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert [pool.name for pool in job.engine_pools] == ["compute"]
     assert job.train_pool.name == "compute"
     assert job.slots == 32
-    assert [min_group_size(task) for task in job.tasks] == [4, 2]
+    assert [task.smallest_group for task in job.tasks] == [4, 2]
 
 
 def test_figures_that_follow_from_settings(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_figures_that_follow_from_settings(tmp_path: Path) -> None:
     )
     assert job.slots == 33
     assert job.train_pool.name == "environments"
-    assert min_group_size(job.tasks[0]) == 7
+    assert job.tasks[0].smallest_group == 7
 
 
 def test_a_pool_may_only_train(tmp_path: Path) -> None:

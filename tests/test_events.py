@@ -148,6 +148,16 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
     assert reads["largest"] <= 1 << 17, "in pieces"
 
 
+def test_a_resumed_log_goes_on_after_what_a_kill_left_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log_of(path, 3, part_bytes=1 << 20)
+    with path.open("ab") as file:
+        file.write(b'{"n":3,"t":0.0,"e":"a"')
+    last = read_again(path, ())
+    log_of(path, 1, part_bytes=1 << 20, first=last.n + 1)
+    assert numbers(path) == [0, 1, 2, 3]
+
+
 def test_the_commands_read_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = build_job({**BASE, "model": {}, "sim": {}})
     simulate(job, tmp_path / "run")

@@ -7,6 +7,7 @@ Imports are read with `ast`, those inside functions and under TYPE_CHECKING incl
 import ast
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,3 +280,27 @@ def test_no_chain_of_imports_is_deep() -> None:
 
 def test_at_the_top_are_few_modules() -> None:
     assert len(list((ROOT / "rollart").glob("*.py"))) <= 8
+
+
+def rollart_modules_after(work: str) -> set[str]:
+    """Ours, and torch, in sys.modules of a fresh interpreter that has done this."""
+    code = (
+        f"{work}\nimport sys\nprint(*[n for n in sys.modules if n.startswith(('rollart', 'torch'))], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def test_a_real_run_loads_nothing_of_the_simulator() -> None:
+    loaded = rollart_modules_after("import rollart.launch.training, rollart.launch.worker, rollart.envs.process")
+    assert "rollart.control.coordinator" in loaded
+    assert [name for name in loaded if name.startswith("rollart.sim")] == []
+
+
+def test_a_simulated_run_loads_no_trainer_and_no_engine() -> None:
+    run = "from rollart.cli import main; main(['sim', 'jobs/rollart.yaml', 'train.steps=2', '--json', '--out', {!r}])"
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = rollart_modules_after(run.format(f"{folder}/run"))
+    assert "rollart.sim.engine" in loaded
+    heavy = ("rollart.train", "rollart.engines", "rollart.model", "torch")
+    assert [name for name in loaded if name.startswith(heavy)] == []

@@ -1,5 +1,6 @@
 """A run goes on with other settings: which may change, from when on, and what a later replay is trained under."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,21 @@ def test_a_model_that_was_moved_is_given_by_the_runs_own_job(run: Path) -> None:
         resumption(run, overrides=["model.path=/moved"])
     write_job(run, build_job({**RAW, "model": {**RAW.get("model", {}), "path": "/moved"}}))
     assert resumption(run).job.model.path == "/moved"
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "job-until-00000006.yaml"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"name: job\ntasks: [\n", "line 3: not valid YAML"),
+        (b"- name\n", ": a job file is a mapping of keys"),
+        (b"\xff\xfe", ": is not text"),
+    ],
+)
+def test_a_job_of_a_run_that_cannot_be_read_is_one_line(run: Path, name: str, content: bytes, says: str) -> None:
+    (run / name).write_bytes(content)
+    with pytest.raises(JobError, match=rf"^{re.escape(str(run / name))} ?{says}"):
+        resumption(run)
 
 
 def test_a_run_goes_on_as_it_was(run: Path) -> None:

@@ -14,13 +14,14 @@ from msgspec import structs
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.waits import Waits
-from rollart.errors import JobStopped
+from rollart.errors import JobError, JobStopped
 from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event
 from rollart.launch.driver import facts
+from rollart.launch.resume import Resumption
 from rollart.launch.training import _drive, _longest
-from rollart.report.show import LiveView, show_plays, show_summary
+from rollart.report.show import LiveView, show_failed, show_plays, show_summary
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.types import Trajectory
@@ -143,6 +144,17 @@ def test_a_run_shows_what_it_waits_for(
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
 
 
+def test_a_run_that_does_not_begin_says_nothing_of_the_display(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = build_job(JOB)
+    resume = Resumption(out=tmp_path, job=job)
+    refused = pytest.raises(JobError, match="is not there")
+    with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner, refused:
+        runner.run(_drive(job, tmp_path, Coordinator.run, resume=resume, watch=view.watch))
+    assert "display" not in capsys.readouterr().err
+
+
 def summary_of(scene: Scene) -> dict[str, Any]:
     summary = Summary()
     for event in scene.play().events:
@@ -219,6 +231,43 @@ def test_only_rates_of_success_are_percentages(
     mean = sum(rewards) / 3
     assert (f"{mean:.1%}" if rate else f"{mean:.3f}") in out
     assert ("%" in out.replace("95 %", "")) is rate
+
+
+def broken_evaluation(**settings: Any) -> dict[str, Any]:
+    async def nan(trajectory: Trajectory) -> float:
+        return float("nan") if trajectory.id.group.startswith("eval") else float(trajectory.id.member % 2)
+
+    return summary_of(Scene(scene_job(**settings), on_score=nan, only_evaluate="train__steps" not in settings))
+
+
+def test_an_evaluation_without_a_score_shows_no_number_and_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(evaluation={"episodes": 4})
+    assert summary["failures"]["attempt"]["count"] == 4
+    assert summary["failures"]["attempt"]["reasons"][0].startswith("4 x ")
+    assert summary["tasks"]["a"]["failures"] == 0, "of training"
+    plays = summary["evaluations"]["eval0"]
+    monkeypatch.setenv("COLUMNS", "250")
+    show_plays(plays, "model")
+    show_failed(plays)
+    out = capsys.readouterr().out
+    assert "none scored" in out
+    assert "0.0" not in out
+    assert "task 'a': 4 of 4 episodes failed, most often 4 x RewardError: returned nan" in out
+
+
+def test_the_table_of_a_training_run_shows_no_number_where_nothing_was_scored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = broken_evaluation(train__steps=2, evaluation={"every": 2, "first": True, "episodes": 4, "greedy": True})
+    assert summary["state"] == "finished"
+    assert (summary["eval"]["a"]["before"], summary["eval"]["a"]["after"]) == (None, None)
+    out = printed(capsys, monkeypatch, summary)
+    assert out.count("none scored") == 4
+    for name in ("eval0", "eval2"):
+        assert f"{name}: task 'a': 4 of 4 episodes failed, most often 4 x RewardError" in out
+        assert f"{name}: task 'a', greedy: 4 of 4 episodes failed" in out
 
 
 def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.CaptureFixture[str]) -> None:

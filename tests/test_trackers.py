@@ -119,3 +119,28 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
         schema.Warning,
         schema.Stopped,
     ]
+
+
+def test_a_run_keeps_the_share_of_trajectories_that_its_job_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = SimpleNamespace(close=lambda: None)
+    asked: dict[str, object] = {}
+
+    def make(folder: Path, **settings: object) -> SimpleNamespace:
+        asked.update(settings, folder=folder)
+        return recorder
+
+    async def work(coordinator: Coordinator) -> None:
+        asked["recorder"] = coordinator._world.recorder
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr("rollart.launch.training.FileRecorder", make)
+    real = SimpleNamespace(world=NoWorld(), close=nothing)
+    monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
+    job = build_job({**JOB, "trajectories": {"keep": 0.25, "total_mb": 3}})
+    asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
+    assert asked["recorder"] is recorder
+    assert (asked["folder"], asked["share"], asked["total_bytes"]) == (tmp_path / "trajectories", 0.25, 3 << 20)

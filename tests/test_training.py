@@ -197,6 +197,16 @@ def test_the_newest_unfinished_run_of_a_job_is_resumed(tmp_path: Path) -> None:
         newest_run("c", tmp_path)
 
 
+def test_a_run_without_events_comes_after_all_others(tmp_path: Path) -> None:
+    for name in ("bare", "whole"):
+        (tmp_path / name / "journal").mkdir(parents=True)
+        (tmp_path / name / "job.yaml").write_text("name: a\n")
+        (tmp_path / name / "journal" / "checkpoint").touch()
+    assert newest_run("a", tmp_path).parent == tmp_path
+    (tmp_path / "whole" / "events.jsonl").touch()
+    assert newest_run("a", tmp_path) == tmp_path / "whole"
+
+
 def test_a_run_directory_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
     with alone(tmp_path), pytest.raises(JobError, match="still running"), alone(tmp_path):
         pass

@@ -142,7 +142,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from rollart.config.load import load_job
     from rollart.launch.rundir import add_control
     from rollart.launch.training import evaluate
-    from rollart.report.show import LiveView, show_eval, show_plays
+    from rollart.report.show import LiveView, show_eval, show_failed, show_plays
 
     path = [f"model.path={arguments.model}"] if arguments.model is not None else []
     job = load_job(arguments.job, [*arguments.overrides, *path])
@@ -160,13 +160,15 @@ def evaluate(arguments: argparse.Namespace) -> int:
         show_eval(beside)
     else:
         show_plays(plays, job.model.path)
-    if not arguments.json and job.trajectories.keep:
-        _show_worst(out)
-    return 0
+    if not arguments.json:
+        show_failed(plays)
+        if job.trajectories.keep:
+            _show_worst(out)
+    return 0 if all(row["scored"] for rows in plays.values() for row in rows.values()) else 1
 
 
 def _show_worst(out: Path) -> None:
-    """One of the episodes just played, the worst: there is most to learn from it."""
+    """One of the episodes just played, the worst: there is most to learn from it. A failed one where none is scored."""
     from rollart.records.reader import Archive, Wanted
     from rollart.report.reading import show_trajectory
 
@@ -175,6 +177,6 @@ def _show_worst(out: Path) -> None:
     except JobError as error:  # a full disk, which was warned about
         print(f"rollart: {error}", file=sys.stderr)
         return
-    for head in archive.find(Wanted(), "worst", 1):
+    for head in archive.find(Wanted(), "worst", 1) or archive.find(Wanted(), "failed", 1):
         show_trajectory(archive.one(head))
     print(f"all of them: rollart show {out} --list")

@@ -92,10 +92,6 @@ def advantage_of(train: TrainSettings) -> Advantage:
     return own.get(train.algorithm, "grpo")
 
 
-def min_group_size(task: TaskSettings) -> int:
-    return task.min_group_size or max(2, task.group_size // 2)
-
-
 def _problems(job: Job) -> list[str]:
     """What no single key shows. Each text names the key and the fix."""
     found: list[str] = []
@@ -139,7 +135,7 @@ def _problems(job: Job) -> list[str]:
                 f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each "
                 "other; set it to 2 or more"
             )
-        elif min_group_size(task) > task.group_size:
+        elif task.smallest_group > task.group_size:
             found.append(
                 f"{key}.min_group_size: {task.min_group_size} is more than group_size {task.group_size}; lower it"
             )

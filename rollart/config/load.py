@@ -58,7 +58,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise JobError(
             f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
         ) from None
-    return build_job(with_overrides(located(_parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
+    return build_job(with_overrides(located(parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
         profile = Path(sim["profile"])
         try:
-            loaded = _parse(profile.read_text(encoding="utf-8"), str(profile))
+            loaded = parse(profile.read_text(encoding="utf-8"), str(profile))
         except UnicodeDecodeError:
             raise JobError(f"sim.profile: {profile} is not text; give the path of a YAML file") from None
         except OSError as error:
@@ -151,7 +151,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Plain data of a job. Raises JobError with the line."""
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -128,6 +128,11 @@ class TaskSettings(Settings):
     """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
     `rollart sim`, which has `sim.tasks.<name>.step_s`."""
 
+    @property
+    def smallest_group(self) -> int:
+        """Scored members that are enough to train on."""
+        return self.min_group_size or max(2, self.group_size // 2)
+
 
 class RolloutSettings(Settings):
     """How trajectories are admitted, aged, and handed to training. The mode fills what is not set."""

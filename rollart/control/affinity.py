@@ -4,8 +4,8 @@ Affinity decides; this measures. Everything in a profile comes from finished tur
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
-from rollart.control.fleet import Fleet
 from rollart.events import schema
 from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity, Decision
@@ -15,13 +15,11 @@ from rollart.types import Status, Trajectory
 
 
 class AffinityDriver:
-    def __init__(self, affinity: Affinity, fleet: Fleet, log: LogHandle) -> None:
+    def __init__(self, affinity: Affinity, log: LogHandle) -> None:
         self._affinity = affinity
-        self._fleet = fleet
         self._log = log
         self._living: dict[str, Counter[str]] = {}
         """Task -> pool -> groups under way."""
-        fleet.on_change = self._engines_changed
         self._write(affinity.first(), -1)
 
     def place(self, task: str) -> tuple[str, ...]:
@@ -43,8 +41,8 @@ class AffinityDriver:
         if trajectory.turns and trajectory.status is not Status.ABORTED:
             self._write(self._affinity.seen(trajectory.task.domain, needs(trajectory)), -1)
 
-    def _engines_changed(self, cause: int) -> None:
-        up = {name: sum(view.up for view in views) for name, views in self._fleet.pools.items()}
+    def engines_changed(self, up: Mapping[str, int], cause: int) -> None:
+        """`up`: engines, by pool."""
         self._write(self._affinity.engines(up), cause)
 
     def _write(self, decision: Decision | None, cause: int) -> None:

@@ -4,9 +4,8 @@ Invariant: every admitted group is here exactly once, open or ready, until it en
 stale, failed or surplus. No time passes in here: the rollout driver calls it and acts on what it says.
 """
 
-from rollart.config.job import min_group_size
 from rollart.config.settings import TaskSettings
-from rollart.control.env_manager import Run
+from rollart.control.attempt import Run
 from rollart.control.samples import advantages, zero_variance
 from rollart.policy.admission import is_stale
 from rollart.policy.mix import Mix, oldest_first
@@ -98,7 +97,7 @@ class SampleBuffer:
             trajectory.status,
             count,
             group_size=group.settings.group_size,
-            min_group_size=min_group_size(group.settings),
+            min_group_size=group.settings.smallest_group,
             attempts_left=self._attempts - member.tries,
             fresh=not is_stale(group.born, serving, self._bound),
         )

@@ -6,37 +6,34 @@ port ends this attempt with a status and a reason; siblings go on. A bad rollout
 
 import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
-from rollart.control.movement import Movement, Mover
+from rollart.control.attempt import Run
+from rollart.control.fleet import Fleet
+from rollart.control.movement import Movement
 from rollart.control.notes import Notes
 from rollart.control.proxy import Proxy
-from rollart.control.render import Prefix, delta
+from rollart.control.render import delta
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import schema
 from rollart.events.log import LogHandle
+from rollart.policy.admission import is_stale
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
 from rollart.types import (
     SCORED,
     Completion,
-    EngineView,
     GenerateRequest,
     Observation,
     Sampling,
     Score,
     Status,
-    Task,
     Tokens,
     Trajectory,
-    TrajectoryId,
-    Turn,
     WeightVersion,
 )
 
@@ -45,115 +42,22 @@ _RENDER = boundary(EnvError, "what the environment said")
 _AGENT = boundary(AgentError, "agent")
 
 
-class Run:
-    """One attempt under way. Its owner may `stop` it; everyone else only reads."""
-
-    __slots__ = (
-        "_cancelled",
-        "_task",
-        "born",
-        "cause",
-        "evaluation",
-        "id",
-        "key",
-        "last_engine",
-        "min_version",
-        "mover",
-        "notes",
-        "order",
-        "prefix",
-        "said",
-        "settings",
-        "started_s",
-        "stopped",
-        "task",
-        "turns",
-    )
-
-    def __init__(
-        self,
-        id: TrajectoryId,
-        task: Task,
-        settings: TaskSettings,
-        order: tuple[str, ...],
-        *,
-        cause: int = -1,
-        evaluation: bool = False,
-    ) -> None:
-        self.id = id
-        self.key = str(id)
-        self.task = task
-        self.settings = settings
-        self.order = order
-        """The pool this trajectory stays on, then its stand-ins."""
-        self.cause = cause
-        self.evaluation = evaluation
-        self.born: WeightVersion | None = None
-        """Set at the first send to the version it will be at least, and made exact by the first token."""
-        self.min_version: WeightVersion = 0
-        self.last_engine: EngineView | None = None
-        self.prefix = Prefix()
-        self.turns: list[Turn] = []
-        self.said: tuple[Tokens, bool, Completion, float, float] | None = None
-        """An answer the environment has not replied to yet, and how long it took and was waited for."""
-        self.notes: Notes | None = None
-        """Where attempts are kept for people to read."""
-        self.mover: Mover
-        """When it moved last. Set as it begins."""
-        self.started_s = 0.0
-        self.stopped: tuple[Status, str] | None = None
-        self._task: asyncio.Task[object] | None = None
-        self._cancelled = False
-
-    def settle(self, reward: float = 0.0, env_s: float = 0.0) -> None:
-        """Book the last answer as a turn, with what the environment made of it."""
-        if self.said is not None:
-            context, fresh, completion, generate_s, waited_s = self.said
-            self.said = None
-            self.turns.append(
-                Turn(
-                    context=context,
-                    fresh=fresh,
-                    completion=completion,
-                    reward=reward,
-                    generate_s=generate_s,
-                    env_s=env_s,
-                )
-            )
-            if self.notes is not None and self.last_engine is not None:
-                self.notes.turn(self.last_engine.pool, waited_s)
-
-    def stop(self, status: Status, reason: str) -> None:
-        """End it now: its request is aborted, its environment closed, its reward dropped."""
-        if self.stopped is None:
-            self.stopped = (status, reason)
-            if self._task is not None:
-                self._cancelled = self._task.cancel()
-
-    def enter(self) -> None:
-        """From here on `stop` cancels the task that runs it. One that was stopped before it began ends at once."""
-        self._task = asyncio.current_task()
-        if self.stopped is not None:
-            raise asyncio.CancelledError
-
-    def was_stopped(self) -> bool:
-        """True when the cancellation that just arrived is our own `stop`, and no one else's as well."""
-        if self.stopped is None or self._task is None:
-            return False
-        return not self._cancelled or self._task.uncancel() == 0
-
-    def leave(self) -> None:
-        """Nothing is left to stop."""
-        self._task = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """What a run needs to know about its own age."""
+    """Tells the age of a run by what the engines serve."""
 
-    serving: Callable[[], WeightVersion]
-    stale: Callable[[Run], bool]
-    """Checked before each turn."""
+    def __init__(self, fleet: Fleet, *, bound: int, live: bool) -> None:
+        """`live`: a run's age is looked at before each turn."""
+        self._fleet = fleet
+        self._bound = bound
+        self._live = live
+
+    @property
+    def serving(self) -> WeightVersion:
+        return self._fleet.serving
+
+    def stale(self, run: Run) -> bool:
+        """Before each turn. Evaluation has no bound."""
+        return self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._bound)
 
 
 class Session:
@@ -344,7 +248,7 @@ class EnvManager:
             last=turn + 1 >= settings.max_turns,
         )
         if run.born is None:
-            run.born = self._staleness.serving()
+            run.born = self._staleness.serving
         began_s = self._loop.time()
         completion, run.last_engine, run.cause, sent_s = await self._proxy.generate(
             request, run.order, run.last_engine, run.cause

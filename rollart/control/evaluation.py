@@ -5,18 +5,20 @@ Each result carries the versions that played it.
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from rollart.causes import Causes
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.affinity import AffinityDriver
+from rollart.control.attempt import Run
 from rollart.control.draw import draw
-from rollart.control.env_manager import EnvManager, Run
+from rollart.control.env_manager import EnvManager
 from rollart.errors import TaskError
 from rollart.events import schema
 from rollart.events.log import LogHandle
 from rollart.ports import TaskSet
-from rollart.types import Trajectory, TrajectoryId
+from rollart.types import Status, Trajectory, TrajectoryId
 
 
 class Evaluation:
@@ -41,9 +43,15 @@ class Evaluation:
         numbers = range(self._job.evaluation.episodes)
         group = f"{name}-{play}-{settings.name}"
         played = await asyncio.gather(*(self._episode(group, settings, number) for number in numbers))
-        scored = [trajectory for trajectory in played if trajectory is not None and trajectory.reward is not None]
+        causes = Causes()
+        for failed in played:
+            if isinstance(failed, TaskError):
+                causes.add(str(failed))
+            elif failed.status is Status.FAILED:
+                causes.add(failed.reason)
+        scored = [one for one in played if isinstance(one, Trajectory) and one.reward is not None]
         rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
-        mean = math.fsum(rewards) / max(1, len(rewards))
+        mean = math.fsum(rewards) / len(rewards) if rewards else None
         spans = [span for trajectory in scored for turn in trajectory.turns for span in turn.completion.spans]
         self._log.emit(
             schema.Eval(
@@ -53,21 +61,27 @@ class Evaluation:
                 episodes=len(played),
                 scored=len(scored),
                 reward=mean,
-                std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards))),
-                rate=all(reward in (0.0, 1.0) for reward in rewards),
+                std=None if mean is None else _deviation(rewards, mean),
+                rate=bool(rewards) and all(reward in (0.0, 1.0) for reward in rewards),
+                failed=causes.total,
+                reason=causes.words(),
                 versions=[min(span.version for span in spans), max(span.version for span in spans)] if spans else [],
             ),
         )
 
-    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory | None:
+    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory | TaskError:
         async with self._room:
             try:
                 task = draw(self._task_sets[settings.name], settings.name, number, held_out=True)
             except TaskError as error:
                 self._log.emit(schema.DrawFailed(task=settings.name, index=number, reason=str(error), eval=True))
-                return None
+                return error
             return await self._manager.run(
                 Run(
                     TrajectoryId(group, number, 0), task, settings, self._affinity.place(settings.name), evaluation=True
                 )
             )
+
+
+def _deviation(values: Sequence[float], mean: float) -> float:
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

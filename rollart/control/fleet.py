@@ -107,6 +107,7 @@ class Fleet:
         progress_limit_s: float,
         look_s: float,
         repair: Repair,
+        changed: Callable[[Mapping[str, int], int], None],
     ) -> None:
         self.progress_limit_s = progress_limit_s
         self._look_s = look_s
@@ -129,8 +130,8 @@ class Fleet:
         self._waiting = waits.on("newer weights")
         self._repair = repair
         self._idle: list[asyncio.Future[None]] = []
-        self.on_change: Callable[[int], None] = lambda cause: None
-        """Called with the event that says so when an engine came or went."""
+        self._changed = changed
+        """Told the engines that are up, by pool, and the event that says so, when one came or went."""
 
     def expect(self, spec: EngineSpec) -> None:
         """One more engine may come: it joins when a machine has room for it, and leaves with its machine."""
@@ -163,8 +164,11 @@ class Fleet:
         for call in list(slot.calls.values()):
             call.lost = reason
             call.task.cancel()
-        self.on_change(cause)
+        self._tell(cause)
         self._supervisor.spawn(self._revive(slot, cause))
+
+    def _tell(self, cause: int) -> None:
+        self._changed(engines_up(self.pools), cause)
 
     async def watch(self) -> None:
         """Look at the engines for ever; a background task."""
@@ -239,7 +243,7 @@ class Fleet:
                 continue
             slot.view.up = slot.view.serving = True
             slot.still = 0
-            self.on_change(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
+            self._tell(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
             self._wake()
             return
         slot.gone = True
@@ -329,3 +333,8 @@ class Fleet:
                 in_flight=len(slot.calls),
             ),
         )
+
+
+def engines_up(pools: Mapping[str, list[EngineView]]) -> dict[str, int]:
+    """By pool. One that is suspended for a swap is up all the same."""
+    return {name: sum(view.up for view in views) for name, views in pools.items()}

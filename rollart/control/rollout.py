@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from rollart.config.job import Job, advantage_of
 from rollart.control.affinity import AffinityDriver
+from rollart.control.attempt import Run
 from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
 from rollart.control.draw import draw
-from rollart.control.env_manager import EnvManager, Run
+from rollart.control.env_manager import EnvManager
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
 from rollart.control.supervisor import TaskSupervisor
@@ -39,6 +40,7 @@ class Rollout:
         job: Job,
         task_sets: Mapping[str, TaskSet],
         affinity: AffinityDriver,
+        manager: EnvManager,
         fleet: Fleet,
         supervisor: TaskSupervisor,
         waits: Waits,
@@ -51,6 +53,7 @@ class Rollout:
         self._settings = {task.name: task for task in job.tasks}
         self._task_sets = task_sets
         self._affinity = affinity
+        self._manager = manager
         self._fleet = fleet
         self._supervisor = supervisor
         self._log = log
@@ -95,8 +98,6 @@ class Rollout:
         self._opened: list[asyncio.Future[None]] = []
         self._reopened: list[OpenGroup] = []
         self._superseded: list[tuple[str, Task]] = []
-        self.manager: EnvManager
-        """Set by the coordinator: the manager needs `stale` of this class."""
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class Rollout:
             member.run = run
             self._running += 1
             try:
-                trajectory = await self.manager.run(run)
+                trajectory = await self._manager.run(run)
             finally:
                 self._running -= 1
                 if not self._running:
@@ -246,10 +247,6 @@ class Rollout:
         self._notify()
 
     # --- age ------------------------------------------------------------------------------------------------
-
-    def stale(self, run: Run) -> bool:
-        """Before each turn. Evaluation has no bound."""
-        return self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._bound)
 
     def swapped(self, cause: int) -> None:
         """A swap completed: stop what is now too old, free the slots of what was trained, and go on."""

@@ -14,8 +14,12 @@ from rollart.policy.stalls import Lag, Part, lagging, to_name
 class Watchdog:
     """A background task; its own reports do not count as movement."""
 
-    def __init__(self, waits: Waits, log: LogHandle, *, stall_s: float, lag_s: float) -> None:
+    def __init__(
+        self, waits: Waits, log: LogHandle, parts: Callable[[], Sequence[Part]], *, stall_s: float, lag_s: float
+    ) -> None:
+        """`parts`: what the job consists of now."""
         self._waits = waits
+        self._parts = parts
         self._log = log
         self._stall_s = stall_s
         self._lag_s = lag_s
@@ -26,8 +30,6 @@ class Watchdog:
         """When a trajectory was named last."""
         self._reported_s = -1.0
         """When the log was written to by this, on the log's clock: a real one goes on as it writes."""
-        self.parts: Callable[[], Sequence[Part]] = lambda: ()
-        """What the job consists of now."""
 
     async def run(self) -> None:
         moved_s = self._log.last_s
@@ -45,7 +47,7 @@ class Watchdog:
                 self._name_parts()
 
     def _name_parts(self) -> None:
-        found = lagging(self.parts(), self._lag_s)
+        found = lagging(self._parts(), self._lag_s)
         still = {lag.part.name for lag in found}
         self._named = {name: for_s for name, for_s in self._named.items() if name in still}
         now_s = self._loop.time()

@@ -5,9 +5,9 @@ manifests; tensors never pass through here.
 """
 
 import asyncio
+from typing import Protocol
 
 from rollart.control.fleet import Fleet
-from rollart.control.rollout import Rollout
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
@@ -22,13 +22,23 @@ DROP_LIMIT_S = 600.0
 """A store that takes longer to forget old versions is left to itself, with a warning."""
 
 
+class Swapped(Protocol):
+    """The rollout, as a swap sees it."""
+
+    async def drain(self) -> None: ...
+
+    def reopen(self) -> None: ...
+
+    def swapped(self, cause: int) -> None: ...
+
+
 class WeightDriver:
     def __init__(
         self,
         plan: SwapPlan,
         trainer: TrainerDriver,
         fleet: Fleet,
-        rollout: Rollout,
+        rollout: Swapped,
         store: WeightStore,
         supervisor: TaskSupervisor,
         waits: Waits,

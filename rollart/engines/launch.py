@@ -104,7 +104,7 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> An
     if settings.kind == "sglang":
         port, token = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
-            _python(settings),
+            server_python(settings.kind, settings.python),
             str(model),
             port=port,
             dtype=settings.dtype,
@@ -144,7 +144,7 @@ async def _vllm(
 ) -> vllm.VllmServer:
     port, token = free_port(), secrets.token_urlsafe(24)
     line = vllm.command(
-        _python(settings),
+        server_python(settings.kind, settings.python),
         str(model),
         port=port,
         dtype=settings.dtype,
@@ -158,8 +158,9 @@ async def _vllm(
     return vllm.VllmServer(http, process, gives=role == "prefill")
 
 
-def _python(settings: ServerSettings) -> str:
-    python = settings.python or os.environ.get(PYTHON_VARIABLES[settings.kind]) or sys.executable
+def server_python(kind: str, asked: str | None) -> str:
+    """The interpreter that has the server: the one asked for, the environment's, or this one."""
+    python = asked or os.environ.get(PYTHON_VARIABLES[kind]) or sys.executable
     # The server runs in another directory; a venv's link must stay a link.
     return os.path.abspath(python) if os.sep in python else python
 

@@ -587,12 +587,16 @@ class Eval(Event, tag="eval", kw_only=True):
     """Played."""
     scored: int
     """Of these, scored."""
-    reward: float
-    """Mean over the scored."""
-    std: float
-    """Standard deviation over the scored."""
+    reward: float | None
+    """Mean over the scored; null where none is."""
+    std: float | None
+    """Standard deviation over the scored; null where none is."""
     rate: bool
-    """Every reward was 0 or 1, so that the mean is a rate of success."""
+    """There are rewards, and every one was 0 or 1, so that the mean is a rate of success."""
+    failed: int = 0
+    """Episodes that failed or could not be drawn."""
+    reason: str = ""
+    """The most frequent reason of these, with its count."""
     versions: list[int]
     """Oldest and newest that played; empty where nothing was scored."""
 

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
+from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
 from rollart.launch.resources import refuse_unplaceable
 from rollart.launch.setups import task_variables
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.report.trackers import check_trackers
+from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
     from rollart.envs.process import ProcessEnvHost
@@ -35,6 +37,8 @@ FIRST_PROMPTS = 3
 """Environments of each task that are opened. One of them may fail, or begin with too long a prompt; not all."""
 RESET_S = 60.0
 """How long an environment may take to show its first prompt before it is left unseen."""
+TRIAL_S = 60.0
+"""How long a task set may take to be loaded and drawn from in a process of its own, before it is in this one."""
 RUN_BYTES = 64_000_000
 """Room for events, metrics and logs, without which no run begins."""
 WEIGHT_VERSIONS = 2
@@ -67,7 +71,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, check_supported, _refuse_devices, _refuse_weights_path):
+    for check in (check_trackers, check_supported, _refuse_devices, _refuse_pythons, _refuse_weights_path):
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)
@@ -76,7 +80,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
-        for check in (refuse_long_contexts, refuse_mixtures_on_servers, _refuse_architecture):
+        for check in (refuse_long_contexts, refuse_mixtures_on_servers, partial(_refuse_architecture, trains=trains)):
             look(check, job)
         if params is not None:
             look(_refuse_shape, job)
@@ -225,18 +229,21 @@ def _model(job: Job) -> Path:
     return path
 
 
-def _refuse_architecture(job: Job) -> None:
-    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights."""
+def _refuse_architecture(job: Job, *, trains: bool) -> None:
+    """What the trainer or an embedded engine would compute wrongly: tried on a reduced model, without the weights.
+    And what the sharded trainer cannot shard."""
     from transformers import AutoConfig
 
     from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import prove_packed_architecture
+    from rollart.model.network import empty_model, prove_packed_architecture
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
         prove_packed_architecture(config)
         if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
             prove_steps_architecture(config)
+        if trains and job.train.type == "fsdp2":
+            empty_model(config)
     except JobError as error:
         raise JobError(f"model.path: {job.model.path}: {error}") from None
 
@@ -282,10 +289,17 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
 
 def _task_set(job: Job, position: int) -> "TaskSet":
     from rollart.tasks.load import load_task_set
+    from rollart.tasks.trial import fatal_call
 
     task = job.tasks[position]
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
+    fatal = fatal_call(task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, limit_s=TRIAL_S)
+    if fatal is not None:
+        raise JobError(
+            f"tasks.{position}.use: {task.use}: {fatal}, which would end this one too: os._exit, native code that "
+            "crashed, or too much memory; let it raise an error instead"
+        )
     try:
         return load_task_set(task.use, seed=job.seed, domain=task.name)
     except JobError as error:
@@ -322,10 +336,10 @@ async def _prompt_problem(
     for index in range(FIRST_PROMPTS):
         try:
             async with asyncio.timeout(min(RESET_S, job.limits.reset_s)):
-                length = await _prompt_tokens(task_set, index, tokenizer, host)
+                length = await _prompt_tokens(draw(task_set, task.name, index), tokenizer, host)
         except TimeoutError:
             return None
-        except Exception as error:  # the boundary to the task's own code, which `draw` is
+        except Exception as error:  # the boundary to the task's own code, and to the chat template
             said.append(
                 f"{task.name!r} cannot begin an episode ({_one_line(error)}); try `rollart task check {task.use}`"
             )
@@ -339,10 +353,8 @@ async def _prompt_problem(
     return said[0]
 
 
-async def _prompt_tokens(task_set: "TaskSet", index: int, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
-    from rollart.types import TrajectoryId
-
-    env = await host.open(task_set.task(index), TrajectoryId(group="check", member=index, attempt=0))
+async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
+    env = await host.open(task, TrajectoryId(group="check", member=task.index, attempt=0))
     try:
         observation = await env.reset()
     finally:
@@ -379,6 +391,24 @@ def _refuse_devices(job: Job) -> None:
         kind, colon, number = device.partition(":")
         if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
             raise JobError(f"{key}: {device!r} is no device; write cpu, cuda, or such as cuda:0")
+
+
+def _refuse_pythons(job: Job) -> None:
+    """A server's interpreter that is not on this machine. On Ray, servers run on other machines."""
+    from rollart.engines.launch import PYTHON_VARIABLES, server_python
+
+    for pool in job.engine_pools if job.cluster.type != "ray" else ():
+        assert pool.engines is not None
+        kind = pool.engines.type
+        if kind == "embedded" or pool.engines.url is not None:
+            continue
+        python = server_python(kind, pool.engines.python)
+        if shutil.which(python) is None:
+            source = "" if pool.engines.python else f" (from {PYTHON_VARIABLES[kind]})"
+            raise JobError(
+                f"pools.{pool.name}.engines.python: {python}{source} is no program that can be run here; name the "
+                f"interpreter that has {kind}, or install it there"
+            )
 
 
 def _try_out(out: Path) -> bool:

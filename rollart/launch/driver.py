@@ -16,8 +16,9 @@ from typing import Any
 import orjson
 
 from rollart.append import AppendFile
-from rollart.config.job import Job, min_group_size
-from rollart.control.coordinator import Coordinator, World
+from rollart.config.job import Job
+from rollart.control.coordinator import Coordinator
+from rollart.control.world import World
 from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
@@ -219,7 +220,7 @@ def facts(job: Job, clock: str) -> schema.Run:
             task.name: schema.TaskFacts(
                 share=target[task.name],
                 group_size=task.group_size,
-                min_group_size=min_group_size(task),
+                min_group_size=task.smallest_group,
                 affinity=task.affinity,
             )
             for task in job.tasks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rollart.config.job import Job
-from rollart.control.coordinator import World
+from rollart.control.world import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError

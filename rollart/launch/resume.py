@@ -15,7 +15,7 @@ import yaml
 
 from rollart.config.changes import Change, as_replayed, differences, refuse_fixed
 from rollart.config.job import Job
-from rollart.config.load import build_job, load_job, with_overrides
+from rollart.config.load import build_job, load_job, parse, with_overrides
 from rollart.errors import JobError
 from rollart.store.journal import FileJournal
 
@@ -88,9 +88,10 @@ def write_job(out: Path, job: Job) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    loaded = yaml.safe_load(path.read_text())
-    assert isinstance(loaded, dict)
-    return loaded
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise JobError(f"{path}: is not text; bring it back, or start the job anew without --resume") from None
 
 
 def _write(path: Path, text: str) -> None:

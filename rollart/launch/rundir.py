@@ -75,7 +75,12 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
     found = [path.parents[1] for path in runs.glob("*/journal/checkpoint") if goes_on(path.parents[1])]
     if not found:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
-    return max(found, key=lambda out: max(part.stat().st_mtime for part in event_files(out / "events.jsonl")))
+
+    def written_s(out: Path) -> float:
+        """0 where there are no events; who resumes it is told."""
+        return max((part.stat().st_mtime for part in event_files(out / "events.jsonl")), default=0.0)
+
+    return max(found, key=written_s)
 
 
 def summary_again(out: Path) -> dict[str, Any]:

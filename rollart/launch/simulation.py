@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rollart.config.job import Job
 from rollart.config.sim import FaultSettings, SimTaskSettings
-from rollart.control.coordinator import Coordinator, World
+from rollart.control.coordinator import Coordinator
+from rollart.control.world import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.errors import Deadlock
 from rollart.events import schema

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rollart.config.changes import plain
 from rollart.config.job import Job
-from rollart.control.coordinator import Coordinator, committed
+from rollart.control.coordinator import Coordinator
+from rollart.control.learner import committed
 from rollart.control.waits import Waits
 from rollart.events import schema
 from rollart.events.log import EventLog, Reader

@@ -87,7 +87,10 @@ def load_model(
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of ours without weights, float32 on the meta device. JobError for what we would compute wrongly."""
+    """A model of ours without weights, float32 on the meta device, to be sharded layer by layer.
+
+    JobError for what we would compute wrongly, and for one whose layers are not found.
+    """
     prove_packed_architecture(config)
     if reduced_model(config) is None:
         raise JobError(
@@ -97,6 +100,11 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    if not hasattr(model.base_model, "layers"):
+        raise JobError(
+            f"{config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of its base "
+            "model); train it with train.type=single, or choose another model"
+        )
     prepare(model)
     return model
 

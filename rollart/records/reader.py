@@ -204,7 +204,10 @@ class Archive:
                     return
 
     def one(self, head: Head) -> ReadTrajectory:
-        return next(self.whole([head]))
+        found = next(self.whole([head]), None)
+        if found is None:
+            raise JobError(f"{head.id}: its file has gone since, for trajectories.total_mb; raise it to keep more")
+        return found
 
     def _read_heads(self) -> None:
         heads: dict[Key, dict[str, Any]] = {}
@@ -264,9 +267,9 @@ def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) 
 
 
 def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
-    """The frames of a file with the life they were written in."""
+    """The frames of a file with the life they were written in. None where it went since, as the oldest may."""
     life = 0
-    for frame in frames_of(path):
+    for frame in frames_of(path) if path.exists() else ():
         if frame.rows and frame.rows[0][0] == "life":
             _, written, life = frame.rows[0]
             if written != FORMAT:

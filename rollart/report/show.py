@@ -79,6 +79,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     console.print(pools)
     if summary["eval"]:
         show_eval(summary["eval"])
+    names = list(summary["evaluations"])
+    for name in dict.fromkeys(names[:1] + names[-1:]):
+        show_failed(summary["evaluations"][name], f"{name}: ")
     for name, row in summary["tasks"].items():
         for text in _trouble(name, row):
             console.print(text, style="yellow", markup=False)
@@ -153,14 +156,32 @@ def show_plays(tasks: dict[str, Any], model: str) -> None:
     table = Table("task", "play", "mean reward", "95 % interval", "episodes", title=model, title_justify="left")
     for task, plays in tasks.items():
         for play, row in plays.items():
-            mean, half = row["reward"], 1.96 * row["std"] / max(1, row["scored"]) ** 0.5
-            low, middle, high = (earned(value, rate=row["rate"]) for value in (mean - half, mean, mean + half))
-            table.add_row(task, play, middle, f"{low} to {high}", _episodes(row))
+            table.add_row(task, play, earned(row["reward"], rate=row["rate"]), _interval(row), _episodes(row))
     Console().print(table)
 
 
-def earned(mean: float, *, rate: bool) -> str:
+def show_failed(tasks: dict[str, Any], before: str = "") -> None:
+    """Of one evaluation: how many episodes of each task failed, and why."""
+    for task, plays in tasks.items():
+        for play, row in plays.items():
+            if row.get("failed"):  # runs of earlier versions do not say
+                which = f"task {task!r}" if play == "sampled" else f"task {task!r}, {play}"
+                text = f"{which}: {row['failed']} of {row['episodes']} episodes failed, most often {row['reason']}"
+                Console().print(f"{before}{text}", style="yellow", markup=False)
+
+
+def _interval(row: dict[str, Any]) -> str:
+    if not row["scored"]:
+        return ""
+    mean, half = row["reward"], 1.96 * row["std"] / row["scored"] ** 0.5
+    low, high = (earned(value, rate=row["rate"]) for value in (mean - half, mean + half))
+    return f"{low} to {high}"
+
+
+def earned(mean: float | None, *, rate: bool) -> str:
     """A mean reward: as a percentage only where every reward was 0 or 1, so that it is a rate of success."""
+    if mean is None:
+        return "none scored"
     return f"{mean:.1%}" if rate else f"{mean:.3f}"
 
 

@@ -218,12 +218,13 @@ class Summary:
     def _on_end(self, event: schema.End) -> None:
         work = self._live.pop(event.id)
         work.cost += self._costs.given_up(event.id, event.t)
-        if work.evaluation:
-            self._evaluation_cost += work.cost
-            return
         status = event.status
         if status == "failed":
             self._failures.add("attempt", event.id, event.reason)
+        if work.evaluation:
+            self._evaluation_cost += work.cost
+            return
+        if status == "failed":
             self._books.failed(work.task, event.reason)
         self._statuses[status] = self._statuses.get(status, 0) + 1
         task = self._tasks[work.task]

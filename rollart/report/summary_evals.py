@@ -18,6 +18,8 @@ class Evaluations:
             "reward": event.reward,
             "std": event.std,
             "rate": event.rate,
+            "failed": event.failed,
+            "reason": event.reason,
             "versions": event.versions,
         }
 

@@ -89,7 +89,7 @@ class Tracking:
         self._log(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def read(self, event: Event) -> None:
-        if isinstance(event, schema.Eval) and event.versions:
+        if isinstance(event, schema.Eval) and event.versions and event.reward is not None:
             self._log(event.versions[1], {f"eval/{event.task}/{event.play}": event.reward})
 
     def close(self) -> None:

@@ -78,13 +78,13 @@ class HttpRewards:
 
 def unreachable(url: str) -> str | None:
     """Why nobody can be asked at this address, or None. Any answer will do, and a late one too."""
-    trust_env = not is_loopback(urlsplit(url).hostname or "")
     try:
+        trust_env = not is_loopback(urlsplit(url).hostname or "")
         with httpx.Client(timeout=LOOK_S, trust_env=trust_env) as client:
             client.head(url)
     except (httpx.ReadTimeout, httpx.RemoteProtocolError):
         return None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # urlsplit's is a ValueError
         return str(error) or type(error).__name__
     return None
 

@@ -90,12 +90,16 @@ def check_task(use: str, *, seed: int = 0, call_limit_s: float = CALL_LIMIT_S, n
 
 def died(where: str, code: int) -> Finding:
     """What is said of a task whose check took its process with it. `code` is negative for a signal, as Popen has it."""
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return Finding(
         level="error",
-        text=f"{where} ended its process ({how}), not only the episode: os._exit, native code that crashed, or too "
-        "much memory. Raise an error instead; in training every such end costs the attempt and a new process.",
+        text=f"{where} ended its process ({how_it_ended(code)}), not only the episode: os._exit, native code that "
+        "crashed, or too much memory. Raise an error instead; in training every such end costs the attempt and a new "
+        "process.",
     )
+
+
+def how_it_ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 class _Check:

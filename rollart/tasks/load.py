@@ -30,7 +30,7 @@ def load_task_set(use: str, *, seed: int = 0, domain: str = "") -> TaskSet:
         raise JobError(f"tasks.use: {use} is a {type(maker).__name__}, not a TaskSet")
     try:
         made = maker(seed=seed, domain=domain)
-    except Exception as error:  # the boundary to user code
+    except (Exception, SystemExit) as error:  # the boundary to user code
         raise JobError(f"tasks.use: {use} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, TaskSet):
         raise JobError(f"tasks.use: {use} made a {type(made).__name__}, not a TaskSet")
@@ -66,7 +66,7 @@ def _import(module: str, use: str) -> ModuleType:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise JobError(f"{use} needs the package {error.name}: pip install {error.name}") from error
         raise JobError(f"{use}: there is no module {module}; give a module or the path of a .py file") from error
-    except Exception as error:  # the boundary to user code: whatever it raises is its author's to read
+    except (Exception, SystemExit) as error:  # the boundary to user code: whatever it raises is its author's to read
         raise JobError(f"{use} cannot be imported: {type(error).__name__}: {error}") from error
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollart.errors import JobError, StoreFull, TrainerError, writing
+from rollart.errors import StoreFull, TrainerError, writing
 from rollart.model.directory import INDEX, copy_other_files
 from rollart.model.network import (
     PROBE_LENGTH,
@@ -256,11 +256,6 @@ class ShardedTrainer:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
         another; nobody else ever holds it whole, and nobody in float32."""
         network = empty_model(AutoConfig.from_pretrained(str(path)))
-        if not hasattr(network.base_model, "layers"):
-            raise JobError(
-                f"{network.config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of "
-                "its base model); train it with train.type=single, or choose another model"
-            )
         sharded = ShardedNetwork(network, self._mesh, bf16=self._settings.bf16)
         sharded.to_empty(device=self._device)
         network.tie_weights()

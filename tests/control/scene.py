@@ -14,8 +14,9 @@ import numpy as np
 
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.control.coordinator import Coordinator, World
+from rollart.control.coordinator import Coordinator
 from rollart.control.env_manager import Agent
+from rollart.control.world import World
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle

@@ -513,6 +513,7 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
             progress_limit_s=40.0,
             look_s=10.0,
             repair=no_repair,
+            changed=lambda up, cause: None,
         )
         supervisor.spawn(fleet.watch(), background=True)
         proxy = Proxy(fleet, supervisor, waits, handle, generate_limit_s=500.0)

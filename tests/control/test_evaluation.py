@@ -99,7 +99,7 @@ def test_an_episode_that_fails_is_not_scored_and_disturbs_nobody() -> None:
     scene.on_open = broken
     played = scene.play()
     assert played.finished
-    assert {(event.scored, event.reward, tuple(event.versions)) for event in played.of(schema.Eval)} == {(0, 0.0, ())}
+    assert {(e.scored, e.reward, e.std, *e.versions) for e in played.of(schema.Eval)} == {(0, None, None)}
 
 
 def test_the_weights_of_the_last_step_are_evaluated_too() -> None:
@@ -179,3 +179,22 @@ def test_the_mean_is_over_those_that_were_scored() -> None:
     scene.on_open = one_breaks
     done = scene.play().one(schema.Eval)
     assert (done.episodes, done.scored, done.reward) == (3, 2, 1.0)
+
+
+def test_what_fails_is_counted_with_its_reason_and_is_no_rate() -> None:
+    """Whether the episode breaks, or its task cannot be drawn."""
+
+    async def broken(task: Task, trajectory: TrajectoryId) -> Env | None:
+        raise RuntimeError("no room")
+
+    def undrawn(domain: str, index: int) -> None:
+        raise OSError("no such file")
+
+    for change, reason in (
+        ({"on_open": broken}, "EnvError: env.open: RuntimeError: no room"),
+        ({"on_held_out": undrawn}, "held_out(0): OSError: no such file"),
+    ):
+        scene = Scene(scene_job(evaluation={"episodes": 3}), only_evaluate=True, **change)
+        done = scene.play().one(schema.Eval)
+        assert (done.scored, done.reward, done.rate) == (0, None, False)
+        assert (done.failed, done.reason) == (3, f"3 x {reason}")

@@ -189,7 +189,7 @@ def test_a_job_asked_to_stop_before_it_has_begun_says_so() -> None:
     scene.when(lambda event: isinstance(event, schema.Starting), stopping(scene))
     played = scene.play()
     assert isinstance(played.error, JobStopped)
-    assert "before anything was trained" in str(played.error)
+    assert str(played.error) == "stopped by the user, before training began", "a resumed job has trained"
 
 
 def test_a_job_asked_to_stop_does_not_play_its_first_evaluation_to_the_end() -> None:

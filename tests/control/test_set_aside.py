@@ -12,6 +12,7 @@ from rollart.policy.training import STOP_AFTER, WARN_AFTER
 from rollart.report.summary import Summary
 from rollart.types import Batch, SetAside, Trajectory
 from tests.control.scene import Played, Scene, ScriptedTrainer, scene_job
+from tests.control.test_records import Kept
 
 
 def aside(members: Sequence[Trajectory]) -> tuple[SetAside, ...]:
@@ -56,6 +57,18 @@ def test_a_group_set_aside_whole_has_failed_and_one_set_aside_in_part_is_trained
     )
     lost = sum(member.sampled_tokens for member in (*whole.members, other.members[0]))
     assert summary["throughput_tokens_per_s"] == pytest.approx((tokens - lost) / summary["time_s"], abs=1e-3)
+
+
+def test_what_was_set_aside_is_not_kept_as_trained_on() -> None:
+    kept = Kept()
+    scene = Scene(scene_job(train__steps=3), set_aside=first_group, recorder=kept)
+    assert scene.play().finished
+    whole, other = scene.journal.all[1].groups
+    fates = {name: fate for name, (fate, _, _) in kept.fates().items()}
+    assert {fates[str(member.id)] for member in whole.members} == {"failed"}
+    first, *rest = other.members
+    assert fates[str(first.id)] == "unused"
+    assert {fates[str(member.id)] for member in rest} == {"trained"}
 
 
 def test_no_task_of_a_group_that_was_set_aside_is_given_out_again() -> None:

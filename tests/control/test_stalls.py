@@ -126,8 +126,7 @@ def test_what_the_watchdog_says_is_no_movement_on_a_clock_that_goes_on_meanwhile
         log = EventLog(lambda: loop.time() + 1e-6 * next(ticks))  # a little later at each look, as a real one is
         texts: list[str] = []
         log.read_by(lambda event: texts.append(event.text.split(":")[0]) if isinstance(event, schema.Stall) else None)
-        watchdog = Watchdog(Waits(), LogHandle(log), stall_s=90.0, lag_s=30.0)
-        watchdog.parts = lambda: parts
+        watchdog = Watchdog(Waits(), LogHandle(log), lambda: parts, stall_s=90.0, lag_s=30.0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(285.0):
                 await watchdog.run()

@@ -232,7 +232,8 @@ def test_a_trajectory_too_old_before_its_next_turn_does_not_take_it() -> None:
     class AgesInside(ScriptedEnv):
         async def step(self, action: str) -> Observation:
             assert scene.coordinator is not None
-            group = scene.coordinator.rollout.buffer.in_progress["g1"]
+            assert scene.coordinator.learner is not None
+            group = scene.coordinator.learner.rollout.buffer.in_progress["g1"]
             run = group.members[1].run
             assert run is not None
             run.born = -5
@@ -308,7 +309,8 @@ def test_a_task_that_nearly_always_goes_stale_is_named_with_the_bound_it_needs()
 
     def starve() -> None:
         assert scene.coordinator is not None
-        mix = scene.coordinator.rollout.mix
+        assert scene.coordinator.learner is not None
+        mix = scene.coordinator.learner.rollout.mix
         for _ in range(20):
             name, index = mix.next()
             mix.died(name, index, again=False, stale=True)

@@ -333,7 +333,8 @@ def pushes_at(scene: Scene, kind: type[Event], **fields: Any) -> dict[int, str]:
 
     async def ask() -> None:
         assert scene.coordinator is not None
-        trainer = scene.coordinator.trainer
+        assert scene.coordinator.learner is not None
+        trainer = scene.coordinator.learner.trainer
         for version in range(trainer.version + 1):
             try:
                 found[version] = f"version {(await trainer.publish(version)).version}"

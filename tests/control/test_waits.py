@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollart.control.env_manager import Run, Session
+from rollart.control.attempt import Run
+from rollart.control.env_manager import Session
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
@@ -425,7 +426,7 @@ def test_the_watchdog_says_what_it_knows_when_asked() -> None:
         waits = Waits()
         task = asyncio.ensure_future(waits.on("a key").guard("Ben", for_ever()))
         await asyncio.sleep(4.0)
-        words = Watchdog(waits, LogHandle(log), stall_s=100.0, lag_s=100.0).report(schema.Stall, "nothing moves")
+        words = Watchdog(waits, LogHandle(log), list, stall_s=100.0, lag_s=100.0).report(schema.Stall, "nothing moves")
         assert words == "nothing moves: Ben waits on a key since 4.0 s"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -197,6 +198,15 @@ def test_gpt2_is_taken(model: Path, here: Path) -> None:
         refuse_long_contexts(build_job(long(gpt2, 257)))
 
 
+def test_a_model_whose_layers_the_sharded_trainer_does_not_find_is_refused(model: Path, here: Path) -> None:
+    gpt2 = other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **GPT2)
+    raw = build_job(job(gpt2, train={"type": "fsdp2", "pool": "cpu"}))
+    (said,) = problems(raw, here / "run")
+    assert said.startswith(f"model.path: {gpt2}: gpt2: its layers are not where train.type=fsdp2 looks for them")
+    assert problems(raw, here / "run", trains=False) == [], "nothing is sharded where nothing is trained"
+    assert problems(build_job(job(model, train={"type": "fsdp2", "pool": "cpu"})), here / "run") == []
+
+
 def test_a_mixture_with_other_names_is_refused_on_servers(model: Path, here: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 8, "n_routed_experts": 4}
     longcat = other_model(model, here / "longcat", model_type="longcat_flash", **sizes)
@@ -242,6 +252,43 @@ def test_a_task_whose_episodes_cannot_begin_is_refused(
 ) -> None:
     (said,) = lines_of(job(model, tasks=task_of(here, what)), here, capsys, "train")
     assert said.startswith(f"rollart: {says}")
+
+
+LEAVING = """
+import os, sys
+from rollart.tasks.api import TaskSet
+IMPORT
+class Rooms(TaskSet):
+    def __init__(self, **named):
+        MAKE
+        super().__init__(**named)
+    def draw(self, rng):
+        DRAW
+    def environment(self, task):
+        raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "what", "says"),
+    [
+        ("IMPORT", "sys.exit(0)", "tasks.0.use: {use} cannot be imported: SystemExit: 0"),
+        ("MAKE", "sys.exit(0)", "tasks.0.use: {use} cannot be made: SystemExit: 0"),
+        ("DRAW", "sys.exit(0)", "tasks.0: 'room' cannot begin an episode (task(0): SystemExit: 0)"),
+        ("IMPORT", "os._exit(0)", "tasks.0.use: {use}: loading it ended its process (exit code 0), which"),
+        ("MAKE", "os.abort()", "tasks.0.use: {use}: loading it ended its process (signal SIGABRT), which"),
+        ("DRAW", "os._exit(3)", "tasks.0.use: {use}: task(0) ended its process (exit code 3), which"),
+    ],
+)
+def test_a_task_set_that_leaves_its_process_is_refused(
+    place: str, what: str, says: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = here / "room.py"
+    code = LEAVING.replace(place, what)
+    use.write_text(code.replace("IMPORT", "").replace("MAKE", "pass").replace("DRAW", "return {}"))
+    tasks = [{"name": "room", "use": str(use), "max_tokens": 4}]
+    (said,) = lines_of(job(model, tasks=tasks), here, capsys, "train")
+    assert said.startswith(f"rollart: {says.format(use=use)}")
 
 
 def test_environments_in_this_process_see_its_variables(
@@ -292,6 +339,11 @@ def test_an_address_where_nobody_answers_is_refused(
     assert said.startswith(f"rollart: rewards.url: {url} cannot be reached (")
 
 
+def test_an_address_that_is_none_is_refused(model: Path, here: Path) -> None:
+    (said,) = problems(build_job(job(model, rewards={"type": "http", "url": "http://[bad"})), here / "run")
+    assert said.startswith("rewards.url: http://[bad cannot be reached (Invalid IPv6 URL); ")
+
+
 def test_an_address_where_somebody_answers_will_do(model: Path, here: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # answers 501 to everything
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -300,6 +352,25 @@ def test_an_address_where_somebody_answers_will_do(model: Path, here: Path) -> N
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_servers_interpreter_that_is_not_there_is_refused(
+    model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(**engines: Any) -> list[str]:
+        raw = long(model, 128, type="vllm", **engines) | {"weights": {"type": "files"}}
+        return problems(build_job(raw), here / "run")
+
+    gone = str(here / "no-venv" / "bin" / "python")
+    assert said(python=gone) == [
+        f"pools.cpu.engines.python: {gone} is no program that can be run here; name the interpreter that has vllm, "
+        "or install it there"
+    ]
+    assert said(python=sys.executable) == said() == []
+    monkeypatch.setenv("ROLLART_VLLM_PYTHON", gone)
+    (line,) = said()
+    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is no program")
+    assert said(python=sys.executable) == said(url="http://127.0.0.1:1") == []
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:2"])

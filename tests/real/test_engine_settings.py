@@ -1,6 +1,7 @@
 """What a job says of an embedded engine is what its process builds."""
 
 import asyncio
+import contextlib
 import shutil
 import uuid
 from pathlib import Path
@@ -9,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from rollart.cluster.local import LocalCluster
+from rollart.cluster import machine
+from rollart.cluster.local import LocalCluster, Process
 from rollart.config.load import build_job
-from rollart.launch.real import real_world
+from rollart.envs.process import ProcessEnvHost
+from rollart.errors import RewardError
+from rollart.launch.real import RealWorld, real_world
 from rollart.launch.setups import engine_setups
 from rollart.launch.worker import build
 from rollart.model.network import load_model, named_weights
+from rollart.rewards.local import LocalRewards
 from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
-from rollart.types import GenerateRequest, Sampling
+from rollart.types import GenerateRequest, Sampling, TrajectoryId
 from tests.real.harness import job
+from tests.rewards.contract import trajectory
+from tests.tasks.test_variables import environment_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,3 +82,66 @@ def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path
             await real.close()
 
     assert asyncio.run(work()) == [0, 2]
+
+
+def built(job_file: dict[str, object], out: Path) -> RealWorld:
+    out.mkdir()
+    return real_world(build_job(job_file), out, FileJournal(out / "journal"))
+
+
+def test_the_gpus_of_each_worker_reach_its_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"] * 3)
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    engines = {"count": 2, "device": "cuda", "gpus": 1}
+    pools = [{"name": "own", "hardware": "h200", "engines": engines, "slots": 1}]
+    seen: dict[str, object] = {}
+
+    class Watched(Process):
+        async def start(self, setup: object) -> None:
+            seen[self.name] = self._devices
+
+    monkeypatch.setattr("rollart.cluster.local.Process", Watched)
+
+    async def work() -> None:
+        real = built(job(model, pools=pools, train={"pool": "own", "device": "cuda"}), tmp_path / "run")
+        try:
+            for spec in real.world.engines:
+                await real.world.cluster.engine(spec)
+            await real.world.cluster.trainer()
+        finally:
+            await real.close()
+
+    asyncio.run(work())
+    assert seen == {"own-0": ("0",), "own-1": ("1",), "trainer": ("2",)}
+
+
+def test_the_variables_that_a_job_names_reach_those_who_run_user_code(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOR_TASKS", "t")
+    monkeypatch.setenv("FOR_REWARDS", "r")
+    raw = job(model)
+    raw["tasks"][0]["environment"] = ["FOR_TASKS"]
+    raw["rewards"]["environment"] = ["FOR_REWARDS"]
+
+    async def work() -> tuple[dict[str, str], dict[str, str]]:
+        real = built(raw, tmp_path / "run")
+        host, rewards = real.world.host, real.world.rewards
+        assert isinstance(host, ProcessEnvHost)
+        assert isinstance(rewards, LocalRewards)
+        try:
+            task = real.world.task_sets["slow"].task(0)
+            env = await host.open(task, TrajectoryId("g0", 0, 0))
+            with contextlib.suppress(RewardError):  # what it earns is not asked
+                await rewards.score(trajectory("sum", domain="slow"))
+            found = environment_of(host.pids[0]), environment_of(rewards.pids[0])
+            await env.close()
+            return found
+        finally:
+            await real.close()
+
+    tasks, scorers = asyncio.run(work())
+    assert (tasks.get("FOR_TASKS"), tasks.get("FOR_REWARDS")) == ("t", None)
+    assert (scorers.get("FOR_TASKS"), scorers.get("FOR_REWARDS")) == (None, "r")

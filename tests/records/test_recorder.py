@@ -442,3 +442,14 @@ def test_an_advantage_that_is_no_number_costs_its_row_only(tmp_path: Path) -> No
     assert ids(tmp_path) == ["after.0.0"]
     assert recorder.dropped == 0
     assert "cannot be encoded" in warnings[0]
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_told_in_one_line(tmp_path: Path) -> None:
+    """The oldest files of a run that is still going on."""
+    write(tmp_path, lambda keep: keep.played(played()))
+    archive = Archive(tmp_path)
+    [head] = archive.find(Wanted())
+    files_of(tmp_path / FOLDER)[0].unlink()
+    assert list(archive.whole([head])) == []
+    with pytest.raises(JobError, match=r"^g1\.0\.0: its file has gone since"):
+        archive.one(head)

@@ -247,3 +247,25 @@ def test_an_evaluation_shows_its_worst_episode(
     assert ("[assistant] calc" in text) == (keep > 0)
     assert main(["eval", str(job), "--out", str(tmp_path / "again"), "--json"]) == 0
     assert list(orjson.loads(capsys.readouterr().out)) == ["model", "tasks"]
+
+
+def test_an_evaluation_without_a_score_ends_with_a_failed_episode_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"episodes": 1, "scored": 0, "reward": None, "std": None, "rate": False, "failed": 1, "reason": "1 x no room"}
+
+    def evaluate(job: Job, out: Path, **_: object) -> RunResult:
+        recorder = FileRecorder(out / FOLDER)
+        recorder.played(played("eval0-sampled-maths", 0, reward=None))
+        recorder.close()
+        summary = {"state": "finished", "evaluations": {"eval0": {"maths": {"sampled": row}}}}
+        return RunResult(summary=summary, violations=[], deadlock=False, faults={})
+
+    monkeypatch.setattr("rollart.launch.training.evaluate", evaluate)
+    job = tmp_path / "job.yaml"
+    job.write_bytes(orjson.dumps(JOB))
+    assert main(["eval", str(job), "--out", str(tmp_path / "run")]) == 1
+    text = capsys.readouterr().out
+    assert "task 'maths': 1 of 1 episodes failed, most often 1 x no room" in text
+    assert "eval0-sampled-maths.0.0  maths/7  failed" in text
+    assert main(["eval", str(job), "--out", str(tmp_path / "again"), "--json"]) == 1

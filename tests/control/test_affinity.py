@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollart.control.affinity import AffinityDriver, needs
+from rollart.control.fleet import engines_up
 from rollart.types import Completion, Finish, Span, Status, Task, Trajectory, TrajectoryId, Turn
 
 
@@ -37,18 +38,12 @@ def told() -> Told:
     return Told()
 
 
-@pytest.fixture
-def fleet() -> Any:
-    views = [SimpleNamespace(up=True, serving=False), SimpleNamespace(up=False, serving=False)]
-    return SimpleNamespace(on_change=None, pools={"a": views, "b": []})
+def affinity(told: Any) -> AffinityDriver:
+    return AffinityDriver(told, SimpleNamespace(emit=lambda event: 0))  # type: ignore[arg-type]
 
 
-def affinity(told: Any, fleet: Any) -> AffinityDriver:
-    return AffinityDriver(told, fleet, SimpleNamespace(emit=lambda kind, fields: 0))  # type: ignore[arg-type]
-
-
-def test_a_group_lives_on_its_pool_until_it_left(told: Told, fleet: Any) -> None:
-    place = affinity(told, fleet)
+def test_a_group_lives_on_its_pool_until_it_left(told: Told) -> None:
+    place = affinity(told)
     for _ in range(2):
         place.admit("lake")
     place.left("lake", "a")
@@ -89,11 +84,9 @@ def trajectory(status: Status, *turns: tuple[int, int, bool]) -> Trajectory:
     ("status", "measured"),
     [(Status.DONE, True), (Status.TRUNCATED, True), (Status.STALE, True), (Status.ABORTED, False)],
 )
-def test_a_trajectory_that_was_cancelled_says_nothing_of_its_task(
-    status: Status, measured: bool, told: Told, fleet: Any
-) -> None:
-    affinity(told, fleet).measure(trajectory(status, (5, 2, True)))
-    affinity(told, fleet).measure(trajectory(status))
+def test_a_trajectory_that_was_cancelled_says_nothing_of_its_task(status: Status, measured: bool, told: Told) -> None:
+    affinity(told).measure(trajectory(status, (5, 2, True)))
+    affinity(told).measure(trajectory(status))
     assert told.seen_of == ["lake"] * measured
 
 
@@ -104,7 +97,11 @@ def test_a_rewritten_history_is_a_prompt_of_its_own() -> None:
     assert profile.elsewhere_s == 10.0 - 3.0
 
 
-def test_an_engine_counts_while_it_is_up_though_it_may_be_suspended(told: Told, fleet: Any) -> None:
-    affinity(told, fleet)
-    fleet.on_change(-1)
+def test_an_engine_counts_while_it_is_up_though_it_may_be_suspended() -> None:
+    pools: Any = {"a": [SimpleNamespace(up=True, serving=False), SimpleNamespace(up=False, serving=False)], "b": []}
+    assert engines_up(pools) == {"a": 1, "b": 0}
+
+
+def test_affinity_is_told_which_engines_are_up(told: Told) -> None:
+    affinity(told).engines_changed({"a": 1, "b": 0}, -1)
     assert told.up == {"a": 1, "b": 0}

@@ -1,0 +1,29 @@
+"""What a coordinator is given: everything outside the control plane, behind ports."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollart.control.env_manager import Agent
+from rollart.policy.affinity import Affinity
+from rollart.ports import Cluster, EnvHost, Journal, Recorder, RewardBackend, TaskSet, Tokenizer, WeightStore
+from rollart.types import EngineSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything outside the control plane that a job touches, behind ports."""
+
+    cluster: Cluster
+    engines: tuple[EngineSpec, ...]
+    host: EnvHost
+    rewards: RewardBackend
+    tokenizer: Tokenizer
+    task_sets: Mapping[str, TaskSet]
+    store: WeightStore
+    journal: Journal
+    affinity: Affinity
+    agent: Agent | None = None
+    further_engines: tuple[EngineSpec, ...] = ()
+    """May join while the job runs."""
+    recorder: Recorder | None = None
+    """Keeps finished trajectories, where somebody wants to read them."""

@@ -1,0 +1,52 @@
+"""Loads a task set and draws its first tasks in a child process first: one that ends its process ends only that one.
+
+`fatal_call` is called by `rollart.checks` before the task set is loaded where the job runs. What is merely raised is
+of no interest here: it is met again there.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rollart.tasks.check import how_it_ended
+from rollart.tasks.load import load_task_set
+
+
+def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) -> str | None:
+    """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
+    with tempfile.TemporaryDirectory(prefix="rollart-trial-") as folder:
+        note = Path(folder) / "note"
+        note.write_text("its start")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", __name__, str(note), use, str(seed), domain, str(draws)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        where = note.read_text()
+    return f"{where} ended its process ({how_it_ended(done.returncode)})" if where else None
+
+
+def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
+    """In the child. The note says what is being called, and at the end nothing: see `rollart.tasks.check`."""
+    with contextlib.suppress(Exception, SystemExit):
+        note.write_text("loading it")
+        task_set = load_task_set(use, seed=seed, domain=domain)
+        for index in range(draws):
+            note.write_text(f"task({index})")
+            with contextlib.suppress(Exception, SystemExit):
+                task_set.task(index)
+    note.write_text("")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
