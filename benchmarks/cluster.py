@@ -22,12 +22,13 @@ import numpy as np
 
 from benchmarks.command import main
 from benchmarks.control import run_turns
-from benchmarks.stub import ANSWER_TOKENS, StubEngine
+from benchmarks.stub import ANSWER_TOKENS, StubEngine, start
 from rollart.cluster.local import LocalCluster
+from rollart.config.load import build_job
 from rollart.launch.driver import say
-from rollart.launch.worker import build
 from rollart.types import EngineSpec, GenerateRequest, Needs, Sampling
 from rollart.workers.handles import WorkerEngine
+from rollart.workers.setup import StoreSetup, WorkerSetup
 from rollart.workers.wire import pack, unpack
 
 SIZES = (8, 16, 32, 64)
@@ -84,8 +85,14 @@ async def _over(make: Callable[[Path], tuple[Any, Callable[[], Sequence[int]]]])
     return {"engines": figures, "worker_mb": round(memory_mb, 1)}
 
 
+def _setup(directory: Path) -> WorkerSetup:
+    pools = [{"name": POOL, "engines": {}, "slots": 1}]
+    job = build_job({"name": "stubs", "tasks": [{"name": "a"}], "pools": pools})
+    return WorkerSetup(job=job, out=directory, store=StoreSetup(weights=job.weights, run_id="stubs", model=""))
+
+
 def _local(directory: Path) -> tuple[LocalCluster, Callable[[], Sequence[int]]]:
-    cluster = LocalCluster(directory, {POOL: {"role": "stub", "threads": 1}}, {})
+    cluster = LocalCluster("benchmarks.stub:start", _setup(directory))
     return cluster, lambda: [worker.pid or 0 for worker in cluster.workers.values()]
 
 
@@ -93,18 +100,7 @@ def _ray(directory: Path) -> tuple[Any, Callable[[], Sequence[int]]]:
     from rollart.cluster.ray import RayCluster
 
     nothing = Needs(cpus=0.0)
-    cluster = RayCluster(
-        build,
-        {POOL: {"role": "stub", "threads": 1}},
-        {},
-        engine_needs={POOL: nothing},
-        trainer_needs=nothing,
-        trainer_ranks=1,
-        room=[nothing],
-        log_dir=directory,
-        address=None,
-        wait_s=300.0,
-    )
+    cluster = RayCluster(start, _setup(directory), engine_needs={POOL: nothing}, trainer_needs=nothing, room=[nothing])
     return cluster, lambda: [worker.places[name]["pid"] for name, worker in cluster.workers.items()]
 
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 from transformers.generation import ContinuousBatchingConfig
 
 from benchmarks.engine_workload import Answers, Workload
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import load_model
 from rollart.types import GenerateRequest, Sampling, Tokens
 

@@ -23,7 +23,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import adopt, load_weights_, named_weights
 from rollart.types import GenerateRequest, Sampling
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tool_lake import MAX_CALLS, ToolLakeTasks
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import load_model
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import Environment, as_observation

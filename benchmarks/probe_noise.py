@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+from rollart.config.settings import EngineSettings
 from rollart.engines.launch import AnyServer, ServerSettings, launch
 from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.model.network import load_model, named_weights, probe
@@ -52,13 +53,11 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = load_model(asked.model)
     store = FileStore(folder / "weights", model_path=Path(asked.model))
     settings = ServerSettings(
-        kind="vllm",
+        engines=EngineSettings(type="vllm", dtype=asked.dtype, max_batch=32),
         engine_id="noise",
-        model=str(store.initial()),
+        model=store.initial(),
         context_tokens=CONTEXT_TOKENS,
-        log_dir=str(folder),
-        dtype=asked.dtype,
-        max_batch=32,
+        log_dir=folder,
         cpu=not torch.cuda.is_available(),
     )
     engine = await launch(settings, fetch=store.fetch, folder=store.folder)

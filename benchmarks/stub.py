@@ -1,8 +1,11 @@
 """An engine that answers at once with the same completion: what is measured around it is everything but the model."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rollart.types import Completion, Finish, GenerateRequest, Span, SwapReport, WeightManifest, WeightVersion
+from rollart.workers.setup import WorkerSetup
 
 ANSWER_TOKENS = 32
 
@@ -28,3 +31,8 @@ class StubEngine:
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         return SwapReport(version=manifest.version)
+
+
+async def start(body: str, ranks: Sequence[object] = ()) -> StubEngine:
+    """In a worker's process, from its set-up."""
+    return StubEngine(WorkerSetup.model_validate_json(body).name)

@@ -34,8 +34,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "model": SHARED,
     "tasks": SHARED | {"workers"},
     "cluster": SHARED | {"workers"},
-    "engines": SHARED | {"model"},
-    "train": SHARED | {"model"},
+    "engines": SHARED | {"model", "workers"},  # servers are started as workers are
+    "train": SHARED | {"model", "workers"},  # ranks are workers, and their shares cross to them
     "store": SHARED | {"model", "workers"},  # the journal's values are encoded as those that cross processes
     "envs": SHARED | {"tasks", "workers"},  # user code is found and run through `tasks`
     "rewards": SHARED | {"tasks", "workers"},

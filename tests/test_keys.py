@@ -14,7 +14,7 @@ import copy
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
@@ -26,8 +26,9 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.paths import OnDisk
 from rollart.config.settings import Settings
-from rollart.errors import JobError, JobStopped
-from rollart.types import TrajectoryId
+from rollart.errors import EngineError, JobError, JobStopped
+from rollart.types import EngineSpec, TrajectoryId
+from rollart.workers.setup import WorkerSetup
 
 Reads = dict[str, set[str]]
 """Key -> who read it, as `module.function`."""
@@ -62,6 +63,8 @@ PLACED = (
 )
 """Keys of a real run that only say where and how much: who places, shares or reports reads them, and rightly so."""
 RAY_PLACED = ("pools.N.resource", "pools.N.slots_per_worker", "pools.N.engines.most")
+ATTACHED = ("pools.N.engines.gpus", "pools.N.engines.max_batch")
+"""Of a server that runs already they only say what it is, to who places and counts."""
 RAY_ELSEWHERE = ("tasks.N.latency", "cluster.check")
 """On Ray: of the wrapper of all hosts, as no environment is opened here; and what `tests/test_resources.py` shows."""
 
@@ -146,7 +149,7 @@ def simulated(job: Job) -> Reads:
 
 
 def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """A real run is put together, and one environment asked for; no worker is started."""
+    """A real run is put together, and one environment asked for; its workers are built and train in this process."""
     from rollart.launch import training
     from rollart.launch.checks import check_supported
     from rollart.launch.real import real_world
@@ -180,7 +183,48 @@ def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
         patch.setitem(sys.modules, "rollart.cluster.ray", ray_stub(asked))
         patch.setitem(sys.modules, "wandb", MagicMock())
         asyncio.run(training._drive(job, folder, work, resume=None, watch=None))
+        asyncio.run(build_workers(job, folder, patch))
     return reads
+
+
+async def build_workers(job: Job, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """As their processes do it, an engine of each pool and the trainer, which then trains on a batch."""
+    from rollart.launch import worker
+    from rollart.store.open import new_store
+    from rollart.train.settings import TrainerSettings
+    from rollart.train.single import SingleTrainer
+    from tests.train.samples import make_batch, random_samples
+
+    setup = WorkerSetup(job=job, out=folder, store=new_store(job, folder))
+    specs = [EngineSpec(id=p.name, pool=p.name, type="", hardware="cpu", gpus=1) for p in job.engine_pools]
+    patch.setattr("os.sched_setaffinity", lambda *_: None)
+    patch.setattr("rollart.engines.launch.ServerProcess", NoServer)
+    patch.setattr(worker, "Process", NoRank)
+    rooms = [p.name for p in job.pools if p.slots and job.cluster.type == "ray"]
+    for own in (*map(setup.engine, specs), *(setup.environments(name, name) for name in rooms), setup):
+        patch.setattr(WorkerSetup, "model_validate_json", lambda body, own=own: own)  # the job that is watched
+        with suppress(Exception):  # what a value breaks there, it was read for
+            made = await worker.start("")
+            await made.close()
+    with suppress(Exception):
+        SingleTrainer(TrainerSettings(job=job, out=folder)).train_step(make_batch(0, random_samples(0, 4)))
+
+
+class NoServer:
+    """An inference server that does not start."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    async def ready(self, *arguments: object) -> None:
+        raise EngineError("not here")
+
+    async def stop(self) -> None: ...
+
+
+class NoRank(NoServer):
+    pid = None
+
+    async def start(self, body: str) -> None: ...
 
 
 def ray_stub(asked: asyncio.Event) -> types.ModuleType:
@@ -387,5 +431,6 @@ def test_a_real_run_reads_every_key_of_its_own(
         return own | control
 
     raw = with_values(BASE, {**REAL[scenario], "model.path": str(model)})
-    not_here = (*SIM_ONLY, *(RAY_ELSEWHERE if scenario == "ray" else ()))
+    only_said = {"ray": RAY_ELSEWHERE, "vllm, attached": ATTACHED}
+    not_here = (*SIM_ONLY, *only_said.get(scenario, ()))
     assert not (found := unread(raw, read_of, lambda key: matches(key, not_here))), "\n".join(found)

@@ -11,6 +11,7 @@ from msgspec import structs
 from msgspec.json import encode as json_encode
 
 from rollart.config.load import build_job
+from rollart.config.settings import WeightSettings
 from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import EventLog, read_events
@@ -21,6 +22,7 @@ from rollart.launch.rundir import add_control, alone, newest_run, summary_again,
 from rollart.launch.training import _complete, _harmless, _Known
 from rollart.report.summary import Summary
 from rollart.store.journal import FileJournal
+from rollart.workers.setup import StoreSetup
 from tests.contracts.trainer import checkpoint, empty_batch
 from tests.events import some
 
@@ -236,7 +238,9 @@ def test_failures_are_counted_and_their_first_reasons_kept() -> None:
 
 
 def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> None:
-    first, second, third = ({"type": "shm", "run_id": f"job-{number}"} for number in (1, 2, 3))
+    first, second, third = (
+        StoreSetup(weights=WeightSettings(), run_id=f"job-{number}", model="m") for number in (1, 2, 3)
+    )
     assert _stores_before(tmp_path, first) == []
     assert _stores_before(tmp_path, second) == [first]
     assert _stores_before(tmp_path, third) == [first, second]

@@ -5,44 +5,42 @@ that crashes the interpreter takes the job with it: that is what the other clust
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollart.errors import ClusterError, boundary
 from rollart.ports import Engine, Trainer
 from rollart.types import EngineSpec
+from rollart.workers.setup import WorkerSetup
 
-Build = Callable[[Mapping[str, Any]], Awaitable[Any]]
+Build = Callable[[WorkerSetup], Awaitable[Any]]
 """Makes a worker from its set-up: `rollart.launch.worker.build`."""
 
 
 class InlineCluster:
-    def __init__(
-        self, build: Build, engine_setup: Mapping[str, Mapping[str, Any]], trainer_setup: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, build: Build, setup: WorkerSetup) -> None:
         self._build = build
-        self._engine_setup = engine_setup
-        self._trainer_setup = trainer_setup
+        self._setup = setup
         self.workers: dict[str, Any] = {}
         """By name: the engines' ids, and `trainer`."""
 
     async def engine(self, spec: EngineSpec) -> Engine:
-        engine: Engine = await self._start(spec.id, {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id})
+        engine: Engine = await self._start(self._setup.engine(spec))
         return engine
 
     async def trainer(self) -> Trainer:
-        trainer: Trainer = await self._start("trainer", {**self._trainer_setup, "role": "trainer"})
+        trainer: Trainer = await self._start(self._setup)
         return trainer
 
     async def close(self) -> None:
         for name in list(self.workers):
             await self._stop(name)
 
-    async def _start(self, name: str, setup: Mapping[str, Any]) -> Any:
-        await self._stop(name)
-        with boundary(ClusterError, f"{name} could not start"):
-            self.workers[name] = await self._build({**setup, "cores": None})
-        return self.workers[name]
+    async def _start(self, setup: WorkerSetup) -> Any:
+        await self._stop(setup.name)
+        with boundary(ClusterError, f"{setup.name} could not start"):
+            self.workers[setup.name] = await self._build(setup)
+        return self.workers[setup.name]
 
     async def _stop(self, name: str) -> None:
         close = getattr(self.workers.pop(name, None), "close", None)

@@ -1,6 +1,6 @@
 """The same workers as Ray actors, placed on the machines that their pool names. The only file that imports ray.
 
-An actor hosts what `rollart.launch.worker.build` makes. Calls carry `rollart.workers.wire` bytes; Ray wraps them in
+An actor hosts what `rollart.launch.worker.start` makes. Calls carry `rollart.workers.wire` bytes; Ray wraps them in
 its own serialisation, between our own processes only, behind the cluster's token. An actor that dies raises the
 port's error in every call under way, and is never restarted by Ray: control does that, because only control knows which
 weights it must load first. A worker no machine has room for waits `wait_s` for one to join, then raises NoRoom.
@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import socket
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom, text_of
+from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
 from rollart.types import EngineSpec, Needs, Node
 from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
+from rollart.workers.server import failure
+from rollart.workers.setup import WorkerSetup
 from rollart.workers.wire import pack, unpack
 
 Build = Callable[..., Awaitable[Any]]
-"""Makes a worker from its set-up, and from its ranks where it has some: `rollart.launch.worker.build`."""
+"""Makes a worker from its set-up's JSON, and from its ranks where it has some: `rollart.launch.worker.start`."""
 KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 PLACED = "placed.jsonl"
@@ -62,41 +63,37 @@ class Host:
             listener.bind((address, 0))
             return f"tcp://{address}:{listener.getsockname()[1]}"
 
-    async def setup(self, body: bytes, ranks: Sequence[Any] = ()) -> bytes:
-        return await self._answer(self._set_up(unpack(body), [RankActor(actor) for actor in ranks]))
+    async def setup(self, body: str, ranks: Sequence[Any] = ()) -> bytes:
+        return await self._answer(self._set_up(body, [RankActor(rank, actor) for rank, actor in enumerate(ranks)]))
 
     async def call(self, method: str, body: bytes) -> bytes:
         return await self._answer(getattr(self._worker, method)(*unpack(body)))
 
-    async def _set_up(self, setup: Mapping[str, Any], ranks: "Sequence[RankActor]") -> None:
-        self._worker = await (self._build(setup, ranks) if ranks else self._build(setup))
+    async def _set_up(self, body: str, ranks: "Sequence[RankActor]") -> None:
+        self._worker = await self._build(body, ranks)
 
     async def _answer(self, work: Awaitable[Any]) -> bytes:
         try:
             return pack([True, await work])
         except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
-            if not type(error).__module__.startswith("rollart."):
-                with contextlib.suppress(OSError):  # the log's disk may be full
-                    traceback.print_exc()
-            return pack([False, [type(error).__name__, text_of(error)]])
+            return pack([False, failure(error)])
 
 
 class RankActor:
     """One rank, seen from the trainer."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, rank: int, actor: Any) -> None:
         self._actor = actor
         self.gone = False
-        self.name = "rank"
+        self.name = f"rank-{rank}"
 
     @property
     def pid(self) -> int | None:
         """None when it is lost; which process it is, is another machine's business."""
         return None if self.gone else 0
 
-    async def start(self, setup: Mapping[str, Any]) -> None:
-        self.name = f"rank-{setup['at']['rank']}"
-        await _answered(self, ClusterError, self._actor.setup.remote(pack(dict(setup))))
+    async def start(self, body: str) -> None:
+        await _answered(self, ClusterError, self._actor.setup.remote(body))
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         return await _answered(self, error, self._actor.call.remote(method, pack(list(arguments))))
@@ -118,7 +115,7 @@ class RayWorker:
         self._ranks = ranks
         self._group = group
 
-    async def start(self, setup: Mapping[str, Any], wait_s: float, wanted: str) -> None:
+    async def start(self, setup: WorkerSetup, wait_s: float, wanted: str) -> None:
         """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built."""
         actors = {self.name: self._actor} | {f"rank-{place}": actor for place, actor in enumerate(self._ranks)}
         try:
@@ -126,12 +123,12 @@ class RayWorker:
                 for name, actor in actors.items():
                     self.places[name] = await actor.where.remote()
                 if self._ranks:
-                    setup = {**setup, "rendezvous": await self._ranks[0].rendezvous.remote()}
+                    setup = setup.model_copy(update={"rendezvous": await self._ranks[0].rendezvous.remote()})
         except TimeoutError:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
             raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
-        await _answered(self, ClusterError, self._actor.setup.remote(pack(dict(setup)), list(self._ranks)))
+        await _answered(self, ClusterError, self._actor.setup.remote(setup.model_dump_json(), list(self._ranks)))
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
@@ -162,42 +159,34 @@ class RayCluster:
     def __init__(
         self,
         build: Build,
-        engine_setup: Mapping[str, Mapping[str, Any]],
-        trainer_setup: Mapping[str, Any],
+        setup: WorkerSetup,
         *,
         engine_needs: Mapping[str, Needs],
         trainer_needs: Needs,
-        trainer_ranks: int,
         room: Sequence[Needs],
-        log_dir: Path,
-        address: str | None,
-        wait_s: float,
     ) -> None:
         self._build = build
-        self._engine_setup = engine_setup
-        self._trainer_setup = trainer_setup
+        self._setup = setup
         self._engine_needs = engine_needs
         self._trainer_needs = trainer_needs
         """Of one rank."""
-        self._trainer_ranks = trainer_ranks
-        self._wait_s = wait_s
-        self._log_dir = log_dir
+        self._wait_s = setup.job.cluster.wait_s
+        self._log_dir = setup.log_dir
         self.workers: dict[str, RayWorker] = {}
         """By name: the engines' ids, `trainer`, and the environment workers'."""
-        log_dir.mkdir(parents=True, exist_ok=True)
-        _say_into(log_dir / "ray.log")
-        connect(address, room)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        _say_into(self._log_dir / "ray.log")
+        connect(setup.job.cluster.address, room)
 
     async def engine(self, spec: EngineSpec) -> WorkerEngine:
-        setup = {"role": "engine", **self._engine_setup[spec.pool], "id": spec.id}
-        return WorkerEngine(await self.worker(spec.id, setup, self._engine_needs[spec.pool]))
+        return WorkerEngine(await self.worker(self._setup.engine(spec), self._engine_needs[spec.pool]))
 
     async def trainer(self) -> WorkerTrainer:
-        setup = {**self._trainer_setup, "role": "trainer"}
-        return WorkerTrainer(await self.worker("trainer", setup, self._trainer_needs, reserve=self._trainer_ranks))
+        return WorkerTrainer(await self.worker(self._setup, self._trainer_needs, reserve=self._setup.job.train.gpus))
 
-    async def worker(self, name: str, setup: Mapping[str, Any], needs: Needs, *, reserve: int = 0) -> RayWorker:
-        """Start, or start again, the worker of this name. `reserve`: its place is a group of so many bundles."""
+    async def worker(self, setup: WorkerSetup, needs: Needs, *, reserve: int = 0) -> RayWorker:
+        """Start, or start again, the worker of this set-up. `reserve`: its place is a group of so many bundles."""
+        name = setup.name
         before = self.workers.pop(name, None)
         if before is not None:
             before.stop()

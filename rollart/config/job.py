@@ -73,6 +73,11 @@ class Job(Settings):
         return next(pool for pool in self.pools if pool.name == wanted)
 
     @property
+    def task_variables(self) -> list[str]:
+        """What environments see of our environment. All tasks': a process plays now this one, now that one."""
+        return sorted({name for task in self.tasks for name in task.environment})
+
+    @property
     def slots(self) -> int:
         """Most groups alive at a time."""
         return (self.rollout.staleness + 1) * self.rollout.groups_per_step + self.rollout.spare_groups

@@ -311,6 +311,7 @@ CLIP_RANGES: dict[str, tuple[float, float]] = {
     "reinforce++": (0.2, 0.2),
 }
 """(eps_low, eps_high) of each algorithm's authors; the ratio is kept within [1 - eps_low, 1 + eps_high]."""
+DEFAULT_WEIGHT_CAP = 2.0
 CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
 
@@ -329,6 +330,8 @@ class TrainSettings(Settings):
     lr_decay: FromNextStep[Literal["none", "linear", "cosine"]] = "none"
     """How the learning rate falls from `lr` to zero over the job's `steps`."""
     weight_decay: FromNextStep[NonNegative] = 0.0
+    adam_eps: FromNextStep[Positive] = 1e-8
+    """Added to the root of Adam's second moment."""
     grad_clip: FromNextStep[NonNegative] = 1.0
     """Largest gradient norm; 0 means no clipping."""
     algorithm: Annotated[Algorithm, Fixed("the groups in the checkpoint have their advantages by it")] = "grpo"
@@ -385,6 +388,21 @@ class TrainSettings(Settings):
         if self.reference is not None and not self.kl_coef:
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(eps_low, eps_high) in force; infinite for `rloo`."""
+        low, high = CLIP_RANGES.get(self.algorithm, (math.inf, math.inf))
+        return (low if self.eps_low is None else self.eps_low, high if self.eps_high is None else self.eps_high)
+
+    @property
+    def cap(self) -> float:
+        """The `weight_cap` in force. A cap below the top of the clip range would keep the clip from acting."""
+        if self.weight_cap is not None:
+            return self.weight_cap
+        top = 1 + self.clip_range[1]
+        beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
+        return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
     def _clip_acts(self) -> None:
         """Refuses what was asked for and would do nothing."""

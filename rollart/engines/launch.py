@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollart.config.settings import EngineSettings
 from rollart.engines import sglang, split, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
@@ -31,30 +32,17 @@ AnyServer = vllm.VllmServer | sglang.SglangServer | split.SplitServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """All that a remote engine is started from. Plain data: it travels to the engine's process."""
+    """What a remote engine is started from."""
 
-    kind: str
-    """`vllm` or `sglang`."""
+    engines: EngineSettings
     engine_id: str
-    model: str
+    model: Path
     context_tokens: int
-    log_dir: str
-    dtype: str = "float32"
-    max_batch: int = 256
-    gpus: int = 1
-    threads: int = 1
+    log_dir: Path
     cpu: bool = False
     """No GPU: nothing is compiled."""
-    python: str | None = None
-    url: str | None = None
-    """Attach to this server instead of starting one."""
     stop_tokens: tuple[int, ...] = ()
     """End an answer, beside those that the model's files name."""
-    args: tuple[str, ...] = ()
-    """More of the server's own command line."""
-    connector: str | None = None
-    """vLLM: split prefill from decode, with this connector between them."""
-    prefill_gpus: int = 1
     start_s: float = 600.0
 
 
@@ -86,7 +74,7 @@ async def launch(
                 max_context=max_context,
                 vocab_size=int(config["vocab_size"]),
                 eos=eos | set(settings.stop_tokens),
-                dtype=settings.dtype,
+                dtype=settings.engines.dtype,
             ),
             fetch=fetch,
             folder=folder,
@@ -98,29 +86,27 @@ async def launch(
 
 
 async def _server(settings: ServerSettings, model: Path, max_context: int) -> AnyServer:
-    if settings.url is not None:
-        http = Http(settings.url, os.environ.get(TOKEN_VARIABLE))
-        return vllm.VllmServer(http) if settings.kind == "vllm" else sglang.SglangServer(http)
-    if settings.kind == "sglang":
+    if settings.engines.url is not None:
+        http = Http(settings.engines.url, os.environ.get(TOKEN_VARIABLE))
+        return vllm.VllmServer(http) if settings.engines.type == "vllm" else sglang.SglangServer(http)
+    if settings.engines.type == "sglang":
         port, token = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
-            server_python(settings.kind, settings.python),
+            server_python(settings.engines.type, settings.engines.python),
             str(model),
             port=port,
-            dtype=settings.dtype,
-            max_batch=settings.max_batch,
+            dtype=settings.engines.dtype,
+            max_batch=settings.engines.max_batch,
             max_context=max_context,
-            gpus=settings.gpus,
+            gpus=settings.engines.gpus,
         )
         return sglang.SglangServer(*await _start(settings, "sglang", line, sglang.environment(token), port, token))
-    if settings.connector is None:
-        return await _vllm(settings, "vllm", model, max_context, settings.gpus, [], {})
+    gpus, pair_of = settings.engines.gpus, settings.engines.split
+    if pair_of is None:
+        return await _vllm(settings, "vllm", model, max_context, gpus, [], {})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    more = split.arguments(settings.connector)
-    devices = {
-        "decode": range(settings.gpus),
-        "prefill": range(settings.gpus, settings.gpus + settings.prefill_gpus),
-    }
+    more = split.arguments(pair_of.connector)
+    devices = {"decode": range(gpus), "prefill": range(gpus, gpus + pair_of.prefill_gpus)}
     pair: dict[str, vllm.VllmServer] = {}
     try:
         for role, share in devices.items():
@@ -144,16 +130,16 @@ async def _vllm(
 ) -> vllm.VllmServer:
     port, token = free_port(), secrets.token_urlsafe(24)
     line = vllm.command(
-        server_python(settings.kind, settings.python),
+        server_python(settings.engines.type, settings.engines.python),
         str(model),
         port=port,
-        dtype=settings.dtype,
-        max_batch=settings.max_batch,
+        dtype=settings.engines.dtype,
+        max_batch=settings.engines.max_batch,
         max_context=max_context,
         gpus=gpus,
         cpu=settings.cpu,
     )
-    environment = vllm.environment(token, settings.threads, cpu=settings.cpu) | variables
+    environment = vllm.environment(token, settings.engines.threads, cpu=settings.cpu) | variables
     http, process = await _start(settings, role, [*line, *more], environment, port, token)
     return vllm.VllmServer(http, process, gives=role == "prefill")
 
@@ -168,8 +154,8 @@ def server_python(kind: str, asked: str | None) -> str:
 async def _start(
     settings: ServerSettings, role: str, line: list[str], variables: dict[str, str], port: int, token: str
 ) -> tuple[Http, ServerProcess]:
-    log = Path(settings.log_dir) / f"{settings.engine_id}-{role}.log"
-    process = ServerProcess([*line, *settings.args], variables, log)
+    log = settings.log_dir / f"{settings.engine_id}-{role}.log"
+    process = ServerProcess([*line, *settings.engines.args], variables, log)
     url = f"http://127.0.0.1:{port}"
     try:
         await process.ready(f"{url}/health", settings.start_s, token)
@@ -179,8 +165,8 @@ async def _start(
     return Http(url, token), process
 
 
-def _model(path: str) -> tuple[Path, dict[str, Any]]:
-    model = Path(path).absolute()
+def _model(path: Path) -> tuple[Path, dict[str, Any]]:
+    model = path.absolute()
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return model, config
 

@@ -7,7 +7,6 @@ process ends. Nothing here knows what kind of server it is.
 import asyncio
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,9 @@ import httpx
 
 from rollart.engines import guard
 from rollart.errors import EngineError
+from rollart.workers.launch import last_output, spawn
 
 POLL_S = 0.25
-TAIL_BYTES = 2000
-"""How much of a dead server's log goes into the error."""
 
 
 def free_port() -> int:
@@ -34,22 +32,16 @@ class ServerProcess:
     """One server below this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         life, self._life = os.pipe()
-        # Servers write down how they were started: for nobody else to read.
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, guard.__file__, str(life), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=(life,),
-                start_new_session=True,
-                # Our own PYTHONPATH would put our packages before those of the server's interpreter.
-                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment),
-                cwd=log.parent,
-            )
+        self._process = spawn(
+            [sys.executable, guard.__file__, str(life), *command],
+            log,
+            # Our own PYTHONPATH would put our packages before those of the server's interpreter.
+            {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment),
+            pass_fds=(life,),
+            cwd=log.parent,
+        )
         os.close(life)
 
     async def ready(self, url: str, limit_s: float, token: str) -> None:
@@ -59,23 +51,19 @@ class ServerProcess:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, headers=shown) as client:
             while True:
                 if self._process.poll() is not None:
-                    raise EngineError(f"the server ended before it answered; {self.last_words()}")
+                    raise EngineError(f"the server ended before it answered; {last_output(self._log)}")
                 try:
                     if (await client.get(url)).status_code == 200:
                         return
                 except httpx.HTTPError:
                     pass  # not up yet
                 if asyncio.get_running_loop().time() > until:
-                    raise EngineError(f"the server did not answer within {limit_s:g} s; {self.last_words()}")
+                    raise EngineError(f"the server did not answer within {limit_s:g} s; {last_output(self._log)}")
                 await asyncio.sleep(POLL_S)
 
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
-
-    def last_words(self) -> str:
-        tail = self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip().replace("\n", " | ")
-        return f"see {self._log}; it last said: {tail}"
 
     async def stop(self) -> None:
         """End the server and all below it, and wait until it is gone."""

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.envs.codec import observation_from_wire
-from rollart.errors import EnvError
-from rollart.tasks.api import task_to_json
+from rollart.errors import ClusterError, EnvError
+from rollart.tasks.api import as_observation
 from rollart.types import Observation, Task, TrajectoryId
-from rollart.workers.pool import Child, ChildError, ChildPool, Lost
+from rollart.workers.launch import Lost, Process
+from rollart.workers.link import WorkerFailed, WorkerGone
+from rollart.workers.pool import ProcessPool
 
 CLOSE_GRACE_S = 5.0
 """How long an environment may take to close itself before its process is killed."""
@@ -35,9 +36,10 @@ class ProcessEnvHost:
     ) -> None:
         """`variables`: of our environment, those that workers get beside what every program needs."""
         self._uses = dict(uses)
-        self._pool = ChildPool(
-            "rollart.envs.worker",
-            {"uses": self._uses, "seed": seed},
+        self._pool = ProcessPool(
+            "rollart.envs.worker:EnvWorker",
+            self._uses,
+            seed,
             size=slots,
             log_dir=Path(log_dir),
             name="env",
@@ -57,19 +59,19 @@ class ProcessEnvHost:
         try:
             return await self._open(task)
         except EnvError as error:
-            if not (isinstance(error.__cause__, ChildError) and error.__cause__.gone):
+            if not isinstance(error.__cause__, WorkerGone):
                 raise
             # an idle worker may have died since its last user: that is no fault of this environment
             return await self._open(task)
 
     async def _open(self, task: Task) -> "ProcessEnv":
         try:
-            child = await self._pool.acquire()
-        except ChildError as error:
+            process = await self._pool.acquire()
+        except ClusterError as error:
             raise EnvError(f"open: {error}") from error
-        env = ProcessEnv(self._pool, child)
+        env = ProcessEnv(self._pool, process)
         try:
-            await env.call("open", task=task_to_json(task))
+            await env.call("open", task)
         except BaseException:
             env.drop()
             raise
@@ -83,21 +85,20 @@ class ProcessEnvHost:
 class ProcessEnv:
     """One environment in a worker. Holds its slot until it is closed."""
 
-    def __init__(self, pool: ChildPool, child: Child) -> None:
+    def __init__(self, pool: ProcessPool, process: Process) -> None:
         self._pool = pool
-        self._child: Child | None = child
+        self._process: Process | None = process
 
     async def reset(self) -> Observation:
         return await self._observe("reset")
 
     async def step(self, action: str) -> Observation:
-        return await self._observe("step", action=action)
+        return await self._observe("step", action)
 
     async def close(self) -> None:
         """Ask it to close, then give the slot back. A worker that is busy or too slow is killed."""
-        child = self._child
         try:
-            if child is not None and child.ready:
+            if self._process is not None and self._process.ready:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(CLOSE_GRACE_S):
                         await self.call("close")
@@ -106,26 +107,26 @@ class ProcessEnv:
 
     def drop(self) -> None:
         """Give the slot back now."""
-        child, self._child = self._child, None
-        if child is not None:
-            self._pool.release(child)
+        process, self._process = self._process, None
+        if process is not None:
+            self._pool.release(process)
 
-    async def call(self, op: str, **arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """One request to the worker. Raises EnvError."""
-        if self._child is None or not self._child.ready:
-            raise EnvError(f"{op}: this environment is closed, or its worker has died")
-        child = self._child
+        process = self._process
+        if process is None or not process.ready:
+            raise EnvError(f"{method}: this environment is closed, or its worker has died")
         try:
-            return await child.call({"op": op, **arguments})
-        except ChildError as error:
-            raise EnvError(f"{op}: {error}") from error
+            return await process.ask(method, *arguments)
+        except (WorkerFailed, WorkerGone) as error:
+            raise EnvError(f"{method}: {error}") from error
         except asyncio.CancelledError:
-            child.kill()
+            process.kill()
             raise
 
-    async def _observe(self, op: str, **arguments: Any) -> Observation:
-        value = await self.call(op, **arguments)
+    async def _observe(self, method: str, *arguments: Any) -> Observation:
+        value = await self.call(method, *arguments)
         try:
-            return observation_from_wire(value)
+            return as_observation(value)  # again: user code may have spoken for the worker
         except ValueError as error:
-            raise EnvError(f"{op}: {error}") from error
+            raise EnvError(f"{method}: {error}") from error

@@ -5,44 +5,42 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.workers import child
+from rollart.tasks.api import Environment, TaskSet, as_observation
+from rollart.tasks.load import load_task_set
+from rollart.types import Observation, Task
 
 
-def start(setup: Mapping[str, Any]) -> child.Handler:
-    """The handler of open, reset, step and close. Task sets are loaded when their first task arrives."""
-    from rollart.envs.codec import observation_to_wire
-    from rollart.tasks.api import Environment, TaskSet, as_observation, task_from_json
-    from rollart.tasks.load import load_task_set
+class EnvWorker:
+    """Task sets are loaded when their first task arrives."""
 
-    uses: Mapping[str, str] = setup["uses"]
-    task_sets: dict[str, TaskSet] = {}
-    current: list[Environment] = []
-    runner = asyncio.Runner()
+    def __init__(self, uses: Mapping[str, str], seed: int) -> None:
+        self._uses = uses
+        self._seed = seed
+        self._task_sets: dict[str, TaskSet] = {}
+        self._environment: Environment | None = None
+        self._runner = asyncio.Runner()
 
-    def finished(value: Any) -> Any:
+    def open(self, task: Task) -> None:
+        if task.domain not in self._task_sets:
+            use = self._uses[task.domain]
+            self._task_sets[task.domain] = load_task_set(use, seed=self._seed, domain=task.domain)
+        self._environment = self._task_sets[task.domain].environment(task)
+
+    def reset(self) -> Observation:
+        assert self._environment is not None
+        return as_observation(self._finished(self._environment.reset()))
+
+    def step(self, action: str) -> Observation:
+        assert self._environment is not None
+        return as_observation(self._finished(self._environment.step(action)))
+
+    def close(self) -> None:
+        environment, self._environment = self._environment, None
+        assert environment is not None
+        self._finished(environment.close())
+
+    def _finished(self, value: Any) -> Any:
         async def wait() -> Any:
             return await value
 
-        return runner.run(wait()) if inspect.isawaitable(value) else value
-
-    def handle(request: Mapping[str, Any]) -> Any:
-        match request["op"]:
-            case "open":
-                task = task_from_json(request["task"])
-                if task.domain not in task_sets:
-                    task_sets[task.domain] = load_task_set(uses[task.domain], seed=setup["seed"], domain=task.domain)
-                current[:] = [task_sets[task.domain].environment(task)]
-                return None
-            case "reset":
-                return observation_to_wire(as_observation(finished(current[0].reset())))
-            case "step":
-                return observation_to_wire(as_observation(finished(current[0].step(request["action"]))))
-            case _:
-                environment = current.pop()
-                return finished(environment.close())
-
-    return handle
-
-
-if __name__ == "__main__":
-    child.serve(start)
+        return self._runner.run(wait()) if inspect.isawaitable(value) else value

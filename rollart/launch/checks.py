@@ -21,7 +21,6 @@ from rollart.config.settings import TaskSettings
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
 from rollart.launch.resources import refuse_unplaceable
-from rollart.launch.setups import task_variables
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
@@ -314,7 +313,7 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
         with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
             uses = {task.name: task.use for task in job.tasks if task.name in sets}
             inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
-            variables = list(os.environ) if inline else task_variables(job)  # these environments will see all of ours
+            variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
             host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=variables)
             try:
                 return [

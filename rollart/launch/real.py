@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rollart.config.job import Job
 from rollart.control.world import World
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
@@ -18,10 +16,11 @@ from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.launch.offers import build_affinity, offers
 from rollart.launch.resources import demands, visible_devices
-from rollart.launch.setups import engine_setups, store_setup, task_variables, trainer_setup
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand, engine_specs, further_specs
 from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
+from rollart.workers.launch import Lost
+from rollart.workers.setup import StoreSetup, WorkerSetup
 
 if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 STORES = "stores.jsonl"
 """In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
-
-Lost = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +58,29 @@ def real_world(
     rising.
     """
     from rollart.model.tokenizer import ChatTokenizer
-    from rollart.store.open import open_store
+    from rollart.store.open import new_store, open_store
     from rollart.store.shm import remove_left_behind
     from rollart.tasks.load import load_task_set, reward_of
 
     model_path = Path(job.model.path)
-    uses = {task.name: task.use for task in job.tasks}
     task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
-    functions = {name: reward_of(use) for name, use in uses.items()}
+    functions = {task.name: reward_of(task.use) for task in job.tasks}
     tokenizer = ChatTokenizer(model_path)
-    where = store_setup(job, out)
+    where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
     if not store.claim():
-        key, place = ("weights.path", where["directory"]) if where["type"] == "files" else ("weights.type", "/dev/shm")
+        path = where.weights.path
+        key, place = ("weights.path", f"{path}/{where.run_id}") if path else ("weights.type", "/dev/shm")
         raise JobError(f"{key}: no lock can be had for weights in {place}; give a place that you can write and lock")
     for dead in before:
         dead.close()
-    if where["type"] == "shm":
+    if where.weights.type == "shm":
         remove_left_behind()
-    engines, trainer = engine_setups(job, out, where, tokenizer.stop_tokens), trainer_setup(job, out, where, earlier)
-    cluster, rooms = _workers(job, out, engines, trainer, uses, task_sets, lost, trains=trains)
+    setup = WorkerSetup(
+        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+    )
+    cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
     scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
     host: EnvHost = rooms
     rewards: RewardBackend = scorer
@@ -118,44 +117,32 @@ def real_world(
 
 
 def _workers(
-    job: Job,
-    out: Path,
-    engines: Mapping[str, dict[str, Any]],
-    trainer: dict[str, Any],
-    uses: Mapping[str, str],
-    task_sets: "Mapping[str, TaskSet]",
-    lost: Lost | None,
-    *,
-    trains: bool,
+    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None, *, trains: bool
 ) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
     """Who starts engines and the trainer, and where environments run."""
-    from rollart.launch.worker import build
+    from rollart.launch import worker
 
+    job = setup.job
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster
 
         wanted = demands(job)
         on_ray = RayCluster(
-            build,
-            engines,
-            trainer,
+            worker.start,
+            setup,
             engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
             trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
-            trainer_ranks=job.train.gpus,
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
-            log_dir=out / "logs",
-            address=job.cluster.address,
-            wait_s=job.cluster.wait_s,
         )
-        return on_ray, _rooms_on(on_ray, job, out, uses)
-    rooms = _rooms_here(job, out, uses, task_sets, lost)
+        return on_ray, _rooms_on(on_ray, setup)
+    rooms = _rooms_here(setup, task_sets, lost)
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
-        return InlineCluster(build, engines, trainer), rooms
+        return InlineCluster(worker.build, setup), rooms
     from rollart.cluster.local import LocalCluster
 
-    return LocalCluster(out / "logs", engines, trainer, lost, visible_devices(job, trains=trains)), rooms
+    return LocalCluster(worker.START, setup, lost, visible_devices(job, trains=trains)), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:
@@ -165,44 +152,36 @@ def _most_wanted(job: Job) -> list[Demand]:
 
 
 def _rooms_here(
-    job: Job, out: Path, uses: Mapping[str, str], task_sets: "Mapping[str, TaskSet]", lost: Lost | None
+    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None
 ) -> "InlineEnvHost | ProcessEnvHost":
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
 
+    job = setup.job
     slots = sum(pool.slots or 0 for pool in job.pools)
     if any(pool.slots and pool.isolation == "process" for pool in job.pools):
+        uses = {task.name: task.use for task in job.tasks}
         return ProcessEnvHost(
-            uses, slots=slots, log_dir=out / "logs", seed=job.seed, variables=task_variables(job), lost=lost
+            uses, slots=slots, log_dir=setup.log_dir, seed=job.seed, variables=job.task_variables, lost=lost
         )
     return InlineEnvHost(task_sets, slots=slots)
 
 
-def _rooms_on(cluster: "RayCluster", job: Job, out: Path, uses: Mapping[str, str]) -> "RemoteEnvHost":
+def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
     """Environment workers on the machines of their pools."""
     from rollart.envs.remote import RemoteEnvHost
 
-    pools = {pool.name: pool for pool in job.pools}
+    pools = {pool.name: pool for pool in setup.job.pools}
     places = [
         (pools[demand.pool], demand.needs, number)
-        for demand in demands(job)
+        for demand in demands(setup.job)
         if demand.role == "environments"
         for number in range(demand.count)
     ]
 
     async def launch(place: int) -> "RayWorker":
         pool, needs, number = places[place]
-        name = f"{pool.name}-env-{number}"
-        setup = {
-            "role": "environments",
-            "uses": dict(uses),
-            "seed": job.seed,
-            "slots": pool.slots_per_worker,
-            "isolation": pool.isolation,
-            "variables": task_variables(job),
-            "log_dir": str((out / "logs" / name).absolute()),
-        }
-        return await cluster.worker(name, setup, needs)
+        return await cluster.worker(setup.environments(f"{pool.name}-env-{number}", pool.name), needs)
 
     sizes = [
         min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in places
@@ -236,10 +215,10 @@ def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path,
     )
 
 
-def _stores_before(out: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     """The weight stores of earlier lives of this run that could not clean up; and note this life's own."""
     path = out / STORES
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    before = [found for found in map(orjson.loads, lines) if found != setup]
-    path.write_bytes(b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in [*before, setup]))
+    lines = path.read_text().splitlines() if path.exists() else []
+    before = [StoreSetup.model_validate_json(line) for line in lines]
+    path.write_text("".join(f"{one.model_dump_json()}\n" for one in [*before, setup]))
     return before

@@ -1,149 +1,30 @@
-"""The composition root of a worker, and the local process around it: one worker behind the socket its parent gave it.
+"""The composition root of a worker: from its set-up to an engine, a trainer, a rank or a host of environments.
 
-`build` makes a worker from its set-up, a mapping of plain values; `cluster/ray.py` calls it inside an actor and
-`cluster/inline.py` in the coordinator. `python -m rollart.launch.worker SOCKET LIFE` is the process of
-`cluster/local.py`: the first call is `setup`, which builds the worker; every later one is a method of its port. Calls
-run side by side. The process ends with its parent: it reads a pipe whose other end only the parent holds.
+`start` is what a worker's own process calls, with the set-up as JSON: that of `cluster/local.py`, a rank's, or an actor
+of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
 """
 
 import asyncio
-import contextlib
 import os
-import socket
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollart.errors import BoundaryError, ClusterError, text_of
-from rollart.workers.child import die_with_parent
-from rollart.workers.link import LENGTH, Outbox
-from rollart.workers.wire import unpack
+from rollart.errors import BoundaryError, ClusterError
+from rollart.workers.launch import Process
+from rollart.workers.setup import RankSetup, WorkerSetup
 
+START = "rollart.launch.worker:start"
+"""For who starts a process."""
 RENDEZVOUS = "ranks-meet"
 """Name of the file in the log directory through which the ranks of a trainer find each other."""
 
 if TYPE_CHECKING:
-    from rollart.store.buckets import BucketStore
+    from rollart.engines.embedded.threaded import ThreadedEngine
+    from rollart.engines.remote import RemoteEngine
+    from rollart.envs.service import EnvService
     from rollart.train.ranks import RankedTrainer
     from rollart.train.settings import TrainerSettings
-
-
-def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
-    die_with_parent(int(sys.argv[2]))
-    asyncio.run(_serve(link))
-
-
-async def _serve(link: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=link, limit=2**26)
-    outbox = Outbox(writer.write)
-    worker: Any = None
-    running: set[asyncio.Task[None]] = set()
-
-    async def answer(number: int, method: str, arguments: list[Any]) -> None:
-        nonlocal worker
-        try:
-            if method == "setup":
-                worker = await build(arguments[0])
-                value = None
-            else:
-                value = await getattr(worker, method)(*arguments)
-            outbox.put([number, True, value])
-        except Exception as error:  # the boundary of the process: whatever it is, the caller hears it
-            if method == "setup" or not type(error).__module__.startswith("rollart."):
-                with contextlib.suppress(OSError):  # the log's disk may be full
-                    traceback.print_exc()
-            outbox.put([number, False, [type(error).__name__, text_of(error)]])
-
-    while True:
-        try:
-            head = await reader.readexactly(LENGTH.size)
-            number, method, arguments = unpack(await reader.readexactly(LENGTH.unpack(head)[0]))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            os._exit(0)
-        task = asyncio.get_running_loop().create_task(answer(number, method, arguments))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-
-async def build(setup: Mapping[str, Any], ranks: "Sequence[RankWorker]" = ()) -> Any:
-    """The implementation that this process runs: an engine, a trainer, or environments. Every cluster calls this.
-
-    `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
-    """
-    if setup.get("cores"):
-        os.sched_setaffinity(0, setup["cores"])
-    match setup["role"]:
-        case "environments":
-            return _environments(setup)
-        case "stub":
-            from benchmarks.stub import StubEngine
-
-            return StubEngine(setup["id"])
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(setup["threads"])
-    match setup["role"]:
-        case "engine" if setup["type"] != "embedded":
-            from rollart.engines.launch import ServerSettings, launch
-            from rollart.store.files import FileStore
-            from rollart.store.open import open_store
-
-            files = open_store(setup["store"])
-            assert isinstance(files, FileStore)  # `check_supported` lets no other through
-            server = ServerSettings(
-                **setup["server"], kind=setup["type"], engine_id=setup["id"], model=str(files.initial())
-            )
-            return await launch(server, fetch=files.fetch, folder=files.folder)
-        case "engine":
-            from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
-            from rollart.engines.embedded.threaded import ThreadedEngine
-            from rollart.store.prefetch import FetchAhead
-
-            ahead = FetchAhead(_store(setup))
-            core = EmbeddedEngine.from_directory(
-                setup["model"],
-                dtype=getattr(torch, setup["dtype"]),
-                device=setup["device"],
-                engine_id=setup["id"],
-                settings=EngineSettings(**setup["settings"]),
-                stop_tokens=setup["stop_tokens"],
-            )
-            return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
-        case "trainer" if setup["type"] == "fsdp2":
-            return await _ranked_trainer(setup, ranks)
-        case "trainer":
-            from rollart.train.single import AsyncTrainer, SingleTrainer
-
-            return AsyncTrainer(SingleTrainer(_trainer_settings(setup)), _store(setup))
-        case "rank":
-            from rollart.train.fsdp2 import RankSettings, ShardedTrainer
-            from rollart.train.ranks import AsyncRank
-
-            at = RankSettings(**setup["at"])
-            return AsyncRank(await asyncio.to_thread(ShardedTrainer, _trainer_settings(setup), at), _store(setup))
-    raise ValueError(f"no such worker: {setup['role']}")
-
-
-def _store(setup: Mapping[str, Any]) -> "BucketStore":
-    from rollart.store.open import open_store
-
-    return open_store(setup["store"])
-
-
-def _trainer_settings(setup: Mapping[str, Any]) -> "TrainerSettings":
-    from rollart.train.losses import LossSettings
-    from rollart.train.settings import TrainerSettings
-
-    return TrainerSettings(
-        **setup["settings"],
-        loss=LossSettings(**setup["loss"]),
-        earlier=tuple((until, _trainer_settings(before)) for until, before in setup.get("earlier", ())),
-    )
 
 
 class RankWorker(Protocol):
@@ -152,42 +33,123 @@ class RankWorker(Protocol):
     @property
     def pid(self) -> int | None: ...
 
-    async def start(self, setup: Mapping[str, Any]) -> None: ...
+    async def start(self, body: str) -> None: ...
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any: ...
 
     async def stop(self) -> None: ...
 
 
-async def _ranked_trainer(setup: Mapping[str, Any], placed: "Sequence[RankWorker]" = ()) -> "RankedTrainer":
+async def start(body: str, ranks: Sequence[RankWorker] = ()) -> Any:
+    """A worker in a process of its own, from its set-up as JSON."""
+    setup = WorkerSetup.model_validate_json(body)
+    if setup.cores:
+        os.sched_setaffinity(0, setup.cores)
+    return await build(setup, ranks)
+
+
+async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
+    """The implementation that this process runs.
+
+    `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
+    """
+    if setup.role == "environments":
+        return _environments(setup)
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from rollart.store.open import open_store
+    from rollart.train.settings import TrainerSettings
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(setup.threads)
+    trainer = TrainerSettings(job=setup.job, out=setup.out, earlier=setup.earlier)
+    match setup.role:
+        case "engine":
+            return await _engine(setup)
+        case "trainer" if setup.job.train.type == "fsdp2":
+            return await _ranked_trainer(setup, trainer, ranks)
+        case "trainer":
+            from rollart.train.single import AsyncTrainer, SingleTrainer
+
+            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store))
+        case "rank":
+            from rollart.train.fsdp2 import ShardedTrainer
+            from rollart.train.ranks import AsyncRank
+
+            assert setup.rank is not None
+            return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), open_store(setup.store))
+
+
+async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
+    from rollart.store.open import open_store
+
+    job, pool, store = setup.job, setup.own_pool, open_store(setup.store)
+    assert pool.engines is not None
+    if pool.engines.type == "embedded":
+        from rollart.engines.embedded.engine import EmbeddedEngine
+        from rollart.engines.embedded.threaded import ThreadedEngine
+        from rollart.store.prefetch import FetchAhead
+
+        core = EmbeddedEngine.from_directory(
+            job.model.path,
+            pool.engines,
+            engine_id=setup.name,
+            seed=job.seed,
+            max_context=job.model.context_tokens,
+            stop_tokens=setup.stop_tokens,
+        )
+        ahead = FetchAhead(store)
+        return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
+    from rollart.engines.launch import ServerSettings, launch
+    from rollart.store.files import FileStore
+
+    assert isinstance(store, FileStore)  # `check_supported` lets no other through
+    server = ServerSettings(
+        engines=pool.engines,
+        engine_id=setup.name,
+        model=store.initial(),
+        context_tokens=job.model.context_tokens,
+        log_dir=setup.log_dir,
+        cpu=pool.hardware == "cpu",
+        stop_tokens=setup.stop_tokens,
+        start_s=job.limits.start_s,
+    )
+    return await launch(server, fetch=store.fetch, folder=store.folder)
+
+
+async def _ranked_trainer(
+    setup: WorkerSetup, settings: "TrainerSettings", placed: Sequence[RankWorker]
+) -> "RankedTrainer":
     """A trainer of several ranks: those that were placed for it, else child processes. These end with it, as it ends
     with its parent."""
-    from rollart.cluster.local import Process
+    from rollart.model.network import device_named
     from rollart.train.ranks import RankedTrainer
 
-    log_dir, device = Path(setup["log_dir"]), setup["settings"]["device"]
-    ranks = placed or [Process(f"rank-{rank}", log_dir) for rank in range(setup["world_size"])]
-    rendezvous = setup["rendezvous"] if placed else f"file://{_rendezvous_file(log_dir)}"
-    setups = [
-        {
-            **setup,
-            "role": "rank",
-            "at": {"rank": rank, "world_size": len(ranks), "rendezvous": rendezvous},
+    train = setup.job.train
+    environment = {**os.environ, "OMP_NUM_THREADS": str(train.threads)}
+    ranks = placed or [Process(f"rank-{rank}", START, setup.log_dir, environment) for rank in range(train.gpus)]
+    rendezvous = setup.rendezvous if placed else f"file://{_rendezvous_file(setup.log_dir)}"
+    starts = []
+    for number, rank in enumerate(ranks):
+        at = RankSetup(
+            rank=number,
+            world_size=len(ranks),
+            rendezvous=rendezvous,
             # a rank that was placed sees no GPU but its own
-            "settings": {**setup["settings"], "device": device if placed else _device_of(device, rank)},
-        }
-        for rank in range(len(ranks))
-    ]
-    starts = [asyncio.ensure_future(rank.start(own)) for rank, own in zip(ranks, setups, strict=True)]
+            device=str(device_named(train.device, 0 if placed else number)),
+        )
+        own = setup.model_copy(update={"role": "rank", "name": f"rank-{number}", "rank": at})
+        starts.append(asyncio.ensure_future(rank.start(own.model_dump_json())))
     try:
         await asyncio.gather(*starts)
     except ClusterError:
         # the others may be waiting for the one that failed
-        for start in starts:
-            start.cancel()
+        for one in starts:
+            one.cancel()
         await asyncio.gather(*(rank.stop() for rank in ranks))
         raise
-    return RankedTrainer(_trainer_settings(setup), ranks)
+    return RankedTrainer(settings, ranks)
 
 
 def _rendezvous_file(log_dir: Path) -> Path:
@@ -197,26 +159,19 @@ def _rendezvous_file(log_dir: Path) -> Path:
     return log_dir.resolve() / f"{RENDEZVOUS}-{os.getpid()}"
 
 
-def _device_of(first: str, rank: int) -> str:
-    """A rank's own device, where the first one's is given: `cuda:0` and those after it, or the CPU."""
-    kind, _, number = first.partition(":")
-    return kind if kind == "cpu" else f"{kind}:{int(number or 0) + rank}"
-
-
-def _environments(setup: Mapping[str, Any]) -> Any:
-    """So many slots, each isolated as the job says."""
+def _environments(setup: WorkerSetup) -> "EnvService":
+    """The slots of one worker, each isolated as the job says."""
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.envs.service import EnvService
     from rollart.tasks.load import load_task_set
 
-    uses, seed, slots = setup["uses"], setup["seed"], setup["slots"]
-    if setup["isolation"] == "process":
-        variables = setup["variables"]
-        return EnvService(ProcessEnvHost(uses, slots=slots, log_dir=setup["log_dir"], seed=seed, variables=variables))
-    task_sets = {name: load_task_set(use, seed=seed, domain=name) for name, use in uses.items()}
+    job, pool = setup.job, setup.own_pool
+    slots = pool.slots_per_worker
+    if pool.isolation == "process":
+        uses, log_dir = {task.name: task.use for task in job.tasks}, setup.log_dir / setup.name
+        return EnvService(
+            ProcessEnvHost(uses, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables)
+        )
+    task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
     return EnvService(InlineEnvHost(task_sets, slots=slots))
-
-
-if __name__ == "__main__":
-    main()

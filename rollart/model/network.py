@@ -76,6 +76,12 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+def device_named(name: str, number: int = 0) -> torch.device:
+    """A job's `cpu`, `cuda` or `cuda:2`; or the one so many after it. Whoever has GPUs of its own sees no others."""
+    kind, _, first = name.partition(":")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(first or 0) + number)
+
+
 def load_model(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:

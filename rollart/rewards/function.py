@@ -13,10 +13,10 @@ import os
 import time
 from typing import Any
 
-from rollart.rewards.wire import reward_to_json
+from rollart.rewards.episodes import reward_to_json
 from rollart.tasks.api import Episode
 from rollart.tasks.load import RewardFunction, load_reward
-from rollart.workers.child import describe
+from rollart.workers.server import describe
 
 FUNCTION_VARIABLE = "ROLLART_REWARD_FUNCTION"
 TOKEN_VARIABLE = "ROLLART_REWARD_TOKEN"

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rollart.errors import RewardError
-from rollart.rewards.wire import Decode, episode_of, score_from_json
+from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.types import Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollart.errors import RewardError
-from rollart.rewards.wire import Decode, episode_of, score_from_json
+from rollart.errors import ClusterError, RewardError
+from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.types import Score, Trajectory
-from rollart.workers.pool import ChildError, ChildPool, Lost
+from rollart.workers.launch import Lost
+from rollart.workers.link import WorkerFailed, WorkerGone
+from rollart.workers.pool import ProcessPool
 
 
 class LocalRewards:
@@ -28,9 +30,9 @@ class LocalRewards:
         self._functions = dict(functions)
         self._decode = decode
         self._timeout_s = timeout_s
-        self._pool = ChildPool(
-            "rollart.rewards.worker",
-            {"functions": self._functions},
+        self._pool = ProcessPool(
+            "rollart.rewards.worker:RewardWorker",
+            self._functions,
             size=workers,
             log_dir=Path(log_dir),
             name="reward",
@@ -51,19 +53,19 @@ class LocalRewards:
         name = self._functions[domain]
         request = episode_of(trajectory, self._decode).to_json()
         try:
-            child = await self._pool.acquire()
-        except ChildError as error:
+            process = await self._pool.acquire()
+        except ClusterError as error:
             raise RewardError(f"{name}: no worker: {error}") from error
-        cold_start_s, child.cold_start_s = child.cold_start_s, 0.0
+        cold_start_s, process.start_s = process.start_s, 0.0
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await child.call(request)
+                answer = await process.ask("score", request)
         except TimeoutError:
             raise RewardError(f"{name}: took longer than {self._timeout_s:g} s and was killed") from None
-        except ChildError as error:
+        except (WorkerFailed, WorkerGone) as error:
             raise RewardError(f"{name}: {error}") from error
         finally:
-            self._pool.release(child)
+            self._pool.release(process)
         if isinstance(answer, dict) and "nonsense" in answer:
             raise RewardError(f"{name}: {answer['nonsense']}", retryable=False)
         return score_from_json(answer, cold_start_s=cold_start_s)

@@ -3,31 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.workers import child
+from rollart.rewards.episodes import reward_to_json
+from rollart.tasks.api import Episode
+from rollart.tasks.load import RewardFunction, load_reward
 
 
-def start(setup: Mapping[str, Any]) -> child.Handler:
-    """The handler of score requests. Functions are loaded when their first episode arrives."""
-    from rollart.rewards.wire import reward_to_json
-    from rollart.tasks.api import Episode
-    from rollart.tasks.load import RewardFunction, load_reward
+class RewardWorker:
+    """`names`: by domain. A function is loaded when its first episode arrives."""
 
-    names: Mapping[str, str] = setup["functions"]
-    functions: dict[str, RewardFunction] = {}
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._functions: dict[str, RewardFunction] = {}
 
-    def handle(request: Mapping[str, Any]) -> Any:
-        episode = Episode.from_json(request)
-        name = names[episode.task.domain]
-        if name not in functions:
-            functions[name] = load_reward(name)
-        returned = functions[name](episode)
+    def score(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+        read = Episode.from_json(episode)
+        name = self._names[read.task.domain]
+        if name not in self._functions:
+            self._functions[name] = load_reward(name)
+        returned = self._functions[name](read)
         try:
             return reward_to_json(returned)
         except ValueError as error:
             return {"nonsense": str(error)}
-
-    return handle
-
-
-if __name__ == "__main__":
-    child.serve(start)

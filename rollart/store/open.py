@@ -1,26 +1,31 @@
-"""Which store a job's weights travel through: the one place that knows them all.
+"""Which store a job's weights travel through: the one place that knows them all."""
 
-A `StoreSetup` is plain data, so that every worker of a job opens the same store, in whatever process it runs.
-"""
-
-from collections.abc import Mapping
+import secrets
 from pathlib import Path
-from typing import Any
 
+from rollart.config.job import Job
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
 from rollart.store.shm import ShmStore
+from rollart.workers.setup import StoreSetup
 
-StoreSetup = Mapping[str, Any]
-"""`{"type": "shm", "run_id": ...}` or `{"type": "files", "directory": ..., "model": ...}`, each with `bucket_bytes`."""
+
+def new_store(job: Job, out: Path) -> StoreSetup:
+    """A store of this life of this run alone."""
+    weights = job.weights
+    if weights.type == "files":
+        weights = weights.model_copy(update={"path": str(Path(weights.path or out / "weights").absolute())})
+    model = str(Path(job.model.path).absolute())
+    return StoreSetup(weights=weights, run_id=f"{job.name}-{secrets.token_hex(8)}", model=model)
 
 
 def open_store(setup: StoreSetup) -> BucketStore:
-    match setup["type"]:
+    bucket_bytes = setup.weights.bucket_mb * 1_000_000
+    match setup.weights.type:
         case "shm":
-            return ShmStore(setup["run_id"], bucket_bytes=setup["bucket_bytes"])
+            return ShmStore(setup.run_id, bucket_bytes=bucket_bytes)
         case "files":
-            return FileStore(
-                Path(setup["directory"]), bucket_bytes=setup["bucket_bytes"], model_path=Path(setup["model"])
-            )
-    raise ValueError(f"no such weight store: {setup['type']}")
+            assert setup.weights.path is not None
+            folder = Path(setup.weights.path) / setup.run_id
+            return FileStore(folder, bucket_bytes=bucket_bytes, model_path=Path(setup.model))
+    raise ValueError(f"no such weight store: {setup.weights.type}")

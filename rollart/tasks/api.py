@@ -256,7 +256,10 @@ def as_observation(value: object) -> Observation:
             raise ValueError(f"returned a message that is no text: {_short(message.content)}")
     if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
-    return value if type(value.reward) is float else replace(value, reward=float(value.reward))
+    if not isinstance(value.info, Mapping):
+        raise ValueError(f"returned the info {_short(value.info)}; give a mapping")
+    done, truncated, fresh = bool(value.done), bool(value.truncated), bool(value.fresh)
+    return replace(value, reward=float(value.reward), done=done, truncated=truncated, fresh=fresh)
 
 
 def as_reward(value: object) -> tuple[float, dict[str, float]]:

@@ -23,7 +23,7 @@ from rollart.errors import JobError
 from rollart.tasks.api import Episode, EpisodeTurn, TaskSet, as_observation, as_reward, text_of
 from rollart.tasks.load import load_reward, load_task_set, reward_of
 from rollart.types import Observation, Task
-from rollart.workers.child import describe
+from rollart.workers.server import describe
 
 EPISODES = 8
 MAX_TURNS = 200

@@ -18,15 +18,13 @@ from rollart.types import Batch, Trajectory, TrajectoryId
 
 
 class Aside:
-    """`path` empty: nothing outlives this object."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path) if path else None
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._reasons: dict[int, dict[str, str]] = {}
         self._tokens: list[tuple[int, int, bool]] = []
         """(step, tokens of a micro-batch, also in all later steps)"""
-        if self._path is not None and self._path.exists():
-            self._read(self._path)
+        if path.exists():
+            self._read(path)
 
     def reasons(self, step: int) -> Mapping[str, str]:
         """Trajectory -> why it was set aside in this step."""
@@ -56,7 +54,7 @@ class Aside:
         self._tokens.append((step, tokens, lasting))
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        if self._path is None or not rows:
+        if not rows:
             return
         lines = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
         with writing(str(self._path)), open(self._path, "ab", buffering=0) as file:

@@ -11,7 +11,6 @@ so may the single-device trainer.
 import gc
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -58,6 +57,7 @@ from rollart.train.single import Store
 from rollart.train.step import RankWork, UpdateReport
 from rollart.train.versions import Versions
 from rollart.types import Probe, WeightManifest, WeightVersion
+from rollart.workers.setup import RankSetup
 
 PATIENCE = timedelta(hours=1)
 """How long a rank waits for the others in one collective call. A rank that dies is seen by `RankedTrainer`, which then
@@ -66,16 +66,6 @@ FILE_BYTES = 4 << 30
 """Largest file of a checkpoint (but a layer stays whole): what rank 0 holds in memory while saving."""
 SAVED_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 """Those that rank 0 reads a model in, by safetensors' names; all others as float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSettings:
-    """Which rank this is, and where it meets the others."""
-
-    rank: int
-    world_size: int
-    rendezvous: str
-    """`file:///PATH` for ranks of one machine (a new path each time), or `tcp://HOST:PORT`, where rank 0 listens."""
 
 
 class ShardedNetwork(nn.Module):
@@ -122,21 +112,19 @@ class _Live(NamedTuple):
 class ShardedTrainer:
     """The synchronous core of one rank. `train_step`, `save` and `restore` from one thread; `publish` from any."""
 
-    def __init__(self, settings: TrainerSettings, at: RankSettings) -> None:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        self._settings = settings
+    def __init__(self, settings: TrainerSettings, at: RankSetup) -> None:
+        self._settings, self._train = settings, settings.job.train
+        torch.set_num_threads(self._train.threads)
         self._rank, self._ranks = at.rank, at.world_size
-        self._device = torch.device(settings.device)
+        self._device = torch.device(at.device)
         self._mesh = self._meet(at)
         # Over the CPU, and each with its own order of calls, so that neither meets the other or a step.
         self._to_publish = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._to_save = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._checkpoints = Checkpoints(Path(settings.checkpoint_dir), settings.keep_checkpoints)
+        self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
-        if settings.has_kl:
-            path = Path(settings.reference_path or settings.model_path)
+        if (path := settings.reference_path) is not None:
             self._reference = self._load_network(path).requires_grad_(False)
         self._live: _Live | None = None
         self.restore("")
@@ -195,19 +183,18 @@ class ShardedTrainer:
     def restore(self, reference: str) -> WeightVersion:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
-        path = Path(reference or self._settings.model_path)
+        path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
-        at = self._settings
-        optimizer = MasterAdamW(sharded.network, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
+        optimizer = MasterAdamW(sharded.network)
         if reference:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
             self._checkpoints.use(path)
 
         probe = self._probe_of(sharded)
 
-        learner = Learner(at, sharded, self._reference, optimizer, self._device)
+        learner = Learner(self._settings, sharded, self._reference, optimizer, self._device)
 
         def put_in_place() -> None:
             self._live = _Live(sharded, optimizer, learner, probe)
@@ -238,7 +225,7 @@ class ShardedTrainer:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _meet(self, at: RankSettings) -> DeviceMesh:
+    def _meet(self, at: RankSetup) -> DeviceMesh:
         if at.rendezvous.startswith("file:"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: nothing listens to the outside
         if self._device.type == "cuda":
@@ -256,7 +243,7 @@ class ShardedTrainer:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
         another; nobody else ever holds it whole, and nobody in float32."""
         network = empty_model(AutoConfig.from_pretrained(str(path)))
-        sharded = ShardedNetwork(network, self._mesh, bf16=self._settings.bf16)
+        sharded = ShardedNetwork(network, self._mesh, bf16=self._train.bf16)
         sharded.to_empty(device=self._device)
         network.tie_weights()
         source: PreTrainedModel | None = None
@@ -276,7 +263,7 @@ class ShardedTrainer:
         return sharded.probe(self._device) if self._settings.probe else None
 
     def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
-        dtype = torch.bfloat16 if self._settings.bf16 else None
+        dtype = torch.bfloat16 if self._train.bf16 else None
         return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._held().probe
 
     def _shards(self) -> dict[str, Shard]:
@@ -316,7 +303,7 @@ class ShardedTrainer:
 
     def _fill(self, folder: Path | None) -> None:
         """Write all of a checkpoint below `folder` (rank 0), or help with it. None: nothing, but let the others go."""
-        network, bf16 = self._sharded.network, self._settings.bf16
+        network, bf16 = self._sharded.network, self._train.bf16
 
         def optimizer_state() -> dict[str, Shard]:
             masters = {f"{MASTER}/{name}": param for name, param in network.named_parameters()} if bf16 else {}
@@ -332,7 +319,7 @@ class ShardedTrainer:
         def write_model(tensors: Gathered) -> None:
             assert folder is not None
             (folder / MODEL_DIR).mkdir()
-            copy_other_files(Path(self._settings.model_path), folder / MODEL_DIR)
+            copy_other_files(self._settings.model_path, folder / MODEL_DIR)
             _write_model(folder / MODEL_DIR, network, tensors, torch.bfloat16 if bf16 else torch.float32)
 
         full: StoreFull | None = None

@@ -16,7 +16,7 @@ from rollart.model.network import Scores
 from rollart.train.losses import LossInputs, LossReport, Totals, add_reports, policy_loss
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, micro_batch
-from rollart.train.settings import TrainerSettings
+from rollart.train.settings import TrainerSettings, temperatures
 from rollart.train.step import NOT_FINITE, Failed, RankWork, UpdateReport
 from rollart.types import Sample, TrajectoryId
 
@@ -54,7 +54,7 @@ class Learner:
         device: torch.device,
     ) -> None:
         self._settings = settings
-        self._now = settings
+        self._now = settings.job
         """Of the step under way."""
         self._scorer = scorer
         self._reference = reference
@@ -67,10 +67,10 @@ class Learner:
         """Do one update after another, up to the first that is not made. `begin`: the weights are those that the step
         began with, and what must be of then is taken now."""
         self._now = self._settings.at(step)
-        self._optimizer.tune(weight_decay=self._now.weight_decay, grad_clip=self._now.grad_clip)
+        self._optimizer.tune(self._now.train)
         if begin:
             self._proximal.clear()
-            if self._now.updates_per_step > 1 and (failed := self._anchor(shares)):
+            if self._now.train.updates_per_step > 1 and (failed := self._anchor(shares)):
                 yield _not_made(failed)
                 return
         for share in shares:
@@ -99,7 +99,7 @@ class Learner:
         return ()
 
     def _micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
-        return micro_batch(members or [PADDING_SAMPLE], self._now.temperatures).to(self._device)
+        return micro_batch(members or [PADDING_SAMPLE], temperatures(self._now)).to(self._device)
 
     def _update(self, share: RankWork, lr: float) -> UpdateReport:
         """One optimizer update over the micro-batches' accumulated gradients."""
@@ -150,10 +150,10 @@ class Learner:
             advantages_N=part.advantages_N,
             sequence_N=part.sequence_N,
             num_sequences=len(part.lengths),
-            entropy_N=entropy_N if self._now.loss.entropy_coef else entropy_N.detach(),
+            entropy_N=entropy_N if self._now.train.entropy_coef else entropy_N.detach(),
             reference_N=reference_N,
         )
-        loss, report = policy_loss(self._now.loss, inputs, totals)
+        loss, report = policy_loss(self._now.train, inputs, totals)
         # Clamps let no gradient through where a value is not a number, so that it could pass unseen. A loss that is not
         # finite makes the gradient so, on all ranks: then none of them makes the update. Otherwise this adds 0.
         unseen = torch.where(torch.isfinite(loss.detach()), 0.0, math.nan)

@@ -27,60 +27,18 @@ behaviour, truncated or masked at `weight_cap`) or `none`; it is current / behav
 is `bypass`. Group baselines (GRPO's, RLOO's) are in the advantages already. KL and entropy are token means always.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollart.config.settings import CLIP_RANGES, Algorithm, Correction, OverCap, WeightLevel
+from rollart.config.settings import TrainSettings
 
 DEFAULT_LENGTH_CONSTANT = 1024
-DEFAULT_WEIGHT_CAP = 2.0
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp, so that a token the engine found impossible cannot make an infinity."""
 ADVANTAGE_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """Which loss, as the job says (and checks). Example: `LossSettings(algorithm="dapo", weight_cap=2.0)`."""
-
-    algorithm: Algorithm = "grpo"
-    eps_low: float | None = None
-    """Lower clip range; None means the algorithm's own (`CLIP_RANGES`)."""
-    eps_high: float | None = None
-    length_constant: int | None = None
-    """`dr_grpo` only: what a sequence's sum is divided by instead of its length. None means 1024."""
-    correction: Correction = "bypass"
-    weight_cap: float | None = None
-    """Largest importance weight (decoupled) or ratio (bypass). None means 2, or twice the top of the clip range where
-    that is higher than 2: a cap below it would keep the clip from acting."""
-    weight_level: WeightLevel = "token"
-    """`decoupled` only: one weight per token, or the product over a sequence for all its tokens."""
-    over_cap: OverCap = "truncate"
-    """What happens beyond the cap: the weight is cut to it, or the token (sequence) is left out."""
-    weight_floor: float = 0.0
-    """With `mask` only: what lies below is left out as well."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference model (k3 estimator). 0 needs no reference."""
-    entropy_coef: float = 0.0
-
-    @property
-    def cap(self) -> float:
-        """The cap in force."""
-        if self.weight_cap is not None:
-            return self.weight_cap
-        top = 1 + self.clip_range[1]
-        beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
-        return 2 * top if beyond else DEFAULT_WEIGHT_CAP
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """(eps_low, eps_high) in force; infinite for `rloo`."""
-        low, high = CLIP_RANGES.get(self.algorithm, (float("inf"), float("inf")))
-        return (low if self.eps_low is None else self.eps_low, high if self.eps_high is None else self.eps_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +79,7 @@ class LossReport:
     maxima: Mapping[str, Tensor | float]
 
 
-def policy_loss(settings: LossSettings, inputs: LossInputs, totals: Totals) -> tuple[Tensor, LossReport]:
+def policy_loss(settings: TrainSettings, inputs: LossInputs, totals: Totals) -> tuple[Tensor, LossReport]:
     """This micro-batch's share of the batch's loss, and of its metrics. At least one token is needed."""
     anchor_N = inputs.behaviour_N if settings.correction == "bypass" else inputs.proximal_N
     ratio_N = _ratio(inputs.current_N, anchor_N)
@@ -181,7 +139,7 @@ def merge_reports(reports: Sequence[LossReport]) -> dict[str, float]:
     return {name: float(value) for name, value in (*added.shares.items(), *added.maxima.items())}
 
 
-def batch_advantages(settings: LossSettings, advantages_N: Tensor) -> Tensor:
+def batch_advantages(settings: TrainSettings, advantages_N: Tensor) -> Tensor:
     """The advantages to train on, from those of all sampled tokens of the whole batch.
 
     REINFORCE++ takes them to mean 0 and deviation 1 over the batch; the other algorithms leave them as they are.
@@ -219,7 +177,7 @@ def _sequence_ratio(inputs: LossInputs, anchor_N: Tensor) -> Tensor:
     return mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _correct(settings: LossSettings, inputs: LossInputs, ratio_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _correct(settings: TrainSettings, inputs: LossInputs, ratio_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The ratio to use, the token's weight (no gradient), and which tokens were cut or left out."""
     one_N = torch.ones_like(inputs.advantages_N)
     match settings.correction:
@@ -241,7 +199,7 @@ def _correct(settings: LossSettings, inputs: LossInputs, ratio_N: Tensor) -> tup
     return ratio_N, weight_N, over_N
 
 
-def _surrogate(settings: LossSettings, inputs: LossInputs, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+def _surrogate(settings: TrainSettings, inputs: LossInputs, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) what is maximised, and where the clip range was in force."""
     advantages_N = inputs.advantages_N
     low, high = settings.clip_range
@@ -256,7 +214,7 @@ def _surrogate(settings: LossSettings, inputs: LossInputs, ratio_N: Tensor) -> t
             return torch.minimum(free_N, held_N), (held_N < free_N).detach()
 
 
-def _scale(settings: LossSettings, inputs: LossInputs, totals: Totals) -> Tensor | float:
+def _scale(settings: TrainSettings, inputs: LossInputs, totals: Totals) -> Tensor | float:
     """What each token counts for in the batch's loss."""
     match settings.algorithm:
         case "dr_grpo":

@@ -12,30 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rollart.config.settings import TrainSettings
+
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq", "step")
 
 
 class MasterAdamW:
     """One optimizer for one network. `accumulated` gradients come from `loss.backward()`, any number of times."""
 
-    def __init__(self, network: nn.Module, *, eps: float, weight_decay: float, grad_clip: float) -> None:
+    def __init__(self, network: nn.Module) -> None:
         self._params = {name: param for name, param in network.named_parameters() if param.requires_grad}
         self._masters: dict[str, Tensor] = dict(self._params)
-        self._grad_clip = grad_clip
+        self._grad_clip = 0.0
         for name, param in self._params.items():
             if param.dtype != torch.float32:
                 master = param.detach().float().clone().requires_grad_()
                 self._masters[name] = master
                 param.register_post_accumulate_grad_hook(_move_gradient(master))  # type: ignore[no-untyped-call]
-        self._adam = torch.optim.AdamW(
-            list(self._masters.values()), lr=0.0, eps=eps, weight_decay=weight_decay, fused=True
-        )
+        self._adam = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=True)
 
-    def tune(self, *, weight_decay: float, grad_clip: float) -> None:
-        """For the updates to come."""
-        self._grad_clip = grad_clip
+    def tune(self, train: TrainSettings) -> None:
+        """For the updates to come; called before the first."""
+        self._grad_clip = train.grad_clip
         for group in self._adam.param_groups:
-            group["weight_decay"] = weight_decay
+            group["weight_decay"] = train.weight_decay
+            group["eps"] = train.adam_eps
 
     def zero(self) -> None:
         """Forget the accumulated gradients, and what a backward pass that did not come to its end left behind."""

@@ -19,10 +19,9 @@ from rollart.errors import BoundaryError, StoreFull, TrainerError, boundary
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
-from rollart.train.losses import LossReport, Totals
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.single import Store
-from rollart.train.step import Failed, RankWork, Step, UpdateReport, check_step
+from rollart.train.step import RankWork, Step, UpdateReport, check_step
 from rollart.train.versions import not_held
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
@@ -80,17 +79,14 @@ class RankedTrainer:
     async def _updates(self, number: int, step: Step, lr: float) -> None:
         """All updates of a step, those that failed as often as they are cut anew."""
 
-        def stuck(rank: int, answer: Any) -> str:
+        def stuck(rank: int, answer: list[UpdateReport]) -> str:
             """The others wait in a call that this rank will never make: what it says is noted for the next trainer."""
-            reports = _reports_from_wire(answer)
-            raised = [fault for fault in reports[-1].failed if fault.raised] if reports else []
-            return step.note(rank, raised[0]._replace(update=len(reports) - 1 + raised[0].update)) if raised else ""
+            raised = [fault for fault in answer[-1].failed if fault.raised] if answer else []
+            return step.note(rank, raised[0]._replace(update=len(answer) - 1 + raised[0].update)) if raised else ""
 
         while step.shares(0):
-            shares = [_shares_to_wire(step.shares(rank)) for rank in range(len(self._ranks))]
-            told = [(number, own, lr, not step.updates_made) for own in shares]
-            answers = await self._each("train_step", told, stuck)
-            for reports in zip(*(_reports_from_wire(answer) for answer in answers), strict=True):
+            told = [(number, step.shares(rank), lr, not step.updates_made) for rank in range(len(self._ranks))]
+            for reports in zip(*await self._each("train_step", told, stuck), strict=True):
                 step.book(reports)
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
@@ -201,9 +197,9 @@ class AsyncRank:
     async def vocab_size(self) -> int:
         return self._core.vocab_size
 
-    async def train_step(self, step: int, shares: Any, lr: float, begin: bool) -> Any:
-        work = partial(self._core.train_step, step, _shares_from_wire(shares), lr, begin)
-        return _reports_to_wire(await asyncio.get_running_loop().run_in_executor(self._work, work))
+    async def train_step(self, step: int, shares: list[RankWork], lr: float, begin: bool) -> list[UpdateReport]:
+        work = partial(self._core.train_step, step, shares, lr, begin)
+        return await asyncio.get_running_loop().run_in_executor(self._work, work)
 
     async def end_step(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._work, self._core.end_step)
@@ -216,33 +212,3 @@ class AsyncRank:
 
     async def restore(self, reference: str) -> WeightVersion:
         return await asyncio.get_running_loop().run_in_executor(self._work, self._core.restore, reference)
-
-
-def _shares_to_wire(shares: Sequence[RankWork]) -> list[Any]:
-    return [[share.totals.tokens, share.totals.sequences, [list(part) for part in share.parts]] for share in shares]
-
-
-def _shares_from_wire(shares: list[Any]) -> list[RankWork]:
-    return [
-        RankWork(Totals(tokens=tokens, sequences=sequences), tuple(tuple(part) for part in parts))
-        for tokens, sequences, parts in shares
-    ]
-
-
-def _reports_to_wire(reports: Sequence[UpdateReport]) -> list[Any]:
-    return [
-        [report.loss.shares, report.loss.maxima, report.grad_norm, report.skipped, [list(one) for one in report.failed]]
-        for report in reports
-    ]
-
-
-def _reports_from_wire(reports: list[Any]) -> list[UpdateReport]:
-    return [
-        UpdateReport(
-            loss=LossReport(shares=shares, maxima=maxima),
-            grad_norm=norm,
-            skipped=skipped,
-            failed=tuple(Failed(*one) for one in failed),
-        )
-        for shares, maxima, norm, skipped, failed in reports
-    ]

@@ -1,76 +1,70 @@
-"""What a trainer is started from, single or sharded, and the learning rate that follows from it.
+"""What a trainer is started from, single or sharded, and what follows from it.
 
 A job that was resumed with other settings has those of its earlier steps too: a replayed step is trained as it was.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
 
-from rollart.train.losses import LossSettings
+from rollart.config.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """All that a trainer is started from. Plain data, checked by the job: it travels to the trainer's process."""
+    """The job, and where its files go."""
 
-    model_path: str
-    """A Hugging Face directory: the initial weights, and the tokenizer's files."""
-    checkpoint_dir: str
-    loss: LossSettings = field(default_factory=LossSettings)
-    lr: float = 1e-5
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to `lr`."""
-    lr_decay: Literal["none", "linear", "cosine"] = "none"
-    steps: int = 1
-    """How many there will be: over them `lr_decay` brings the learning rate to zero."""
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    """Largest gradient norm; 0 means no clipping."""
-    updates_per_step: int = 1
-    """Optimizer updates in a step, each on its share of the samples. More than one costs a forward pass for the
-    proximal log-probabilities, taken once when the step begins."""
-    microbatch_tokens: int = 4096
-    bf16: bool = False
-    """The network computes in bfloat16; master weights and gradients stay float32."""
-    device: str = "cpu"
-    threads: int | None = None
-    """CPU threads of this process; None leaves torch's own choice."""
-    temperatures: Mapping[str, float] = field(default_factory=dict)
-    """Sampling temperature by domain; 1 where not named."""
-    skip_zero_variance: bool = False
-    """Pass over groups whose members all have advantage 0."""
-    reference_path: str | None = None
-    """The model the KL is taken to; None means the initial weights. Loaded only where `loss.kl_coef` is set."""
-    keep_checkpoints: int = 2
-    probe: bool = True
-    """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
-    set_aside_path: str = ""
-    """The file of what could not be trained on; empty: it is kept in memory only."""
-    earlier: "tuple[tuple[int, TrainerSettings], ...]" = ()
-    """(n, what the steps before n are trained with), n rising."""
+    job: Job
+    out: Path
+    """The run directory."""
+    earlier: tuple[tuple[int, Job], ...] = ()
+    """(n, the job that the steps before n are trained under), n rising."""
 
-    def at(self, step: int) -> "TrainerSettings":
-        """What this step is trained with."""
-        return next((settings for until, settings in self.earlier if step < until), self)
+    def at(self, step: int) -> Job:
+        """What this step is trained under."""
+        return next((job for until, job in self.earlier if step < until), self.job)
 
     @property
-    def has_kl(self) -> bool:
-        """Whether any step needs the reference."""
-        return any(settings.loss.kl_coef for settings in (self, *(settings for _, settings in self.earlier)))
+    def model_path(self) -> Path:
+        """A Hugging Face directory: the initial weights, and the tokenizer's files."""
+        return Path(self.job.model.path)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.out.absolute() / "checkpoints"
+
+    @property
+    def set_aside_path(self) -> Path:
+        """The file of what could not be trained on."""
+        return self.out.absolute() / "set_aside.jsonl"
+
+    @property
+    def reference_path(self) -> Path | None:
+        """The model that the KL is taken to; None where no step needs it."""
+        if not any(job.train.kl_coef for job in (self.job, *(job for _, job in self.earlier))):
+            return None
+        return Path(self.job.train.reference or self.job.model.path)
+
+    @property
+    def probe(self) -> bool:
+        """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
+        return any(pool.engines.type != "embedded" for pool in self.job.pools if pool.engines)
+
+
+def temperatures(job: Job) -> dict[str, float]:
+    """What each domain is sampled at."""
+    return {task.name: task.temperature for task in job.tasks}
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
     """Of one step: warm-up times decay."""
-    settings = settings.at(step)
-    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
-    left = max(0.0, 1 - step / settings.steps)
-    match settings.lr_decay:
+    train = settings.at(step).train
+    warm = min(1.0, (step + 1) / max(1, train.warmup_steps))
+    left = max(0.0, 1 - step / train.steps)
+    match train.lr_decay:
         case "none":
-            return settings.lr * warm
+            return train.lr * warm
         case "linear":
-            return settings.lr * warm * left
+            return train.lr * warm * left
         case "cosine":
-            return settings.lr * warm * (1 - math.cos(math.pi * left)) / 2
+            return train.lr * warm * (1 - math.cos(math.pi * left)) / 2

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
 from rollart.model.directory import StoredTensors, copy_other_files
-from rollart.model.network import load_model, named_weights, packed_scores, probe
+from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
     MODEL_DIR,
@@ -62,15 +62,13 @@ class SingleTrainer:
     """The synchronous core. `train_step`, `save` and `restore` from one thread; `publish` from any."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        self._settings = settings
-        self._device = torch.device(settings.device)
-        self._checkpoints = Checkpoints(Path(settings.checkpoint_dir), settings.keep_checkpoints)
+        self._settings, self._train = settings, settings.job.train
+        torch.set_num_threads(self._train.threads)
+        self._device = device_named(self._train.device)
+        self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
-        if settings.has_kl:
-            path = Path(settings.reference_path or settings.model_path)
+        if (path := settings.reference_path) is not None:
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
         self._half_done = False
         self._aside = Aside(settings.set_aside_path)
@@ -118,11 +116,11 @@ class SingleTrainer:
     def restore(self, reference: str) -> WeightVersion:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
-        path = Path(reference or self._settings.model_path)
+        path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
         gc.collect()  # networks refer to themselves
         network = self._load_network(path / MODEL_DIR if reference else path)
-        optimizer = self._new_optimizer(network)
+        optimizer = MasterAdamW(network)
         if reference:
             saved = StoredTensors(optimizer_files(path))
             torch.set_rng_state(saved.pop(RNG))
@@ -164,12 +162,8 @@ class SingleTrainer:
             raise TrainerError(f"step {self.version} failed half-way, so the weights are of no version; restore first")
 
     def _load_network(self, path: Path) -> PreTrainedModel:
-        dtype = torch.bfloat16 if self._settings.bf16 else torch.float32
+        dtype = torch.bfloat16 if self._train.bf16 else torch.float32
         return load_model(path, dtype, self._device)
-
-    def _new_optimizer(self, network: PreTrainedModel) -> MasterAdamW:
-        at = self._settings
-        return MasterAdamW(network, eps=at.eps, weight_decay=at.weight_decay, grad_clip=at.grad_clip)
 
     def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
@@ -180,11 +174,11 @@ class SingleTrainer:
         """Write all of a checkpoint below `folder`."""
         model = folder / MODEL_DIR
         model.mkdir()
-        copy_other_files(Path(self._settings.model_path), model)
+        copy_other_files(self._settings.model_path, model)
         self._network.save_pretrained(model)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
-        write_state(folder, self.version, bf16=self._settings.bf16)
+        write_state(folder, self.version, bf16=self._train.bf16)
 
 
 class AsyncTrainer:

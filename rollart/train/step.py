@@ -16,13 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollart.config.settings import TrainSettings
 from rollart.errors import TrainerError
 from rollart.train.aside import Aside
-from rollart.train.losses import LossReport, LossSettings, Totals, batch_advantages, merge_reports
+from rollart.train.losses import LossReport, Totals, batch_advantages, merge_reports
 from rollart.train.packing import bins, check_sample, deal
 from rollart.train.samples import filled
-from rollart.train.settings import TrainerSettings
+from rollart.train.settings import TrainerSettings, temperatures
 from rollart.types import Batch, Sample, SetAside, StepResult, TrajectoryId, WeightVersion
+from rollart.workers.wire import allow
 
 NOT_FINITE = "its loss is not a finite number"
 
@@ -61,6 +63,9 @@ class UpdateReport:
     """Of this rank's micro-batches. Then the update is made again without what is at fault."""
 
 
+allow(Totals, LossReport, RankWork, Failed, UpdateReport)
+
+
 class Step:
     """One step under way. Ask for `shares`, `book` what the ranks report of each update, until none are left."""
 
@@ -68,7 +73,7 @@ class Step:
         self, batch: Batch, settings: TrainerSettings, aside: Aside, *, vocab_size: int, ranks: int = 1
     ) -> None:
         self._batch = batch
-        self._settings = settings = settings.at(batch.step)
+        self._job = job = settings.at(batch.step)
         self._aside = aside
         self._ranks = ranks
         self.updates_made = 0
@@ -81,7 +86,7 @@ class Step:
         reasons: dict[TrajectoryId, str] = {}
         given = batch
         if batch.groups:
-            given = filled(batch, skip_zero_variance=settings.skip_zero_variance, failed=reasons)
+            given = filled(batch, skip_zero_variance=job.rollout.zero_variance == "skip", failed=reasons)
         for sample in given.samples:
             if wrong := check_sample(sample, vocab_size):
                 reasons[sample.trajectory] = wrong
@@ -129,8 +134,8 @@ class Step:
 
     def _plan(self) -> None:
         """Cut all of the step, less what was set aside."""
-        samples = _with_advantages(self._settings.loss, self._kept(self._samples))
-        hands = [deal(hand, self._ranks) for hand in deal(samples, self._settings.updates_per_step) if hand]
+        samples = _with_advantages(self._job.train, self._kept(self._samples))
+        hands = [deal(hand, self._ranks) for hand in deal(samples, self._job.train.updates_per_step) if hand]
         self._left = [[self._bins(part) for part in hand] for hand in hands]
 
     def _kept(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -138,8 +143,8 @@ class Step:
         return [sample for sample in samples if str(sample.trajectory) not in known]
 
     def _bins(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        tokens = self._aside.microbatch_tokens(self._batch.step, self._settings.microbatch_tokens)
-        return bins(samples, tokens, self._settings.temperatures)
+        tokens = self._aside.microbatch_tokens(self._batch.step, self._job.train.microbatch_tokens)
+        return bins(samples, tokens, temperatures(self._job))
 
     def _cut_anew(self, failed: Sequence[tuple[int, Failed]]) -> None:
         halves = [fault for fault in failed if not self._judge(*fault)]
@@ -210,13 +215,13 @@ def check_step(step: int, version: WeightVersion) -> None:
         )
 
 
-def _with_advantages(settings: LossSettings, samples: list[Sample]) -> list[Sample]:
+def _with_advantages(train: TrainSettings, samples: list[Sample]) -> list[Sample]:
     """The samples with the advantages to train on: an algorithm may normalise them over the whole batch."""
     if not samples:
         return samples
     sizes = [int(sample.mask.sum()) for sample in samples]
     given_N = torch.from_numpy(np.concatenate([sample.advantages[sample.mask] for sample in samples]))
-    wanted_N = batch_advantages(settings, given_N)
+    wanted_N = batch_advantages(train, given_N)
     if wanted_N is given_N:
         return samples
     changed: list[Sample] = []

@@ -41,7 +41,7 @@ class Worker(Protocol):
 
 def as_raised(worker: str, kind: str, text: str, otherwise: type[BoundaryError]) -> BoundaryError:
     """What a call raised inside a worker, by its class name, as an error of ours."""
-    return _ERRORS.get(kind, otherwise)(f"{worker}: {kind}: {text}")
+    return _ERRORS.get(kind, otherwise)(f"{worker}: {text}")
 
 
 class WorkerEngine:

@@ -1,23 +1,19 @@
-"""Many calls at a time over one socket to one worker process.
+"""Many calls at a time over one socket to one worker process, seen from the parent.
 
-A frame is four bytes of length and a message of `wire.py`: `[number, method, arguments]` one way, `[number, ok,
-value]` back. When the worker goes, every call under way learns so at once.
+A frame is a message of `wire.py`: `[number, method, arguments]` one way, `[number, ok, value]` back. An answer that
+nobody asked for, or that cannot be read, ends the link: nothing more that this worker says can be believed. When the
+worker goes, every call under way learns so at once.
 """
 
 import asyncio
-import struct
 from collections.abc import Callable
 from typing import Any
 
-from rollart.workers.wire import pack, unpack
-
-LENGTH = struct.Struct(">I")
-MAX_BYTES = 2**31 - 1
-"""Of one message; a longer one is noise."""
+from rollart.workers.wire import LENGTH, MAX_BYTES, frame, unpack
 
 
 class WorkerGone(Exception):
-    """The process at the other end has ended."""
+    """The process at the other end has ended, or is not believed any more."""
 
 
 class WorkerFailed(Exception):
@@ -38,10 +34,10 @@ class Outbox:
 
     def put(self, message: Any) -> None:
         """Raises TypeError for what may not cross; then nothing is sent."""
-        body = pack(message)
+        body = frame(message)
         if not self._frames:
             self._loop.call_soon(self._flush)
-        self._frames += (LENGTH.pack(len(body)), body)
+        self._frames.append(body)
 
     def _flush(self) -> None:
         frames, self._frames = self._frames, []
@@ -52,36 +48,43 @@ class Link(asyncio.Protocol):
     """The parent's end."""
 
     def __init__(self) -> None:
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the other end is gone."""
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the other end is gone: what it did wrong, or empty."""
         self._transport: asyncio.WriteTransport | None = None
         self._outbox = Outbox(self._write)
         self._buffer = bytearray()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether it owes an answer, perhaps to a caller that has stopped listening."""
+        return bool(self._calls)
+
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Raises WorkerFailed or WorkerGone. A caller that is cancelled only stops listening."""
+        """Raises WorkerFailed or WorkerGone; TypeError for what may not cross. A caller that is cancelled only stops
+        listening."""
         if self.lost.done() or self._transport is None:
             raise WorkerGone
         self._numbers += 1
-        number = self._numbers
-        self._outbox.put([number, method, list(arguments)])
+        self._outbox.put([self._numbers, method, list(arguments)])
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        try:
-            return await future
-        finally:
-            self._calls.pop(number, None)
+        self._calls[self._numbers] = future
+        return await future
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self.lost.done():
             self._transport.write(data)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         if self._transport is not None:
             self._transport.abort()
-        self._end()
+        if not self.lost.done():
+            self.lost.set_result(reason)
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(WorkerGone())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -97,8 +100,8 @@ class Link(asyncio.Protocol):
                 break
             try:
                 self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))
-            except (ValueError, TypeError):  # not one of our answers: nothing it says can be believed any more
-                self.close()
+            except (ValueError, TypeError, KeyError):
+                self.close("answered nonsense")
                 return
             at = end
         del self._buffer[:at]
@@ -106,8 +109,8 @@ class Link(asyncio.Protocol):
     def _settle(self, answer: Any) -> None:
         number, ok, value = answer
         outcome = value if ok is True else WorkerFailed(*value)
-        future = self._calls.get(number)
-        if future is None or future.done():
+        future = self._calls.pop(number)
+        if future.done():
             return
         if ok is True:
             future.set_result(outcome)
@@ -115,11 +118,4 @@ class Link(asyncio.Protocol):
             future.set_exception(outcome)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-        for future in list(self._calls.values()):
-            if not future.done():
-                future.set_exception(WorkerGone())
+        self.close()

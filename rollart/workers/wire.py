@@ -1,7 +1,8 @@
 """Our own values as msgpack and back: what crosses between our processes, and what the journal holds.
 
-A closed set of types: the dataclasses, named tuples and enums of `rollart.types`, numpy arrays, and plain values.
-Nothing that is read can name anything else, so reading is safe whatever the bytes are. Never pickle.
+A closed set of types: the dataclasses, named tuples and enums of `rollart.types` and those that a module allows by
+name, numpy arrays, and plain values. Nothing that is read can name anything else, so reading is safe whatever the bytes
+are. Never pickle. What user code says is still to be checked: a record's fields may hold anything.
 
 Whatever msgpack has no type for is a map of one entry whose key is a single byte: {kind: content}. So one pass of
 msgpack's own code packs a whole tree, and our mappings must not have bytes as keys. Records are lists of their fields'
@@ -11,6 +12,7 @@ values in order; `SCHEMA` changes when a record's fields do.
 import dataclasses
 import enum
 import re
+import struct
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -21,33 +23,60 @@ import numpy as np
 import rollart.types as types
 
 _RECORD, _TUPLE, _ENUM, _ARRAY = b"r", b"t", b"e", b"a"
+LENGTH = struct.Struct(">Q")
+"""What a frame begins with. Eight bytes: that text looks like a length is next to impossible."""
+MAX_BYTES = 2**31 - 1
+"""Of one message; a longer one is noise."""
+_PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__, list: list}
+"""How a value of a subclass, such as an enum of user code, becomes a plain one."""
 _DTYPE = re.compile(r"[<>|][biuf][1248]")
 """Booleans, integers and floats: what our arrays hold, and nothing that numpy would have to interpret."""
 
-_RECORDS: dict[str, Callable[..., Any]] = {
-    name: kind
-    for name, kind in vars(types).items()
-    if isinstance(kind, type)
-    and kind.__module__ == types.__name__
-    and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
-}
+_RECORDS: dict[str, Callable[..., Any]] = {}
+_FIELDS: dict[Any, tuple[str, ...]] = {}
 _ENUMS: dict[str, type[enum.Enum]] = {
     name: kind for name, kind in vars(types).items() if isinstance(kind, type) and issubclass(kind, enum.Enum)
 }
-_FIELDS: dict[Any, tuple[str, ...]] = {
-    kind: tuple(field.name for field in dataclasses.fields(kind))
-    if dataclasses.is_dataclass(kind)
-    else tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
-    for kind in _RECORDS.values()
-}
+
+
+def allow(*kinds: Callable[..., Any]) -> None:
+    """Let these dataclasses or named tuples cross."""
+    for kind in kinds:
+        _RECORDS[kind.__name__] = kind
+        if dataclasses.is_dataclass(kind):
+            _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
+        else:
+            _FIELDS[kind] = tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
+
+
+allow(
+    *(
+        kind
+        for kind in vars(types).values()
+        if isinstance(kind, type)
+        and kind.__module__ == types.__name__
+        and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+    )
+)
 SCHEMA = zlib.crc32(repr(sorted((kind.__name__, fields) for kind, fields in _FIELDS.items())).encode())
-"""Of all records: what one version of the code wrote, another with other fields must not read."""
+"""Of all records of `rollart.types`: what one version of the code wrote, another with other fields must not read."""
 
 
 def pack(value: Any) -> bytes:
     """Raises TypeError for a value of a type that may not cross."""
-    body: bytes = msgpack.packb(value, default=_encode, strict_types=True)
+    try:
+        body: bytes = msgpack.packb(value, default=_encode, strict_types=True)
+    except (ValueError, OverflowError) as error:
+        raise TypeError(f"this may not cross between processes: {error}") from error
     return body
+
+
+def frame(message: Any) -> bytes:
+    """A message with its length before it. Raises TypeError as `pack`."""
+    body = pack(message)
+    if len(body) > MAX_BYTES:
+        raise TypeError(f"a message of {len(body)} bytes may not cross between processes")
+    return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes | memoryview) -> Any:
@@ -63,19 +92,22 @@ def _encode(value: Any) -> Any:
     fields = _FIELDS.get(kind)
     if fields is not None:
         return {_RECORD: [kind.__name__, *[getattr(value, name) for name in fields]]}
-    if kind is tuple:
+    if isinstance(value, tuple):
         return {_TUPLE: list(value)}
     if kind is np.ndarray:
         dtype = value.dtype.str
         if not _DTYPE.fullmatch(dtype):
             raise TypeError(f"an array of {value.dtype} may not cross between processes")
         return {_ARRAY: [dtype, list(value.shape), value.tobytes()]}
-    if isinstance(value, enum.Enum):
+    if _ENUMS.get(kind.__name__) is kind:
         return {_ENUM: [kind.__name__, value.value]}
-    if isinstance(value, np.generic):
-        return value.item()
+    if hasattr(value, "tolist"):  # numpy's scalars, torch's tensors: user code likes to return them
+        return value.tolist()
     if hasattr(value, "items"):
         return dict(value.items())
+    for plain, as_plain in _PLAIN.items():
+        if isinstance(value, plain):
+            return as_plain(value)
     raise TypeError(f"a {kind.__name__} may not cross between processes")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollart.workers.link import LENGTH, Link, WorkerFailed, WorkerGone
-from rollart.workers.wire import pack, unpack
+from rollart.workers.link import Link, WorkerFailed, WorkerGone
+from rollart.workers.wire import LENGTH, frame, unpack
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -32,11 +32,6 @@ async def heard(peer: Peer) -> tuple[int, str, list[Any]]:
     size = LENGTH.unpack(await peer[0].readexactly(LENGTH.size))[0]
     number, method, arguments = unpack(await peer[0].readexactly(size))
     return number, method, arguments
-
-
-def frame(value: Any) -> bytes:
-    body = pack(value)
-    return LENGTH.pack(len(body)) + body
 
 
 def test_answers_find_their_callers_in_any_order_and_in_any_pieces() -> None:
@@ -72,7 +67,8 @@ def test_a_caller_that_gave_up_is_not_missed() -> None:
         number, *_ = await heard(peer)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        peer[1].write(frame([number, True, 1]) + frame([99, True, 2]))
+        assert link.busy, "an answer is still to come"
+        peer[1].write(frame([number, True, 1]))
         after = asyncio.ensure_future(link.call("y"))
         number, *_ = await heard(peer)
         peer[1].write(frame([number, True, 3]))
@@ -106,6 +102,8 @@ def test_when_the_other_end_goes_all_hear_it_now_and_later() -> None:
         frame([1, False, "just text, and not two of them"]),
         frame([1, False, None]),
         LENGTH.pack(2**32 - 1) + b"x",
+        b"a line of text\n",
+        frame([99, True, "nobody asked"]),
     ],
 )
 def test_a_worker_that_talks_nonsense_is_given_up(noise: bytes) -> None:
@@ -124,6 +122,6 @@ def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
     async def work(link: Link, peer: Peer) -> None:
         with pytest.raises(TypeError, match="may not cross"):
             await link.call("x", object())
-        assert link._calls == {}
+        assert not link.busy
 
     linked(work)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config.settings import Spread
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings, Spread
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion
@@ -61,16 +61,15 @@ class TestSglangEngine(EngineContract):
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
             core = EmbeddedEngine.from_directory(
-                str(self.versions.path), settings=EngineSettings(max_batch=4, max_context=CONTEXT_TOKENS)
+                str(self.versions.path), EngineSettings(max_batch=4), max_context=CONTEXT_TOKENS
             )
             async with FakeSglang(core).serving() as server:
                 settings = ServerSettings(
-                    kind="sglang",
+                    engines=EngineSettings(type="sglang", url=server.url),
                     engine_id="e0",
-                    model=str(self.versions.path),
+                    model=self.versions.path,
                     context_tokens=CONTEXT_TOKENS,
-                    log_dir=str(self.log_dir),
-                    url=server.url,
+                    log_dir=self.log_dir,
                 )
                 store = self.versions.store
                 await play_on(await launch(settings, fetch=store.fetch, folder=store.folder), self.versions, 4, work)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollart.config.settings import EngineSettings
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine
@@ -56,12 +57,11 @@ class Running:
     async def engine(self) -> RemoteEngine:
         """Fresh, with the initial weights."""
         settings = ServerSettings(
-            kind="vllm",
+            engines=EngineSettings(type="vllm", url=self.url),
             engine_id="e0",
-            model=str(self.versions.initial),
+            model=self.versions.initial,
             context_tokens=CONTEXT_TOKENS,
-            log_dir=str(self.versions.path.parent),
-            url=self.url,
+            log_dir=self.versions.path.parent,
         )
         store = self.versions.store
         engine = await launch(settings, fetch=store.fetch, folder=store.folder)

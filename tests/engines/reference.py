@@ -15,7 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import adopt, load_weights_, named_weights
 from rollart.types import Completion, GenerateRequest, Sampling, Tokens
 
@@ -77,9 +78,10 @@ def our_model(plain: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_engine(plain: PreTrainedModel, **settings: Any) -> EmbeddedEngine:
+    max_batch = min(256, settings.get("step_tokens", 256))
     return EmbeddedEngine(
         our_model(plain),
-        settings=EngineSettings(**settings),
+        EngineSettings(**{"max_batch": max_batch, **settings}),
         eos=frozenset({EOS}),
         decode=lambda tokens: "".join(chr(ord("A") + token) for token in tokens),
     )

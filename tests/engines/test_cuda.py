@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollart.config.settings import EngineSettings
 from rollart.engines.embedded import drafts
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import named_weights, packed_logprobs
 from rollart.model.packed import fold
 from rollart.types import Completion
@@ -23,7 +24,9 @@ def test_agrees_with_the_cpu_across_turns_and_a_swap(kind: str, rash: bool, monk
     models = {version: plain_model(kind, seed=version) for version in range(2)}
     ours = our_model(models[0])
     torch.nn.Module.to(ours, "cuda")
-    engine = EmbeddedEngine(ours, settings=EngineSettings(kv_tokens=1500, step_tokens=64), eos=frozenset())
+    engine = EmbeddedEngine(
+        ours, settings=EngineSettings(kv_tokens=1500, step_tokens=64, max_batch=64), eos=frozenset()
+    )
     rng = np.random.default_rng(0)
     history = [random_tokens(rng, 5) for _ in range(6)]
     for turn in range(4):

@@ -56,7 +56,7 @@ class World:
     seed=st.integers(0, 1000),
     kind=st.sampled_from(sorted(MODELS)),
     kv_tokens=st.sampled_from([300, 600, 4000]),
-    step_tokens=st.sampled_from([7, 40, 500]),
+    step_tokens=st.sampled_from([8, 40, 500]),
     max_batch=st.sampled_from([2, 8]),
     rash=st.booleans(),
 )

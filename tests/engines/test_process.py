@@ -101,11 +101,11 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path, kill: Callable[[in
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     async def work() -> None:
         process = ServerProcess([sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log")
-        with pytest.raises(EngineError, match=r"ended before it answered.*no such model"):
+        with pytest.raises(EngineError, match=r"ended before it answered(.|\n)*no such model"):
             await process.ready("http://127.0.0.1:9/", 60, "token")
         await process.stop()
         absent = ServerProcess(["/no/such/python"], {}, tmp_path / "other")
-        with pytest.raises(EngineError, match=r"ended before it answered.*/no/such/python"):
+        with pytest.raises(EngineError, match=r"ended before it answered(.|\n)*/no/such/python"):
             await absent.ready("http://127.0.0.1:9/", 60, "token")
         await absent.stop()
         silent = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "third")

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.embedded.segments import RequestProgress
 from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
@@ -32,13 +33,11 @@ def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Versions:
 
 def settings(versions: Versions, url: str, **more: Any) -> ServerSettings:
     return ServerSettings(
-        kind="sglang",
+        engines=EngineSettings(type="sglang", url=url, **more),
         engine_id="e0",
-        model=str(versions.path),
+        model=versions.path,
         context_tokens=CONTEXT_TOKENS,
-        log_dir=str(versions.path.parent),
-        url=url,
-        **more,
+        log_dir=versions.path.parent,
     )
 
 
@@ -51,7 +50,7 @@ def play(
 ) -> None:
     async def awaited() -> None:
         core = EmbeddedEngine.from_directory(
-            str(versions.path), settings=EngineSettings(max_batch=8, max_context=CONTEXT_TOKENS)
+            str(versions.path), EngineSettings(max_batch=8), max_context=CONTEXT_TOKENS
         )
         async with FakeSglang(core, **fake).serving() as server:
             store = versions.store
@@ -358,7 +357,7 @@ def test_an_answer_that_cannot_be_ends_its_request_and_the_engine_goes_on(
 
 def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
     async def awaited() -> None:
-        core = EmbeddedEngine.from_directory(str(versions.path), settings=EngineSettings(max_context=CONTEXT_TOKENS))
+        core = EmbeddedEngine.from_directory(str(versions.path), max_context=CONTEXT_TOKENS)
         async with FakeSglang(core).serving() as server:
             store = versions.store
             engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)

@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollart.engines.embedded.engine import EmbeddedEngine, EngineSettings
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.errors import EngineError, WeightError
 from rollart.model.network import named_weights

@@ -67,7 +67,7 @@ class Strange(Environment):
             case "unsendable":
                 return Observation(messages=(Message(role="user", content="x"),), info={"it": object()})
             case "babble":
-                os.write(int(sys.argv[1]), b"\x00\x00\x00\x05hello")
+                os.write(int(sys.argv[2]), b"\x00\x00\x00\x05hello")
             case "print":
                 print("x" * 1_000_000)  # noqa: T201
                 sys.stderr.write("y" * 1_000_000)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rollart.config.load import build_job
 from rollart.envs import remote
 from rollart.envs.remote import RemoteEnvHost
 from rollart.errors import BoundaryError, ClusterError, EnvError, NoRoom
@@ -20,6 +21,7 @@ from rollart.types import Observation
 from rollart.workers.handles import as_raised
 from rollart.workers.wire import pack, unpack
 from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
+from tests.setups import JOB, worker_setup
 
 
 class PackedWorker:
@@ -45,15 +47,10 @@ class Machines:
     """Starts workers, as a cluster would."""
 
     def __init__(self, tmp_path: Path, slots: int, isolation: str = "process") -> None:
-        self.setup = {
-            "role": "environments",
-            "uses": {DOMAIN: TASKS},
-            "seed": 0,
-            "slots": slots,
-            "isolation": isolation,
-            "variables": [],
-            "log_dir": str(tmp_path / "logs"),
-        }
+        pool = {"name": "rooms", "slots": 8, "slots_per_worker": slots, "isolation": isolation}
+        job = {**JOB, "tasks": [{"name": DOMAIN, "use": TASKS}], "pools": [*JOB["pools"], pool]}
+        on_ray = build_job({**job, "cluster": {"type": "ray"}})
+        self.setup = worker_setup(on_ray, tmp_path).environments("rooms-env-0", "rooms")
         self.workers: list[PackedWorker] = []
         self.trouble: list[ClusterError] = []
 

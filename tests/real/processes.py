@@ -1,17 +1,17 @@
 """A real engine and a real trainer, each in its process, for the tests of what is between them."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
-from rollart.launch.setups import engine_setups, trainer_setup
+from rollart.launch.worker import START
 from rollart.store.shm import ShmStore
 from rollart.types import EngineSpec
 from tests.real.harness import SOON_S, job
+from tests.setups import worker_setup
 
 SPEC = EngineSpec(id="cpu-0", pool="cpu", type="embedded", hardware="cpu", gpus=1)
 MAX_BATCH = 4
@@ -22,7 +22,6 @@ async def local_cluster(
     model: Path, folder: Path, lost: Callable[[str, str], None] | None = None
 ) -> AsyncIterator[tuple[LocalCluster, ShmStore]]:
     """As `rollart train` makes it; and the store that its workers use."""
-    run_id = f"test-{uuid.uuid4().hex}"
     settings = build_job(
         job(
             model,
@@ -33,14 +32,9 @@ async def local_cluster(
             train={"pool": "cpu", "steps": 8, "lr": 1e-2},
         )
     )
-    setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 18}
-    store = ShmStore(run_id, bucket_bytes=1 << 18)
-    cluster = LocalCluster(
-        folder / "logs",
-        engine_setups(settings, folder, setup),
-        trainer_setup(settings, folder, setup),
-        lost,
-    )
+    setup = worker_setup(settings, folder)
+    store = ShmStore(setup.store.run_id, bucket_bytes=1 << 18)
+    cluster = LocalCluster(START, setup, lost)
     try:
         async with asyncio.timeout(2 * SOON_S):
             yield cluster, store

@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rollart.cluster.local import LocalCluster, Process
+from rollart.cluster.local import LocalCluster
+from rollart.config.load import build_job
 from rollart.errors import ClusterError, EngineError, WeightError
+from rollart.launch.worker import START
 from rollart.ports import Trainer
 from rollart.types import Batch, WeightManifest, WeightVersion
 from rollart.workers.handles import WorkerEngine
+from rollart.workers.launch import Process
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.trainer import ClusterBench, ClusterContract, TrainerBench, TrainerContract
 from tests.real.processes import MAX_BATCH, SPEC, local_cluster
+from tests.setups import JOB, worker_setup
 from tests.train.samples import make_batch, random_samples
 
 
@@ -121,7 +125,7 @@ def test_the_death_of_an_idle_engine_is_told_at_once_and_one_that_was_stopped_is
             name, how = await told.get()
             assert name == "cpu-0"
             assert "signal 9" in how
-            with pytest.raises(EngineError, match="its process has ended"):
+            with pytest.raises(EngineError, match="its process was ended by signal 9"):
                 await engine.stage(1)
         assert told.empty()
 
@@ -130,14 +134,8 @@ def test_the_death_of_an_idle_engine_is_told_at_once_and_one_that_was_stopped_is
 
 def test_a_worker_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     async def main() -> None:
-        setup = {
-            "threads": 1,
-            "type": "embedded",
-            "model": str(tmp_path / "nowhere"),
-            "store": {"type": "shm", "run_id": "x", "bucket_bytes": 1 << 20},
-        }
-        engine = {**setup, "device": "cpu", "dtype": "float32", "settings": {}, "stop_tokens": []}
-        cluster = LocalCluster(tmp_path, {"cpu": engine}, setup)
+        nowhere = build_job({**JOB, "model": {"path": str(tmp_path / "nowhere")}})
+        cluster = LocalCluster(START, worker_setup(nowhere, tmp_path))
         try:
             with pytest.raises(ClusterError, match=r"cpu-0 could not start: .*nowhere"):
                 await cluster.engine(SPEC)
@@ -155,9 +153,10 @@ def test_a_worker_that_dies_while_it_starts_is_told_with_its_last_words(
         python.write_text("#!/bin/sh\necho these are my last words >&2\nexit 7\n")
         python.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(python))
-        worker = Process("w", tmp_path)
-        with pytest.raises(ClusterError, match=r"w could not start: exit status 7; see .*w\.log; .* my last words"):
-            await worker.start({"threads": 1})
+        worker = Process("w", START, tmp_path, os.environ)
+        said = r"w could not start: its process exited with status 7; see .*w\.log\n.* my last words"
+        with pytest.raises(ClusterError, match=said):
+            await worker.start("")
         await worker.stop()
         await worker.stop()
 
@@ -170,8 +169,7 @@ def variables_of(process: Process) -> list[bytes]:
 
 def test_a_worker_sees_no_gpus_but_those_it_was_given(tmp_path: Path) -> None:
     async def main() -> None:
-        stub = {"role": "stub", "threads": 1}
-        cluster = LocalCluster(tmp_path, {"cpu": stub}, {}, devices={"cpu-0": ("2", "3")})
+        cluster = LocalCluster("benchmarks.stub:start", worker_setup(None, tmp_path), devices={"cpu-0": ("2", "3")})
         try:
             for _ in range(2):  # and again after a restart
                 await cluster.engine(SPEC)

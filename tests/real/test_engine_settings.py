@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -11,31 +10,31 @@ import pytest
 import torch
 
 from rollart.cluster import machine
-from rollart.cluster.local import LocalCluster, Process
+from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import RewardError
 from rollart.launch.real import RealWorld, real_world
-from rollart.launch.setups import engine_setups
 from rollart.launch.worker import build
 from rollart.model.network import load_model, named_weights
 from rollart.rewards.local import LocalRewards
 from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
 from rollart.types import GenerateRequest, Sampling, TrajectoryId
+from rollart.workers.launch import Process
 from tests.real.harness import job
+from tests.real.processes import SPEC
 from tests.rewards.contract import trajectory
+from tests.setups import worker_setup
 from tests.tasks.test_variables import environment_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
-    run_id = f"test-{uuid.uuid4().hex}"
     engines = {"dtype": str(dtype).removeprefix("torch."), "step_tokens": 96, "max_batch": 32, "kv_tokens": 1024}
     settings = build_job(job(model, pools=[{"name": "cpu", "engines": engines, "slots": 1}]))
-    store_setup = {"type": "shm", "run_id": run_id, "bucket_bytes": 1 << 20}
-    setup = engine_setups(settings, tmp_path, store_setup, stop_tokens=[40])["cpu"]
-    store = ShmStore(run_id, bucket_bytes=1 << 20)
+    setup = worker_setup(settings, tmp_path, stop_tokens=(40,))
+    store = ShmStore(setup.store.run_id, bucket_bytes=1 << 20)
     asked = GenerateRequest(
         id="a/0",
         session="a",
@@ -47,7 +46,7 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
     )
 
     async def work() -> None:
-        engine = await build({"role": "engine", **setup, "id": "cpu-0"})
+        engine = await build(setup.engine(SPEC))
         try:
             assert engine._core._model.dtype == engine._core._shape.dtype == dtype
             assert engine._core._settings.step_tokens == 96
@@ -72,16 +71,15 @@ def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path
     out = tmp_path / "run"
     out.mkdir()
 
-    async def work() -> list[int]:
+    async def work() -> tuple[int, ...]:
         real = real_world(build_job(job(own)), out, FileJournal(out / "journal"))
         try:
             assert isinstance(real.world.cluster, LocalCluster)
-            told: list[int] = real.world.cluster._engine_setup["cpu"]["stop_tokens"]
-            return told
+            return real.world.cluster._setup.stop_tokens
         finally:
             await real.close()
 
-    assert asyncio.run(work()) == [0, 2]
+    assert asyncio.run(work()) == (0, 2)
 
 
 def built(job_file: dict[str, object], out: Path) -> RealWorld:
@@ -99,8 +97,8 @@ def test_the_gpus_of_each_worker_reach_its_process(
     seen: dict[str, object] = {}
 
     class Watched(Process):
-        async def start(self, setup: object) -> None:
-            seen[self.name] = self._devices
+        async def start(self, *arguments: object) -> None:
+            seen[self.name] = self._environment[machine.VISIBLE]
 
     monkeypatch.setattr("rollart.cluster.local.Process", Watched)
 
@@ -114,7 +112,7 @@ def test_the_gpus_of_each_worker_reach_its_process(
             await real.close()
 
     asyncio.run(work())
-    assert seen == {"own-0": ("0",), "own-1": ("1",), "trainer": ("2",)}
+    assert seen == {"own-0": "0", "own-1": "1", "trainer": "2"}
 
 
 def test_the_variables_that_a_job_names_reach_those_who_run_user_code(

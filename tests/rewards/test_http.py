@@ -16,10 +16,10 @@ import pytest
 
 from rollart.errors import JobError, RewardError
 from rollart.ports import RewardBackend
+from rollart.rewards.episodes import episode_of
 from rollart.rewards.function import RewardService, parse_functions
 from rollart.rewards.http import HttpRewards, is_loopback
 from rollart.rewards.serve import serve
-from rollart.rewards.wire import episode_of
 from tests.contracts.rewards import RewardBench
 from tests.contracts.rewards import RewardContract as PortContract
 from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, numbered, run, trajectory

@@ -11,9 +11,9 @@ import torch
 
 from rollart.config.load import build_job
 from rollart.errors import WeightError
-from rollart.launch.setups import store_setup
 from rollart.store import buckets
 from rollart.store.files import FileStore
+from rollart.store.open import new_store
 from rollart.store.shm import ShmStore, remove_left_behind
 
 WEIGHTS = {"w": torch.arange(6.0)}
@@ -26,7 +26,7 @@ def test_two_runs_of_one_name_have_two_stores(tmp_path: Path, monkeypatch: pytes
     for kind in ("shm", "files"):
         weights = {"type": kind} | ({"path": str(tmp_path)} if kind == "files" else {})
         job = build_job({"name": "same", "tasks": [{"name": "a"}], "pools": pools, "weights": weights})
-        names = {str(store_setup(job, tmp_path)[{"shm": "run_id", "files": "directory"}[kind]]) for _ in range(2)}
+        names = {new_store(job, tmp_path).run_id for _ in range(2)}
         assert len(names) == 2
         assert all("same-" in name for name in names)
 

@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from rollart.workers.child import LENGTH, describe, pack, unpack
-from rollart.workers.pool import Child, ChildError, ChildPool, _Link
+from rollart.errors import ClusterError
+from rollart.workers.launch import Process
+from rollart.workers.pool import ProcessPool
+from rollart.workers.server import failure
+from rollart.workers.wire import pack, unpack
 from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
 
 
 @asynccontextmanager
-async def pool(tmp_path: Path, *, module: str = "rollart.envs.worker") -> AsyncIterator[ChildPool]:
+async def pool(tmp_path: Path, *, target: str = "rollart.envs.worker:EnvWorker") -> AsyncIterator[ProcessPool]:
     """Of one child."""
-    setup = {"uses": {DOMAIN: TASKS}, "seed": 0}
-    made = ChildPool(module, setup, size=1, log_dir=tmp_path / "logs", name="env")
+    made = ProcessPool(target, {DOMAIN: TASKS}, 0, size=1, log_dir=tmp_path / "logs", name="env")
     try:
         yield made
     finally:
         await made.close()
 
 
-async def soon(children: ChildPool) -> Child:
+async def soon(children: ProcessPool) -> Process:
     async with asyncio.timeout(SOON_S):
         return await children.acquire()
 
@@ -60,9 +62,9 @@ def test_a_slot_is_not_lost_with_a_start_that_is_cancelled(tmp_path: Path) -> No
 
 def test_a_slot_is_not_lost_with_a_child_that_cannot_start(tmp_path: Path) -> None:
     async def work() -> None:
-        async with pool(tmp_path, module="rollart.no_such_module") as children:
+        async with pool(tmp_path, target="rollart.no_such_module:x") as children:
             for _ in range(2):
-                with pytest.raises(ChildError):
+                with pytest.raises(ClusterError, match="no_such_module"):
                     await soon(children)
 
     run(work)
@@ -72,7 +74,7 @@ def test_a_child_that_is_given_back_in_the_middle_of_a_call_is_not_given_out_aga
     async def work() -> None:
         async with pool(tmp_path) as children:
             child = await soon(children)
-            calling = asyncio.ensure_future(child.call({"op": "reset"}))
+            calling = asyncio.ensure_future(child.ask("reset"))
             await asyncio.sleep(0)
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
@@ -84,21 +86,6 @@ def test_a_child_that_is_given_back_in_the_middle_of_a_call_is_not_given_out_aga
     run(work)
 
 
-def test_a_child_that_speaks_out_of_turn_is_not_listened_to_any_more(tmp_path: Path) -> None:
-    class Transport(asyncio.WriteTransport):
-        aborted = False
-
-        def abort(self) -> None:
-            self.aborted = True
-
-    transport = Transport()
-    link = _Link(lambda: None)
-    link.connection_made(transport)
-    link.data_received(LENGTH.pack(5) + b"hello")
-    assert link.closed
-    assert transport.aborted
-
-
 class Speechless(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
@@ -106,4 +93,6 @@ class Speechless(Exception):
 
 @pytest.mark.parametrize("error", [Speechless(), OSError("no file caf\udce9.txt")])
 def test_what_user_code_raises_can_be_sent_whatever_it_says(error: Exception) -> None:
-    assert type(error).__name__ in unpack(pack({"error": describe(error)})[LENGTH.size :])["error"]
+    kind, text = unpack(pack(failure(error)))
+    assert kind == type(error).__name__
+    assert kind in text

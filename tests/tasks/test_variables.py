@@ -9,9 +9,8 @@ from rollart.config.load import build_job
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
 from rollart.launch.checks import check_supported
-from rollart.launch.setups import task_variables
 from rollart.rewards.local import LocalRewards
-from rollart.workers.pool import ChildPool
+from rollart.workers.pool import ProcessPool
 from rollart.workers.variables import for_children
 
 SECRETS = {
@@ -51,11 +50,12 @@ def test_what_the_job_names_is_given_whatever_it_is_called() -> None:
     assert found == NEEDED | {"WANDB_API_KEY": "w"}
 
 
-def given(pool: ChildPool, names: list[str]) -> dict[str, str]:
+def given(pool: ProcessPool, names: list[str]) -> dict[str, str]:
     """The variables of a child that was really started."""
 
     async def work() -> dict[str, str]:
         child = await pool.acquire()
+        assert child.pid is not None
         raw = environment_of(child.pid)
         pool.release(child)
         await pool.close()
@@ -78,7 +78,7 @@ def test_a_child_is_started_with_no_secret(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
 
-    async def pool() -> ChildPool:
+    async def pool() -> ProcessPool:
         if kind == "environments":
             uses = {"lake": "rollart.tasks.frozen_lake"}
             return ProcessEnvHost(uses, slots=1, log_dir=tmp_path, variables=named)._pool
@@ -105,7 +105,7 @@ def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) 
         check_supported(build_job(job()))
     monkeypatch.setenv("A_KEY", "1")
     check_supported(build_job(job()))
-    assert task_variables(build_job(job())) == ["A_KEY", "LAKE_KEY"]
+    assert build_job(job()).task_variables == ["A_KEY", "LAKE_KEY"]
     with pytest.raises(JobError, match=r"rewards\.environment: R_KEY is not set here"):
         check_supported(build_job(job(environment=["R_KEY"])))
 

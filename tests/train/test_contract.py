@@ -14,7 +14,6 @@ from rollart.errors import JobError, StoreFull, WeightError
 from rollart.ports import Journal, Trainer
 from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
-from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
 from rollart.types import Batch, WeightManifest
 from rollart.workers.wire import SCHEMA, pack
@@ -26,6 +25,7 @@ from tests.contracts.trainer import (
     empty_batch,
 )
 from tests.train.samples import make_batch, random_samples, tiny_model
+from tests.train.settings import trainer_settings
 
 
 class TestAsyncTrainer(TrainerContract):
@@ -34,12 +34,7 @@ class TestAsyncTrainer(TrainerContract):
         self.folder = tmp_path
 
     def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
-        settings = TrainerSettings(
-            model_path=str(tiny_model(self.folder / "model")),
-            checkpoint_dir=str(self.folder / "checkpoints"),
-            lr=1e-2,
-            threads=1,
-        )
+        settings = trainer_settings(tiny_model(self.folder / "model"), self.folder, lr=1e-2)
         store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=1 << 12)
 
         def batch(step: int) -> Batch:

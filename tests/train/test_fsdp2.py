@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,30 +25,34 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
+from rollart.config.settings import WeightSettings
 from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
 from rollart.events import schema
-from rollart.launch.worker import _ranked_trainer
+from rollart.launch.worker import build
 from rollart.model import network as model
 from rollart.ports import Trainer
 from rollart.store.shm import ShmStore
 from rollart.train import fsdp2
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import optimizer_files
-from rollart.train.fsdp2 import RankSettings, ShardedTrainer
-from rollart.train.losses import LossSettings
+from rollart.train.fsdp2 import ShardedTrainer
+from rollart.train.losses import LossReport
 from rollart.train.ranks import AsyncRank, RankedTrainer
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
-from rollart.train.step import Step
+from rollart.train.step import Failed, Step, UpdateReport
 from rollart.types import Batch, StepResult, WeightManifest
+from rollart.workers.setup import RankSetup, StoreSetup, WorkerSetup
 from rollart.workers.wire import pack, unpack
 from rollart_recipes.tiny import make_tiny
 from tests.contracts.trainer import TrainerBench, TrainerContract
 from tests.small_disk import small_disk
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
+from tests.train.settings import changed, elsewhere, trainer_settings
 
 T = TypeVar("T")
-LOSS = LossSettings(algorithm="reinforce++", kl_coef=0.1, entropy_coef=0.1)
+PLAIN = {"algorithm": "grpo", "kl_coef": 0.0, "entropy_coef": 0.0}
+LOSS = {"algorithm": "reinforce++", "kl_coef": 0.1, "entropy_coef": 0.1}
 
 
 def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
@@ -57,22 +60,17 @@ def settings_in(folder: Path, **changes: Any) -> TrainerSettings:
     path = folder / "model"
     if not path.exists():
         tiny_model(path, tied=True)
-    return TrainerSettings(
-        **{
-            "model_path": str(path),
-            "checkpoint_dir": str(folder / "checkpoints"),
-            "loss": LOSS,
-            # A large eps keeps Adam nearly linear in the gradient, so that a wrong scale or a stray token shows.
-            "eps": 1e-2,
-            "lr": 0.1,
-            "weight_decay": 0.01,
-            "grad_clip": 0.1,
-            "updates_per_step": 2,
-            "microbatch_tokens": 48,
-            "threads": 1,
-            **changes,
-        }
-    )
+    own = {
+        "engines": "vllm",  # the probe is asked for
+        # A large eps keeps Adam nearly linear in the gradient, so that a wrong scale or a stray token shows.
+        "adam_eps": 1e-2,
+        "lr": 0.1,
+        "weight_decay": 0.01,
+        "grad_clip": 0.1,
+        "updates_per_step": 2,
+        "microbatch_tokens": 48,
+    }
+    return trainer_settings(path, folder, **(own | LOSS | changes))
 
 
 def batches(count: int, first: int = 0) -> list[Batch]:
@@ -95,18 +93,11 @@ class Bench:
 
 @asynccontextmanager
 async def ranked(settings: TrainerSettings, world_size: int, folder: Path) -> AsyncIterator[Bench]:
-    plain = asdict(settings)
-    loss = plain.pop("loss")
-    del plain["earlier"]
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
     run_id = f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}"
-    setup = {
-        "type": "fsdp2", "world_size": world_size, "log_dir": str(logs), "threads": 1,
-        "store": {"type": "shm", "run_id": run_id, "bucket_bytes": 4096}, "settings": plain, "loss": loss,
-    }  # fmt: skip
-    store = ShmStore(run_id, bucket_bytes=4096)
-    trainer = await _ranked_trainer(setup)
+    own = changed(settings, type="fsdp2", gpus=world_size)
+    where = StoreSetup(weights=WeightSettings(bucket_mb=1), run_id=run_id, model=str(own.model_path))
+    store = ShmStore(run_id)
+    trainer = await build(WorkerSetup(job=own.job, out=folder, store=where))
     try:
         yield Bench(trainer, store)
     finally:
@@ -134,7 +125,7 @@ class Here:
 async def alone(settings: TrainerSettings, folder: Path) -> AsyncIterator[Bench]:
     """One rank, in this process."""
     store = ShmStore(f"test-fsdp2-{os.getpid()}-{time.monotonic_ns()}", bucket_bytes=4096)
-    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{folder}/meet-{time.monotonic_ns()}")
+    at = RankSetup(rank=0, world_size=1, rendezvous=f"file://{folder}/meet-{time.monotonic_ns()}")
     trainer = RankedTrainer(settings, [Here(AsyncRank(ShardedTrainer(settings, at), store))])
     try:
         yield Bench(trainer, store)
@@ -193,7 +184,7 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
         assert actor(found) == pytest.approx(actor(expected), rel=1e-4, abs=1e-5)
         for name in ("perf/tokens", "perf/sampled_tokens"):
             assert found.metrics[name] == expected.metrics[name]
-    assert found.metrics["actor/grad_norm"] > settings.grad_clip
+    assert found.metrics["actor/grad_norm"] > settings.job.train.grad_clip
     assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
     probe, expected_probe = (await bench.trainer.publish(3)).probe, single._versions.of(3)[1]
     assert probe is not None and expected_probe is not None  # noqa: PT018
@@ -216,7 +207,7 @@ def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeyp
 
 def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is sharded before it has weights; rank 0 reads them in the files' type; the old one goes first."""
-    settings = settings_in(tmp_path, loss=LossSettings())
+    settings = settings_in(tmp_path, **PLAIN)
     auto: Any = AutoModelForCausalLM
     read, init = auto.from_pretrained, fsdp2.ShardedNetwork.__init__
     seen: list[Any] = []
@@ -237,10 +228,11 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
     def alive() -> int:
         return sum(one() is not None for one in old)
 
-    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
+    at = RankSetup(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
     trainer = ShardedTrainer(settings, at)
     try:
-        trainer.train_step(0, Step(batches(1)[0], settings, Aside(""), vocab_size=VOCAB).shares(0), 0.1, True)
+        step = Step(batches(1)[0], settings, Aside(settings.set_aside_path), vocab_size=VOCAB)
+        trainer.train_step(0, step.shares(0), 0.1, True)
         trainer.end_step()
         reference = trainer.save()
         old += [weakref.ref(param) for param in trainer._sharded.parameters()]
@@ -257,8 +249,8 @@ def test_weights_are_read_in_the_type_of_their_files(
     saved: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever config.json says: a coarser type would round them, a finer one takes more memory."""
-    settings = settings_in(tmp_path, loss=LossSettings())
-    path = Path(settings.model_path)
+    settings = settings_in(tmp_path, **PLAIN)
+    path = settings.model_path
     auto: Any = AutoModelForCausalLM
     auto.from_pretrained(path, dtype=getattr(torch, saved)).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
@@ -272,7 +264,7 @@ def test_weights_are_read_in_the_type_of_their_files(
         return source
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
-    trainer = ShardedTrainer(settings, RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet"))
+    trainer = ShardedTrainer(settings, RankSetup(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet"))
     try:
         params: dict[str, Any] = dict(trainer._sharded.network.named_parameters())
         weights = {name: param.full_tensor() for name, param in params.items()}
@@ -286,16 +278,16 @@ def test_weights_are_read_in_the_type_of_their_files(
 def test_a_model_whose_layers_are_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     GPT2Config(vocab_size=VOCAB).save_pretrained(tmp_path / "model")
-    at = RankSettings(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
+    at = RankSetup(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet")
     try:
         with pytest.raises(JobError, match=r"gpt2: its layers .* train.type=single"):
-            ShardedTrainer(settings_in(tmp_path, loss=LossSettings()), at)
+            ShardedTrainer(settings_in(tmp_path, **PLAIN), at)
     finally:
         dist.destroy_process_group()
 
 
 def test_two_ranks_give_what_one_device_gives(shared: Shared) -> None:
-    step = Step(batches(1)[0], shared.settings, Aside(""), vocab_size=VOCAB, ranks=2)
+    step = Step(batches(1)[0], shared.settings, Aside(shared.settings.set_aside_path), vocab_size=VOCAB, ranks=2)
     counts = [[len([part for part in share.parts if part]) for share in step.shares(rank)] for rank in range(2)]
     assert counts[0] != counts[1], "one rank should have to keep the other company"
     shared.play(lambda bench: compare_with_single(bench, shared.settings))
@@ -323,7 +315,7 @@ def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
     """Rank 0 writes for all; the others must not be left waiting for it."""
 
     async def work(bench: Bench) -> None:
-        checkpoints = Path(shared.settings.checkpoint_dir)
+        checkpoints = shared.settings.checkpoint_dir
         for size in ("4k", "40k"):  # no room for a folder; for a part of it
             with small_disk(checkpoints, size), pytest.raises(StoreFull, match="No space left"):
                 await bench.trainer.save()
@@ -371,9 +363,7 @@ def test_two_ranks_set_aside_what_one_device_does(shared: Shared) -> None:
 @pytest.mark.slow
 def test_ranks_agree_on_a_sample_whose_loss_only_one_of_them_sees(tmp_path: Path) -> None:
     """One rank's micro-batch is at fault: neither makes the update, both go on without the sample."""
-    loss = LossSettings(correction="decoupled")
-    path = str(tmp_path / "aside")
-    settings = settings_in(tmp_path, loss=loss, updates_per_step=1, microbatch_tokens=200, set_aside_path=path)
+    settings = settings_in(tmp_path, **PLAIN, correction="decoupled", updates_per_step=1, microbatch_tokens=200)
     good = random_samples(0, 13)
     overflows = make_sample("bad", [1, 2], [0, 1], advantage=3e38, logprobs=[0.0, -30.0])
 
@@ -386,14 +376,14 @@ def test_ranks_agree_on_a_sample_whose_loss_only_one_of_them_sees(tmp_path: Path
     assert [str(one.trajectory) for one in result.set_aside] == ["bad.0.0"]
     assert "not a finite number" in result.set_aside[0].reason
     assert result.metrics["actor/skipped_updates"] == 0
-    single = SingleTrainer(replace(settings, set_aside_path=""))
+    single = SingleTrainer(elsewhere(settings))
     single.train_step(make_batch(0, good))
     assert_same(weights, single.named_tensors(), within=1e-5)
 
 
 def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batches(tmp_path: Path) -> None:
     """The rank that did cannot go on, nor can those that wait for it: what to do otherwise is noted for the next."""
-    settings = settings_in(tmp_path, microbatch_tokens=200, set_aside_path=str(tmp_path / "aside"))
+    settings = settings_in(tmp_path, microbatch_tokens=200)
     batch = batches(1)[0]
 
     async def work() -> None:
@@ -412,7 +402,7 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
         async with alone(settings, tmp_path) as bench:
             result = await bench.trainer.train_step(batch)
             assert result.set_aside == ()
-            whole = SingleTrainer(replace(settings, set_aside_path="")).train_step(batch)
+            whole = SingleTrainer(elsewhere(settings)).train_step(batch)
             assert result.metrics["perf/microbatches"] > whole.metrics["perf/microbatches"]
             assert result.metrics["perf/tokens"] == whole.metrics["perf/tokens"]
 
@@ -439,8 +429,11 @@ class Waiting:
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_path: Path, memory: bool) -> None:
-    settings = settings_in(tmp_path, microbatch_tokens=200, set_aside_path=str(tmp_path / "aside"))
-    failed = [[{}, {}, 0.0, True, [[0, 0, "it broke", memory, True]]]]
+    settings = settings_in(tmp_path, microbatch_tokens=200)
+    nothing = LossReport(shares={}, maxima={})
+    failed = [
+        UpdateReport(loss=nothing, grad_norm=0.0, skipped=True, failed=(Failed(0, 0, "it broke", memory, raised=True),))
+    ]
     batch = make_batch(0, [make_sample("one", [1, 2], [0, 1]), make_sample("two", [1, 2, 3], [0, 1, 1])])
 
     async def work() -> None:
@@ -502,7 +495,7 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
     """Updates far below bfloat16's resolution add up; what is published is bfloat16, as the single trainer's."""
 
     async def work() -> None:
-        settings = settings_in(tmp_path, bf16=True, lr=1e-5, eps=1e-8, weight_decay=0.0, updates_per_step=1)
+        settings = settings_in(tmp_path, bf16=True, lr=1e-5, adam_eps=1e-8, weight_decay=0.0, updates_per_step=1)
         single = SingleTrainer(settings)
         async with alone(settings, tmp_path) as bench:
             for batch in batches(3):
@@ -568,7 +561,7 @@ def test_a_rank_that_dies_in_a_step_ends_them_all_at_once(shared: Shared) -> Non
         await asyncio.sleep(1)
         assert not step.done()
         os.kill(pids[1] or 0, signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"rank-1: its process has ended; signal 9"):
+        with pytest.raises(TrainerError, match=r"rank-1: its process was ended by signal 9"):
             await asyncio.wait_for(step, 10)
         assert [rank.pid for rank in bench.trainer._ranks] == [None, None]
         for call in (bench.trainer.publish(0), bench.trainer.save(), bench.trainer.restore("")):
@@ -581,7 +574,7 @@ def test_a_rank_that_dies_in_a_step_ends_them_all_at_once(shared: Shared) -> Non
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_is_named_and_the_others_end(tmp_path: Path) -> None:
     async def work() -> None:
-        settings = replace(settings_in(tmp_path), model_path=str(tmp_path / "nothing"))
+        settings = trainer_settings(tmp_path / "nothing", tmp_path)
         with pytest.raises(ClusterError, match=r"rank-\d could not start: .*nothing"):
             async with ranked(settings, 2, tmp_path):
                 pass
@@ -676,7 +669,7 @@ def test_a_real_job_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     assert run.returncode == 0, said
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     [down] = [event for event in events if isinstance(event, schema.TrainerDown)]
-    assert "rank-1: its process has ended; signal 9" in down.reason
+    assert "rank-1: its process was ended by signal 9" in down.reason
     assert [event.version for event in events if isinstance(event, schema.StepEnd)] == [1, 2, 3, 4, 5]
     assert (out / "checkpoints" / "step-00000005" / "model" / "config.json").exists()
     assert not Path(f"/proc/{ranks[0]}").exists()

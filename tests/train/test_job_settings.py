@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 
 from rollart.config.changes import as_replayed
 from rollart.config.load import build_job
-from rollart.launch.setups import trainer_setup
-from rollart.launch.worker import _trainer_settings
+from rollart.config.settings import WeightSettings
+from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
+from rollart.workers.setup import StoreSetup, WorkerSetup
 from tests.train.samples import make_batch, random_samples, tiny_model
 
 JOB: dict[str, Any] = {
@@ -31,7 +31,7 @@ def trainer(model: Path, out: Path, *, keep: int = 2, **train: Any) -> SingleTra
     job = build_job(
         {**JOB, "model": {"path": str(model)}, "train": {"lr": 1e-2, **train}, "checkpoint": {"keep": keep}}
     )
-    return SingleTrainer(_trainer_settings(trainer_setup(job, out, {})))
+    return SingleTrainer(TrainerSettings(job=job, out=out))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ KINDS: list[dict[str, Any]] = [
     {"lr": 3e-2, "warmup_steps": 4},
     {"steps": 3, "lr_decay": "linear"},
     {"weight_decay": 0.5},
+    {"adam_eps": 0.1},
     {"grad_clip": 1e-3},
     {"entropy_coef": 0.5},
     {"kl_coef": 0.5},
@@ -123,11 +124,14 @@ def test_a_replayed_step_is_trained_as_it_was_and_a_new_one_as_the_job_says_now(
     base = {**JOB, "model": {"path": str(model)}}
     before = build_job({**base, "train": {"lr": 1e-2}})
     after = build_job({**base, "train": {"lr": 1e-2, **later}})
-    first = SingleTrainer(_trainer_settings(trainer_setup(before, tmp_path / "a", {})))
+    first = SingleTrainer(TrainerSettings(job=before, out=tmp_path / "a"))
     for batch in batches[:2]:
         first.train_step(batch)
-    setup = msgpack.unpackb(msgpack.packb(trainer_setup(after, tmp_path / "b", {}, [(2, as_replayed(before, after))])))
-    resumed = SingleTrainer(_trainer_settings(setup))
+    where = StoreSetup(weights=WeightSettings(), run_id="x", model=str(model))
+    sent = WorkerSetup(job=after, out=tmp_path / "b", store=where, earlier=((2, as_replayed(before, after)),))
+    setup = WorkerSetup.model_validate_json(sent.model_dump_json())
+    assert setup == sent
+    resumed = SingleTrainer(TrainerSettings(job=setup.job, out=setup.out, earlier=setup.earlier))
     for batch in batches[:2]:
         resumed.train_step(batch)
     assert all(torch.equal(tensor, resumed.named_tensors()[name]) for name, tensor in first.named_tensors().items())

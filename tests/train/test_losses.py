@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollart.config.settings import CLIP_RANGES
+from rollart.config.load import build_job
+from rollart.config.settings import CLIP_RANGES, TrainSettings
+from rollart.errors import JobError
 from rollart.train.losses import (
     LossInputs,
-    LossSettings,
     Totals,
     batch_advantages,
     kl_k3,
@@ -22,6 +23,11 @@ from rollart.train.losses import (
 from tests.train import reference
 from tests.train.reference import Sequences, Token
 
+JOB: dict[str, Any] = {
+    "name": "base",
+    "tasks": [{"name": "bandit"}],
+    "pools": [{"name": "cpu", "engines": {}, "slots": 8}],
+}
 ALGORITHMS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++")
 CORRECTIONS: tuple[dict[str, Any], ...] = (
     {"correction": "decoupled"},
@@ -32,6 +38,11 @@ CORRECTIONS: tuple[dict[str, Any], ...] = (
     {"correction": "bypass", "over_cap": "mask"},
     {"correction": "none"},
 )
+
+
+def train(**keys: Any) -> TrainSettings:
+    """Of two updates a step, so that no clip range is refused as one that never acts."""
+    return TrainSettings(**{"updates_per_step": 2, **keys})
 
 
 def make_sequences(seed: int, count: int = 6, spread: float = 0.4) -> Sequences:
@@ -73,7 +84,7 @@ def as_inputs(sequences: Sequences, current_N: Tensor, advantages_N: Tensor, fir
 
 
 def packed(
-    settings: LossSettings, sequences: Sequences, cuts: Sequence[int] = ()
+    settings: TrainSettings, sequences: Sequences, cuts: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Loss, gradient and metrics over micro-batches that end at `cuts`."""
     tokens = [token for sequence in sequences for token in sequence]
@@ -97,7 +108,8 @@ def packed(
 def test_equals_reference(algorithm: Any, correction: dict[str, Any]) -> None:
     eps: dict[str, float] = {} if algorithm == "rloo" else {"eps_low": 0.15, "eps_high": 0.3}
     constant = {"length_constant": 7} if algorithm == "dr_grpo" else {}
-    settings = LossSettings(algorithm=algorithm, kl_coef=0.3, weight_cap=1.5, **correction, **eps, **constant)  # type: ignore[arg-type]
+    cap = {} if correction["correction"] == "none" else {"weight_cap": 1.5}
+    settings = train(algorithm=algorithm, kl_coef=0.3, **cap, **correction, **eps, **constant)
     for seed in range(5):
         sequences = make_sequences(seed)
         expected = reference.loss(
@@ -124,7 +136,7 @@ def test_equals_reference(algorithm: Any, correction: dict[str, Any]) -> None:
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda value: "-".join(str(part) for part in value.values()))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_micro_batch_split_changes_nothing(algorithm: Any, correction: dict[str, Any]) -> None:
-    settings = LossSettings(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.01, **correction)
+    settings = train(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.01, **correction)
     sequences = make_sequences(3, count=7)
     whole_loss, whole_grad_N, whole = packed(settings, sequences)
     for cuts in ((1,), (3,), (2, 5), (1, 2, 3, 4, 5, 6)):
@@ -137,7 +149,7 @@ def test_micro_batch_split_changes_nothing(algorithm: Any, correction: dict[str,
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_on_policy_all_agree_on_direction(algorithm: Any) -> None:
     """With all policies equal, every loss is plain policy gradient up to its own scale."""
-    settings = LossSettings(algorithm=algorithm)
+    settings = train(algorithm=algorithm)
     sequences = make_sequences(1, spread=0.0)
     _, grad_N, metrics = packed(settings, sequences)
     advantages_N = batch_advantages(settings, torch.tensor([t.advantage for s in sequences for t in s]))
@@ -154,7 +166,7 @@ def test_clip_higher_keeps_gradient_where_grpo_stops() -> None:
     token = Token(current=current - 1, proximal=-1.2231, behaviour=-1.2231, reference=-1, entropy=0, advantage=1)
     grads = {}
     for algorithm in ("grpo", "dapo"):
-        _, grad_N, metrics = packed(LossSettings(algorithm=algorithm), [[token]])
+        _, grad_N, metrics = packed(train(algorithm=algorithm), [[token]])
         grads[algorithm] = float(grad_N[0])
         assert metrics["actor/clipfrac"] == (algorithm == "grpo")
     assert grads["grpo"] == 0
@@ -167,24 +179,24 @@ def test_by_default_each_algorithm_clips_in_its_own_way() -> None:
     tokens = [Token(current, -1, behaviour, -1, 0, advantage) for behaviour in (-1.24, -3.0) for advantage in (1, -1)]
     grads = {}
     for algorithm in ("grpo", "dapo", "cispo", "rloo"):
-        _, grad_N, metrics = packed(LossSettings(algorithm=algorithm), [[token] for token in tokens])
+        _, grad_N, metrics = packed(train(algorithm=algorithm), [[token] for token in tokens])
         grads[algorithm] = tuple(round(float(grad), 6) for grad in grad_N)
         assert (metrics["actor/clipfrac"] > 0) == (algorithm != "rloo")
     assert len({*grads.values()}) == len(grads)
 
 
 def test_the_default_cap_leaves_the_clip_range_whole() -> None:
-    assert LossSettings(algorithm="cispo").cap == 10
-    assert LossSettings(algorithm="cispo", correction="decoupled").cap == 2
-    assert LossSettings(algorithm="rloo").cap == 2
-    assert LossSettings(algorithm="grpo", eps_high=3.0).cap == 8
-    assert LossSettings(algorithm="grpo", weight_cap=1.5).cap == 1.5
+    assert train(algorithm="cispo").cap == 10
+    assert train(algorithm="cispo", correction="decoupled").cap == 2
+    assert train(algorithm="rloo").cap == 2
+    assert train(algorithm="grpo", eps_high=3.0).cap == 8
+    assert train(algorithm="grpo", weight_cap=1.5).cap == 1.5
 
 
 def test_cap_bounds_the_weight() -> None:
     """The engine found a token e^5 times less likely than the trainer does: its weight is the cap, and counted."""
     token = Token(torch.tensor(-1.0, dtype=torch.float64), -1, -6, -1, 0, 1)
-    _, grad_N, metrics = packed(LossSettings(correction="decoupled", weight_cap=3), [[token]])
+    _, grad_N, metrics = packed(train(correction="decoupled", weight_cap=3), [[token]])
     assert float(grad_N[0]) == pytest.approx(-3)
     assert metrics["actor/truncated_share"] == 1
     assert metrics["actor/ratio_max"] == pytest.approx(148.4, abs=0.1)
@@ -194,7 +206,7 @@ def test_cap_bounds_the_weight() -> None:
 def test_impossible_token_stays_finite() -> None:
     token = Token(torch.tensor(-1.0, dtype=torch.float64), -1, -1e4, -1e4, 0, -1)
     for correction in CORRECTIONS:
-        _, grad_N, metrics = packed(LossSettings(kl_coef=0.1, **correction), [[token]])
+        _, grad_N, metrics = packed(train(kl_coef=0.1, **correction), [[token]])
         assert torch.isfinite(grad_N).all()
         assert all(value == value and abs(value) < 1e12 for value in metrics.values())
 
@@ -211,7 +223,7 @@ def test_entropy_bonus_raises_entropy() -> None:
         num_sequences=1,
         entropy_N=-(log_probs_V.exp() * log_probs_V).sum()[None],
     )
-    loss, _ = policy_loss(LossSettings(entropy_coef=0.5), inputs, Totals(tokens=1, sequences=1))
+    loss, _ = policy_loss(train(entropy_coef=0.5), inputs, Totals(tokens=1, sequences=1))
     torch.autograd.backward(loss)
     assert logits_V.grad is not None
     assert logits_V.grad[0] > 0 > logits_V.grad[1]
@@ -223,6 +235,29 @@ def test_k3_is_a_kl() -> None:
     estimate = kl_k3(p, q)
     assert (estimate >= 0).all()
     torch.testing.assert_close((p.exp() * estimate).sum(), (p.exp() * (p - q)).sum())
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"algorithm": "ppo"}, "algorithm"),
+        ({"correction": "tis"}, "correction"),
+        ({"eps_low": -0.1}, "eps_low"),
+        ({"algorithm": "rloo", "eps_high": 0.2}, "eps_high"),
+        ({"length_constant": 5}, "length_constant"),
+        ({"algorithm": "dr_grpo", "length_constant": 0}, "length_constant"),
+        ({"weight_cap": 0.5}, "weight_cap"),
+        ({"weight_level": "sequence", "correction": "bypass"}, "weight_level"),
+        ({"over_cap": "mask", "correction": "none"}, "over_cap"),
+        ({"weight_floor": 0.5}, "weight_floor"),
+        ({"weight_floor": 1.5, "over_cap": "mask"}, "weight_floor"),
+        ({"kl_coef": -1}, "kl_coef"),
+        ({"entropy_coef": -1}, "entropy_coef"),
+    ],
+)
+def test_settings_name_the_key(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(JobError, match=rf"^train\.{key}: .*(;|one of)"):
+        build_job({**JOB, "train": {"updates_per_step": 2, **values}})
 
 
 def test_every_clipping_algorithm_has_a_range() -> None:

@@ -33,6 +33,7 @@ from rollart.types import (
     Turn,
 )
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
+from tests.train.settings import changed, elsewhere, trainer_settings
 
 PROMPT, BAD = 7, 13
 """`BAD` is a token that the tests' networks stumble over."""
@@ -45,14 +46,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(model_path: Path, tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(
-        model_path=str(model_path),
-        checkpoint_dir=str(tmp_path / "checkpoints"),
-        set_aside_path=str(tmp_path / "set_aside.jsonl"),
-        lr=1e-2,
-        threads=1,
-        microbatch_tokens=64,
-    )
+    return trainer_settings(model_path, tmp_path, lr=1e-2, microbatch_tokens=64)
 
 
 def without_bad(count: int, seed: int = 0) -> list[Sample]:
@@ -68,7 +62,7 @@ def bad_one(name: str = "bad", size: int = 5) -> Sample:
 
 
 def rows(settings: TrainerSettings) -> list[dict[str, Any]]:
-    path = Path(settings.set_aside_path)
+    path = settings.set_aside_path
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -138,7 +132,7 @@ def test_a_log_probability_that_is_no_number_sets_its_trajectory_aside_and_the_r
         return Batch(step=0, serving=0, groups=(group,))
 
     trainer, expected = SingleTrainer(settings), SingleTrainer(settings)
-    journal = FileJournal(Path(settings.checkpoint_dir).parent / "journal")
+    journal = FileJournal(settings.out / "journal")
     journal.write_batch(batch(good[0], bad, good[1]))
     [replayed] = journal.batches(0)
     result = trainer.train_step(replayed)
@@ -190,8 +184,8 @@ def test_the_sample_that_a_micro_batch_fails_for_is_found(
     settings: TrainerSettings, raises: Exception | None, updates: int
 ) -> None:
     """Whether its loss is not finite or it raises: no other sample of the micro-batch is lost with it."""
-    settings = replace(settings, microbatch_tokens=1000, updates_per_step=updates)
-    trainer, expected = SingleTrainer(settings), SingleTrainer(replace(settings, set_aside_path=""))
+    settings = changed(settings, microbatch_tokens=1000, updates_per_step=updates)
+    trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
     Stumbles(trainer, raises=raises)
     samples = without_bad(12)
     result = trainer.train_step(make_batch(0, [*samples, bad_one("bad1"), bad_one("bad2", size=9)]))
@@ -219,8 +213,8 @@ def test_a_step_of_which_nothing_is_left_makes_its_version_with_the_weights_as_t
 
 
 def test_out_of_memory_halves_the_micro_batches_from_then_on_and_loses_nothing(settings: TrainerSettings) -> None:
-    settings = replace(settings, microbatch_tokens=200)
-    trainer, expected = SingleTrainer(settings), SingleTrainer(replace(settings, set_aside_path=""))
+    settings = changed(settings, microbatch_tokens=200)
+    trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
     network = Stumbles(trainer, most_tokens=60)
     samples = without_bad(24)
     result, wanted = (one.train_step(make_batch(0, samples)) for one in (trainer, expected))
@@ -235,8 +229,8 @@ def test_out_of_memory_halves_the_micro_batches_from_then_on_and_loses_nothing(s
 
 
 def test_a_sample_that_is_alone_too_long_for_memory_is_set_aside(settings: TrainerSettings) -> None:
-    settings = replace(settings, microbatch_tokens=200)
-    trainer, expected = SingleTrainer(settings), SingleTrainer(replace(settings, set_aside_path=""))
+    settings = changed(settings, microbatch_tokens=200)
+    trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
     Stumbles(trainer, most_tokens=25)
     samples = without_bad(8)
     long = make_sample("long", [1] * 30, [0] + [1] * 29)
@@ -259,8 +253,8 @@ def test_a_cpu_can_be_out_of_memory_too(settings: TrainerSettings, error: Except
 
 def test_gradients_of_a_backward_pass_that_did_not_end_do_not_stay(settings: TrainerSettings) -> None:
     """Memory runs out between one layer's backward pass and the next."""
-    settings = replace(settings, microbatch_tokens=1000)
-    trainer, expected = SingleTrainer(settings), SingleTrainer(replace(settings, set_aside_path=""))
+    settings = changed(settings, microbatch_tokens=1000)
+    trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
     first = next(iter(trainer._network.parameters()))
     left = iter([True])
 
@@ -285,7 +279,7 @@ def test_an_error_that_is_not_the_datas_is_the_trainers(settings: TrainerSetting
 
 
 def test_a_step_that_is_repeated_sets_the_same_aside_whatever_memory_there_is(settings: TrainerSettings) -> None:
-    settings = replace(settings, microbatch_tokens=200)
+    settings = changed(settings, microbatch_tokens=200)
     batch = make_batch(0, [*without_bad(8), make_sample("long", [1] * 30, [0] + [1] * 29)])
     first = SingleTrainer(settings)
     Stumbles(first, most_tokens=25)
@@ -299,7 +293,7 @@ def test_a_step_that_is_repeated_sets_the_same_aside_whatever_memory_there_is(se
 
 
 def test_a_row_that_was_cut_short_by_a_kill_never_was(settings: TrainerSettings) -> None:
-    path = Path(settings.set_aside_path)
+    path = settings.set_aside_path
     path.write_text('{"step": 0, "trajectory": "g0000.0.0", "reason": "x"}\n{"step": 0, "trajec')
     trainer = SingleTrainer(settings)
     result = trainer.train_step(make_batch(0, [*random_samples(0, 3), make_sample("bad", [1, VOCAB], [0, 1])]))

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +18,12 @@ from rollart.model.directory import StoredTensors
 from rollart.model.network import load_model
 from rollart.ports import Trainer
 from rollart.train import checkpoints, single
-from rollart.train.losses import LossSettings
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
 from rollart.train.step import UpdateReport
 from rollart.types import Bucket, Probe, Sample, WeightManifest
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
+from tests.train.settings import changed, trainer_settings
 
 PROMPT, WANTED = [1, 2], 5
 
@@ -36,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(model_path: Path, tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(model_path=str(model_path), checkpoint_dir=str(tmp_path / "checkpoints"), lr=1e-2, threads=1)
+    return trainer_settings(model_path, tmp_path, lr=1e-2)
 
 
 class MemoryStore:
@@ -90,7 +89,7 @@ def wanted_probability(trainer: SingleTrainer) -> float:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_bandit_is_learnt_and_repeats(settings: TrainerSettings, bf16: bool) -> None:
-    settings = replace(settings, bf16=bf16, loss=LossSettings(entropy_coef=0.001))
+    settings = changed(settings, bf16=bf16, entropy_coef=0.001)
     before = wanted_probability(SingleTrainer(settings))
     trainer, metrics = train_bandit(settings, 20)
     assert before < 0.1
@@ -105,8 +104,9 @@ def test_bandit_is_learnt_and_repeats(settings: TrainerSettings, bf16: bool) -> 
 @pytest.mark.parametrize("algorithm", ["dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++"])
 @pytest.mark.parametrize("correction", ["decoupled", "bypass"])
 def test_every_algorithm_learns(settings: TrainerSettings, algorithm: Any, correction: Any) -> None:
-    loss = LossSettings(algorithm=algorithm, correction=correction)
-    trainer, metrics = train_bandit(replace(settings, loss=loss), 12)
+    updates = 2 if correction == "decoupled" else 1  # with one, decoupled never clips, and the job refuses it
+    settings = changed(settings, algorithm=algorithm, correction=correction, updates_per_step=updates)
+    trainer, metrics = train_bandit(settings, 12)
     assert wanted_probability(trainer) > 0.4
     assert max(step["actor/kl_mismatch"] for step in metrics) < 1e-6  # log-probs of plain transformers, same weights
 
@@ -114,11 +114,11 @@ def test_every_algorithm_learns(settings: TrainerSettings, algorithm: Any, corre
 def test_micro_batches_change_nothing(settings: TrainerSettings) -> None:
     """One step on uneven samples: the weights do not depend on how it was cut."""
     # A large eps makes Adam's first step linear in the gradient, so that a wrong scale would show.
-    settings = replace(settings, eps=1.0, grad_clip=0.0, lr=10.0, loss=LossSettings(entropy_coef=0.1, kl_coef=0.1))
+    settings = changed(settings, adam_eps=1.0, grad_clip=0.0, lr=10.0, entropy_coef=0.1, kl_coef=0.1)
     samples = random_samples(0, 24)
     found = []
     for budget in (20, 64, 100_000):
-        trainer = SingleTrainer(replace(settings, microbatch_tokens=budget))
+        trainer = SingleTrainer(changed(settings, microbatch_tokens=budget))
         found.append((trainer.train_step(make_batch(0, samples)).metrics, trainer.named_tensors()))
     assert found[0][0]["perf/microbatches"] > 5
     initial = SingleTrainer(settings).named_tensors()
@@ -133,13 +133,13 @@ def test_micro_batches_change_nothing(settings: TrainerSettings) -> None:
 def test_bf16_micro_batches_add_up(settings: TrainerSettings) -> None:
     norms = []
     for budget in (20, 100_000):
-        trainer = SingleTrainer(replace(settings, bf16=True, microbatch_tokens=budget))
+        trainer = SingleTrainer(changed(settings, bf16=True, microbatch_tokens=budget))
         norms.append(trainer.train_step(make_batch(0, random_samples(0, 24))).metrics["actor/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
 def test_temperature_is_the_samplers(settings: TrainerSettings) -> None:
-    trainer = SingleTrainer(replace(settings, temperatures={"bandit": 0.5}))
+    trainer = SingleTrainer(trainer_settings(settings.model_path, settings.out, temperature=0.5))
     model = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
     with torch.no_grad():
         scaled_TV = torch.log_softmax(model(torch.tensor([[1, 2, 3, 4]])).logits[0] / 0.5, -1)
@@ -154,10 +154,10 @@ def test_temperature_is_the_samplers(settings: TrainerSettings) -> None:
 def test_several_updates_anchor_to_the_steps_beginning(settings: TrainerSettings) -> None:
     """The second update moves away from the proximal policy of the step's start, and may clip."""
     samples = random_samples(2, 24)
-    plain = replace(settings, loss=LossSettings(correction="decoupled"))
+    plain = changed(settings, correction="decoupled")
     one = SingleTrainer(plain).train_step(make_batch(0, samples))
-    loss = LossSettings(correction="decoupled", eps_low=1e-3, eps_high=1e-3)
-    trainer = SingleTrainer(replace(settings, updates_per_step=3, loss=loss))
+    clipped = {"correction": "decoupled", "eps_low": 1e-3, "eps_high": 1e-3}
+    trainer = SingleTrainer(changed(settings, updates_per_step=3, **clipped))
     three = trainer.train_step(make_batch(0, samples))
     assert one.metrics["actor/clipfrac"] == 0
     assert three.metrics["actor/clipfrac"] > 0
@@ -167,21 +167,21 @@ def test_several_updates_anchor_to_the_steps_beginning(settings: TrainerSettings
 
 def test_two_updates_anchor_to_the_steps_beginning_as_well(settings: TrainerSettings) -> None:
     """Where each update had its own anchor, the ratio would be 1 and nothing would clip."""
-    loss = LossSettings(correction="decoupled", eps_low=1e-3, eps_high=1e-3)
-    trainer = SingleTrainer(replace(settings, updates_per_step=2, loss=loss))
+    clipped = {"correction": "decoupled", "eps_low": 1e-3, "eps_high": 1e-3}
+    trainer = SingleTrainer(changed(settings, updates_per_step=2, **clipped))
     assert trainer.train_step(make_batch(0, random_samples(2, 24))).metrics["actor/clipfrac"] > 0
 
 
 def test_kl_holds_the_policy_back(settings: TrainerSettings) -> None:
     free, _ = train_bandit(settings, 8)
-    held, metrics = train_bandit(replace(settings, loss=LossSettings(kl_coef=5.0)), 8)
+    held, metrics = train_bandit(changed(settings, kl_coef=5.0), 8)
     assert wanted_probability(held) < 0.5 * wanted_probability(free)
     assert metrics[0]["actor/kl_ref"] == pytest.approx(0, abs=1e-9)
     assert metrics[-1]["actor/kl_ref"] > 0
 
 
 def test_warm_up_rises_linearly(settings: TrainerSettings) -> None:
-    _, metrics = train_bandit(replace(settings, warmup_steps=4), 6)
+    _, metrics = train_bandit(changed(settings, warmup_steps=4), 6)
     assert [step["actor/lr"] for step in metrics] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
@@ -192,7 +192,7 @@ def test_warm_up_rises_linearly(settings: TrainerSettings) -> None:
 def test_the_learning_rate_falls_to_zero_over_the_steps(
     settings: TrainerSettings, decay: Literal["linear", "cosine"], expected: list[float]
 ) -> None:
-    _, metrics = train_bandit(replace(settings, lr_decay=decay, steps=4), 4)
+    _, metrics = train_bandit(changed(settings, lr_decay=decay, steps=4), 4)
     assert [step["actor/lr"] for step in metrics] == pytest.approx(expected, rel=1e-4)
 
 
@@ -218,7 +218,7 @@ OVERFLOW = make_sample("g", [1, 2], [0, 1], advantage=1e30)
 
 
 def test_overflow_skips_the_update(settings: TrainerSettings) -> None:
-    trainer = SingleTrainer(replace(settings, loss=LossSettings(correction="decoupled")))
+    trainer = SingleTrainer(changed(settings, correction="decoupled"))
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
     result = trainer.train_step(make_batch(0, [OVERFLOW]))
     assert result.metrics["actor/skipped_updates"] == 1
@@ -231,7 +231,7 @@ def test_overflow_skips_the_update(settings: TrainerSettings) -> None:
 def test_nothing_of_a_skipped_update_stays(settings: TrainerSettings, bf16: bool) -> None:
     """The step after it moves the weights as if there had been none."""
     good = random_samples(3, 6)
-    settings = replace(settings, bf16=bf16, loss=LossSettings(correction="decoupled"))
+    settings = changed(settings, bf16=bf16, correction="decoupled")
     after, alone = SingleTrainer(settings), SingleTrainer(settings)
     after.train_step(make_batch(0, [OVERFLOW]))
     alone.train_step(make_batch(0, []))
@@ -244,7 +244,7 @@ def test_nothing_of_a_skipped_update_stays(settings: TrainerSettings, bf16: bool
 def test_step_that_fails_between_updates_needs_a_restore(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = SingleTrainer(replace(settings, updates_per_step=2))
+    trainer = SingleTrainer(changed(settings, updates_per_step=2))
     update, calls = trainer._learner._update, iter(range(2))
 
     def second_fails(*args: Any) -> UpdateReport:
@@ -286,7 +286,7 @@ def test_current_and_previous_version_can_be_published_again(settings: TrainerSe
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_restore_continues_bit_for_bit(settings: TrainerSettings, bf16: bool) -> None:
-    settings = replace(settings, bf16=bf16, warmup_steps=6, weight_decay=0.01)
+    settings = changed(settings, bf16=bf16, warmup_steps=6, weight_decay=0.01)
     batches = [make_batch(step, random_samples(step, 12)) for step in range(6)]
     straight = SingleTrainer(settings)
     for batch in batches[:3]:
@@ -319,7 +319,7 @@ def test_restore_of_nothing_is_the_beginning(settings: TrainerSettings) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoint_is_a_hugging_face_directory(settings: TrainerSettings, tmp_path: Path, tied: bool) -> None:
     path = tiny_model(tmp_path / "model", tied=tied)
-    trainer, _ = train_bandit(replace(settings, model_path=str(path)), 1)
+    trainer, _ = train_bandit(trainer_settings(path, settings.out, lr=1e-2), 1)
     saved = Path(trainer.save())
     assert saved.name == "step-00000001"
     assert (saved / "model" / "tokenizer.json").read_text() == "{}"
@@ -329,7 +329,7 @@ def test_checkpoint_is_a_hugging_face_directory(settings: TrainerSettings, tmp_p
 
 
 def test_old_checkpoints_go_and_the_needed_ones_stay(settings: TrainerSettings) -> None:
-    root = Path(settings.checkpoint_dir)
+    root = settings.checkpoint_dir
 
     def names() -> list[str]:
         return sorted(path.name for path in root.iterdir())
@@ -349,7 +349,7 @@ def test_old_checkpoints_go_and_the_needed_ones_stay(settings: TrainerSettings) 
 
 def test_save_cut_short_leaves_no_checkpoint(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = train_bandit(settings, 1)
-    root = Path(settings.checkpoint_dir)
+    root = settings.checkpoint_dir
 
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -365,7 +365,7 @@ def test_save_cut_short_leaves_no_checkpoint(settings: TrainerSettings, monkeypa
 
 def test_bf16_updates_too_small_for_bf16_add_up(settings: TrainerSettings) -> None:
     """Each update is far below bfloat16's resolution; the float32 masters keep them all."""
-    trainer = SingleTrainer(replace(settings, bf16=True, lr=1e-5))
+    trainer = SingleTrainer(changed(settings, bf16=True, lr=1e-5))
     before = trainer._optimizer.tensors()["master/model.norm.weight"].clone()
     for step in range(5):
         trainer.train_step(make_batch(step, random_samples(0, 8)))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.attention import StepPlan
 from rollart.engines.embedded.dense import dense_forward
 from rollart.engines.embedded.drafts import Drafts
@@ -29,31 +30,13 @@ from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, RequestError
-from rollart.model.network import AttentionPlan, forward_hidden, load_model, load_weights_, project
+from rollart.model.network import AttentionPlan, device_named, forward_hidden, load_model, load_weights_, project
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
 GUESSED_LOGITS = 2**26
 """Bound of the logits that guesses add to a step: with a large vocabulary they are the most memory it takes."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What a user may set of an embedded engine."""
-
-    kv_tokens: int = 65_536
-    """Bound of the cache, in tokens: requests in flight (with their padding) and idle sessions together."""
-    max_context: int | None = None
-    """Longest prompt and answer; None means what model and cache allow."""
-    max_batch: int = 256
-    """Requests in flight at once; more wait."""
-    step_tokens: int = 2048
-    """Tokens computed in one step: decode first, then prefill chunks, then guesses."""
-    draft_tokens: int = 15
-    """Most tokens guessed ahead for one request in one step (see `drafts`); 0 turns guessing off."""
-    keep_kv: bool = False
-    """Keep the cache of requests in flight over a weight swap instead of computing it again."""
-    seed: int = 0
-    """Of requests that bring none."""
+DEFAULTS = EngineSettings()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,26 +55,29 @@ class EmbeddedEngine:
     def __init__(
         self,
         model: PreTrainedModel,
+        settings: EngineSettings = DEFAULTS,
         *,
         engine_id: str = "embedded",
-        settings: EngineSettings | None = None,
+        seed: int = 0,
+        max_context: int | None = None,
         version: WeightVersion = 0,
         eos: frozenset[int] | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only."""
-        settings = settings or EngineSettings()
+        """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only;
+        `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not."""
         config = model.config.get_text_config()
         self._model = model
         self._shape, self._num_query_heads = kept_by(model)
         self._vocab_size: int = config.vocab_size
         self._id = engine_id
         self._settings = settings
+        self._keep_kv = settings.keep_kv
         self.version = version
         self._eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
         positions = getattr(config, "max_position_embeddings", None) or 1 << 62
-        self._max_context = min(settings.kv_tokens, positions, settings.max_context or 1 << 62)
+        self._max_context = min(settings.kv_tokens, positions, max_context or 1 << 62)
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
         self._dense = dense_forward(model, self._max_context)
         """None where only transformers' own code will do."""
@@ -108,18 +94,18 @@ class EmbeddedEngine:
         self._ended: list[tuple[str, Completion]] = []
         """Completions that came about between steps; the next step hands them out."""
         self._arrivals = 0
-        self._seeds = np.random.default_rng(settings.seed)
+        self._seeds = np.random.default_rng(seed)
         self.stats = EngineStats()
 
     @classmethod
     def from_directory(
         cls,
         path: str,
+        settings: EngineSettings = DEFAULTS,
         *,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
         engine_id: str = "embedded",
-        settings: EngineSettings | None = None,
+        seed: int = 0,
+        max_context: int | None = None,
         version: WeightVersion = 0,
         stop_tokens: Iterable[int] = (),
     ) -> "EmbeddedEngine":
@@ -133,10 +119,19 @@ class EmbeddedEngine:
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        model = load_model(path, dtype, device)
+        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
-        engine = cls(model, engine_id=engine_id, settings=settings, version=version, eos=eos, decode=decode)
+        engine = cls(
+            model,
+            settings,
+            engine_id=engine_id,
+            seed=seed,
+            max_context=max_context,
+            version=version,
+            eos=eos,
+            decode=decode,
+        )
         prove_steps(model, engine._shape, engine._num_query_heads, engine._hidden, engine._project)
         return engine
 
@@ -182,7 +177,7 @@ class EmbeddedEngine:
         if not 0 < request.prompt_tokens < self._max_context:
             raise RequestError(
                 f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
-                f"{self._max_context} tokens (the least of kv_tokens, the model's positions and max_context)"
+                f"{self._max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
@@ -212,12 +207,12 @@ class EmbeddedEngine:
         rebuilt = 0
         for seq in self._live.values():
             seq.turn_to(version)
-            if self._settings.keep_kv:
+            if self._keep_kv:
                 seq.shares = False
             else:
                 rebuilt += seq.length
                 seq.length = 0
-        if self._settings.keep_kv:
+        if self._keep_kv:
             self.kv.drop_parked()
         else:
             self.kv.clear()

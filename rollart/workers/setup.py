@@ -1,0 +1,78 @@
+"""What a worker is built from, wherever it runs: the job, and the few facts that are not in the job.
+
+Crosses to the worker's process once, as JSON, and is checked again there. `rollart.launch.worker` builds from it.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from rollart.config.job import Job
+from rollart.config.settings import PoolSettings, Settings, WeightSettings
+from rollart.types import EngineSpec
+
+
+class StoreSetup(Settings):
+    """Where one life of a run has its weights. All its workers open the same store."""
+
+    weights: WeightSettings
+    """`path` is filled in."""
+    run_id: str
+    """No other life of any run has it, on any machine."""
+    model: str
+    """The Hugging Face directory that published weights look like."""
+
+
+class RankSetup(Settings):
+    """Which rank of a trainer this is, and where it meets the others."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    """`file:///PATH` for ranks of one machine (a new path each time), or `tcp://HOST:PORT`, where rank 0 listens."""
+    device: str = "cpu"
+
+
+class WorkerSetup(Settings):
+    """One worker. That of a run's trainer, from which those of its other workers are derived."""
+
+    job: Job
+    out: Path
+    """The run directory."""
+    store: StoreSetup
+    stop_tokens: tuple[int, ...] = ()
+    """End an answer, beside those that the model's files name."""
+    earlier: tuple[tuple[int, Job], ...] = ()
+    """(n, the job that the steps before n are trained under), n rising."""
+    role: Literal["engine", "trainer", "rank", "environments"] = "trainer"
+    name: str = "trainer"
+    pool: str = ""
+    """Of an engine, or of environments."""
+    rendezvous: str = ""
+    """Where a trainer's ranks meet, where they were placed for it."""
+    rank: RankSetup | None = None
+
+    def engine(self, spec: EngineSpec) -> Self:
+        return self.model_copy(update={"role": "engine", "name": spec.id, "pool": spec.pool})
+
+    def environments(self, name: str, pool: str) -> Self:
+        return self.model_copy(update={"role": "environments", "name": name, "pool": pool})
+
+    @property
+    def log_dir(self) -> Path:
+        return self.out / "logs"
+
+    @property
+    def own_pool(self) -> PoolSettings:
+        return next(pool for pool in self.job.pools if pool.name == self.pool)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of its process."""
+        engines = self.own_pool.engines if self.pool else None
+        return engines.threads if engines else self.job.train.threads
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """That its process keeps to; empty: any."""
+        engines = self.own_pool.engines if self.pool else None
+        return engines.cores if engines else self.job.train.cores
