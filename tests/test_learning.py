@@ -48,7 +48,7 @@ def save_model(path: Path, seed: int) -> None:
 
 
 def success(folder: Path, seed: int = 0) -> list[float]:
-    """Of each step's batch, in a run of the bandit."""
+    """Of the trajectories that ended before each step, in a run of the bandit."""
     from rollart.launch.training import train
 
     save_model(folder / "model", seed)
@@ -72,7 +72,8 @@ def success(folder: Path, seed: int = 0) -> list[float]:
     result = train(build_job(raw), folder / "run")
     assert (result.summary["state"], result.summary["reason"], result.violations) == ("finished", "", [])
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row["reward/mean"] for row in rows]
+    # A step before which no trajectory ended has no mean.
+    return [row["reward/mean"] for row in rows if "reward/mean" in row]
 
 
 def mean(values: list[float]) -> float:
