@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 from rollart.config.settings import WeightSettings
 from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
 from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.worker import build
 from rollart.model import network as model
 from rollart.ports import Trainer
@@ -667,7 +668,7 @@ def test_a_real_job_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
         os.kill(ranks[1], signal.SIGKILL)
         said, _ = run.communicate(timeout=400)
     assert run.returncode == 0, said
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(out / "events.jsonl"))
     [down] = [event for event in events if isinstance(event, schema.TrainerDown)]
     assert "rank-1: its process was ended by signal 9" in down.reason
     assert [event.version for event in events if isinstance(event, schema.StepEnd)] == [1, 2, 3, 4, 5]
