@@ -114,7 +114,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_there_is_an_example_of_every_type() -> None:
-    assert {type(value).__name__ for value in VALUES} == set(_RECORDS)
+    ours = {name for name, kind in _RECORDS.items() if kind.__module__ == types.__name__}  # others may be allowed too
+    assert {type(value).__name__ for value in VALUES} == ours
     assert {Status, Finish} == set(_ENUMS.values()) - {enum.StrEnum}
 
 
