@@ -113,7 +113,8 @@ class Step:
 
     def note(self, rank: int, failed: Failed) -> str:
         """Write down what the next trainer has to do otherwise, where this one cannot go on; returns why."""
-        self._judge(rank, failed)
+        if not self._judge(rank, failed):
+            self._shrink(rank, failed)
         return (
             f"a micro-batch of rank {rank} could not be computed ({failed.reason}); the next trainer will cut it anew"
         )

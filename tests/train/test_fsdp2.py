@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,12 +34,14 @@ from rollart.train import fsdp2
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import optimizer_files
 from rollart.train.fsdp2 import RankSettings, ShardedTrainer
+from rollart.train.learner import Learner
 from rollart.train.losses import LossSettings
+from rollart.train.packing import MicroBatch, order
 from rollart.train.ranks import AsyncRank, RankedTrainer
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.train.step import Step
-from rollart.types import Batch, StepResult, WeightManifest
+from rollart.types import Batch, Sample, StepResult, WeightManifest
 from rollart.weights.shm import ShmStore
 from rollart.wire import pack, unpack
 from rollart.worker import _ranked_trainer
@@ -416,6 +418,44 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
             assert result.metrics["perf/tokens"] == whole.metrics["perf/tokens"]
 
     asyncio.run(work())
+
+
+async def started_until_trained(
+    settings: TrainerSettings, folder: Path, batch: Batch, spoil: Callable[[Learner], None]
+) -> tuple[StepResult, int]:
+    """As control does it: another trainer for each that was lost. Returns how many there were."""
+    for life in range(1, 30):
+        async with alone(settings, folder) as bench:
+            spoil(bench.trainer._ranks[0]._rank._core._learner)  # type: ignore[attr-defined]
+            try:
+                return await bench.trainer.train_step(batch), life
+            except TrainerError as error:
+                assert "the next trainer will cut it anew" in str(error)  # noqa: PT017
+    raise AssertionError("no trainer gets through the step")
+
+
+def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Path) -> None:
+    """Each trainer that is lost with it leaves the next one smaller micro-batches, in this step alone."""
+    settings = settings_in(tmp_path, microbatch_tokens=1000, set_aside_path=str(tmp_path / "aside"))
+    samples = random_samples(0, 8)
+    bad = samples[3].trajectory
+
+    def spoil(learner: Learner) -> None:
+        lay_out = learner._micro_batch
+
+        def stumble(members: Sequence[Sample]) -> MicroBatch:
+            if any(sample.trajectory == bad for sample in members):
+                raise ValueError("a shape that cannot be")
+            return lay_out(members)
+
+        learner._micro_batch = stumble  # type: ignore[method-assign]
+
+    result, _ = asyncio.run(started_until_trained(settings, tmp_path, make_batch(0, samples), spoil))
+    assert [(str(one.trajectory), one.reason) for one in result.set_aside] == [
+        (str(bad), "ValueError: a shape that cannot be")
+    ]
+    assert result.metrics["perf/tokens"] == sum(len(order([one])[0].tokens) for one in samples if one.trajectory != bad)
+    assert Aside(settings.set_aside_path).microbatch_tokens(1, 1000) == 1000
 
 
 class Waiting:
