@@ -499,7 +499,8 @@ class LimitSettings(Settings):
     engine_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row before an engine leaves the rotation; a served request resets the count."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 5
-    """Restarts in a row before the job stops; a finished step resets the count."""
+    """Restarts in a row before the job stops; a finished step resets the count. Those for data that several ranks
+    cannot compute are not counted."""
     task_failures: Annotated[int, Field(ge=1, le=1000)] = 5
     """Groups (or draws) of one task that fail in a row before the task is taken out of the mix."""
     task_probe_s: Positive = 10.0

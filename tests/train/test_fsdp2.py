@@ -27,7 +27,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rollart import model
-from rollart.errors import BoundaryError, ClusterError, JobError, StoreFull, TrainerError
+from rollart.cluster.handles import as_raised
+from rollart.config.settings import LimitSettings
+from rollart.errors import BoundaryError, ClusterError, JobError, StartAgain, StoreFull, TrainerError
 from rollart.models.tiny import make_tiny
 from rollart.ports import Trainer
 from rollart.train import fsdp2
@@ -408,8 +410,10 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
                 return scorer(tokens_T, *rest)
 
             learner._scorer = limited
-            with pytest.raises(TrainerError, match=r"rank 0 could not be computed \(out of memory.*the next trainer"):
+            with pytest.raises(StartAgain, match=r"rank 0 could not be computed \(out of memory.*the next trainer"):
                 await bench.trainer.train_step(batch)
+            with pytest.raises(StartAgain, match=r"no ranks any more"):
+                await bench.trainer.publish(0)
         async with alone(settings, tmp_path) as bench:
             result = await bench.trainer.train_step(batch)
             assert result.set_aside == ()
@@ -423,14 +427,14 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
 async def started_until_trained(
     settings: TrainerSettings, folder: Path, batch: Batch, spoil: Callable[[Learner], None]
 ) -> tuple[StepResult, int]:
-    """As control does it: another trainer for each that was lost. Returns how many there were."""
+    """As control does it: another trainer for each that asks for it. Returns how many there were."""
     for life in range(1, 30):
         async with alone(settings, folder) as bench:
             spoil(bench.trainer._ranks[0]._rank._core._learner)  # type: ignore[attr-defined]
             try:
                 return await bench.trainer.train_step(batch), life
-            except TrainerError as error:
-                assert "the next trainer will cut it anew" in str(error)  # noqa: PT017
+            except StartAgain:
+                pass
     raise AssertionError("no trainer gets through the step")
 
 
@@ -458,22 +462,50 @@ def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Pa
     assert Aside(settings.set_aside_path).microbatch_tokens(1, 1000) == 1000
 
 
-class Waiting:
-    """A rank that is in a collective call, and will be until the other makes it too."""
+def test_ranks_ask_to_be_started_again_for_each_sample_that_is_too_long_for_memory(tmp_path: Path) -> None:
+    """More often than a trainer may be lost: control does not count these."""
+    settings = settings_in(tmp_path, microbatch_tokens=64, set_aside_path=str(tmp_path / "aside"))
+    long = [make_sample(f"long{number}", [1] * 32, [0] + [1] * 31) for number in range(7)]
 
-    pid = 1
+    def spoil(learner: Learner) -> None:
+        scorer = learner._scorer
+
+        def limited(tokens_T: Tensor, *rest: Any) -> Any:
+            if len(tokens_T) > 25:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return scorer(tokens_T, *rest)
+
+        learner._scorer = limited  # type: ignore[assignment]
+
+    batch = make_batch(0, [*random_samples(0, 8), *long])
+    result, lives = asyncio.run(started_until_trained(settings, tmp_path, batch, spoil))
+    assert [str(one.trajectory) for one in result.set_aside] == [f"long{number}.0.0" for number in range(7)]
+    assert lives > LimitSettings().trainer_restarts + 1
+
+
+class Waiting:
+    """A rank that is in a collective call, and will be until the other makes it too, or it is stopped."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         self._answers = answers
-        self.stopped = False
+        self._stop = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.stopped else 1
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         if method not in self._answers:
-            await asyncio.get_running_loop().create_future()
+            await self._stop.wait()
+            raise error("its process has ended")
         return self._answers[method]
 
     async def stop(self) -> None:
-        self.stopped = True
+        self._stop.set()
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -484,14 +516,24 @@ def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_
 
     async def work() -> None:
         ranks = [Waiting({"vocab_size": VOCAB, "train_step": failed}), Waiting({"vocab_size": VOCAB})]
-        with pytest.raises(TrainerError, match="it broke"):
-            await RankedTrainer(settings, ranks).train_step(batch)
+        trainer = RankedTrainer(settings, ranks)
+        push = asyncio.create_task(trainer.publish(0))
+        await asyncio.sleep(0)
+        with pytest.raises(StartAgain, match="it broke"):
+            await trainer.train_step(batch)
         assert all(rank.stopped for rank in ranks)
+        with pytest.raises(StartAgain, match="it broke"):
+            await push
 
     asyncio.run(asyncio.wait_for(work(), 30))
     step = Step(batch, settings, Aside(settings.set_aside_path), vocab_size=VOCAB, ranks=2)
     left = [sample for rank in range(2) for share in step.shares(rank) for part in share.parts for sample in part]
     assert len(left) == 1, "the one sample of that rank's micro-batch is not tried a second time"
+
+
+def test_what_a_trainer_noted_is_no_loss_on_the_other_side_of_its_process_either() -> None:
+    for kind in (StartAgain, TrainerError):
+        assert type(as_raised("trainer", kind.__name__, "it broke", TrainerError)) is kind
 
 
 def test_a_checkpoint_continues_with_two_ranks_with_one_and_on_one_device(shared: Shared) -> None:
