@@ -160,8 +160,13 @@ class RankedTrainer:
                 call.cancel()
 
     async def _end_if(self, stuck: Callable[[int, Any], str], rank: int, answer: Any) -> None:
-        """End all ranks where this answer of one says that the others wait in vain."""
-        if reason := stuck(rank, answer):
+        """End all ranks where this answer of one says that the others wait in vain, whether or not it can be noted."""
+        try:
+            reason = stuck(rank, answer)
+        except StoreFull as error:
+            await self._end_all(TrainerError(str(error)))
+            raise
+        if reason:
             raise await self._end_all(StartAgain(reason))
 
     async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> TrainerError:

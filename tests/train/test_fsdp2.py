@@ -4,6 +4,7 @@ Ranks are real processes that talk over gloo. They take seconds to start, so the
 """
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -534,6 +535,27 @@ def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_
 def test_what_a_trainer_noted_is_no_loss_on_the_other_side_of_its_process_either() -> None:
     for kind in (StartAgain, TrainerError):
         assert type(as_raised("trainer", kind.__name__, "it broke", TrainerError)) is kind
+
+
+def test_ranks_end_where_there_is_no_room_to_note_what_one_of_them_could_not_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is tried again when there is room: not with ranks of which some still wait for the first try."""
+    settings = settings_in(tmp_path, set_aside_path=str(tmp_path / "aside"))
+    failed = [[{}, {}, 0.0, True, [[0, 0, "it broke", False, True]]]]
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rollart.train.aside.os.fsync", full)
+
+    async def work() -> None:
+        ranks = [Waiting({"vocab_size": VOCAB, "train_step": failed}), Waiting({"vocab_size": VOCAB})]
+        with pytest.raises(StoreFull):
+            await RankedTrainer(settings, ranks).train_step(batches(1)[0])
+        assert all(rank.stopped for rank in ranks)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_a_checkpoint_continues_with_two_ranks_with_one_and_on_one_device(shared: Shared) -> None:
