@@ -248,8 +248,16 @@ def test_a_sample_that_is_alone_too_long_for_memory_is_set_aside(settings: Train
     assert_same_weights(trainer, expected, within=1e-4)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_a_cpu_can_be_out_of_memory_too(settings: TrainerSettings, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_want_of_memory_is_known_by_its_other_words_too(settings: TrainerSettings, error: Exception) -> None:
     trainer = SingleTrainer(settings)
     Stumbles(trainer, raises=error)
     result = trainer.train_step(make_batch(0, [*without_bad(6), bad_one()]))
