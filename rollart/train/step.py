@@ -175,7 +175,13 @@ class Step:
     def _shrink(self, rank: int, failed: Failed) -> None:
         """Halve the micro-batches: of this step, and of all that follow where it is memory that they lack."""
         tokens = sum(len(sample.tokens) for sample in self._left[failed.update][rank][failed.part])
-        self._aside.shrink(self._batch.step, max(1, tokens // 2), failed.reason, lasting=failed.memory)
+        self._aside.shrink(
+            self._batch.step,
+            max(1, tokens // 2),
+            failed.reason,
+            lasting=failed.memory,
+            instead_of=self._settings.microbatch_tokens,
+        )
 
     def _metrics(self, lr: float, seconds: float) -> dict[str, float]:
         """Means over the updates (largest of `_max`, sum of `skipped_updates`), and counts."""

@@ -234,6 +234,20 @@ def test_out_of_memory_halves_the_micro_batches_from_then_on_and_loses_nothing(s
     assert max(network.sizes) <= 60, "the next step does not run into it again"
 
 
+def test_a_job_that_asks_for_other_micro_batches_gets_them(settings: TrainerSettings) -> None:
+    """Resumed with another `train.microbatch_tokens`, say on a larger GPU; the step that was cut stays cut."""
+    settings = replace(settings, microbatch_tokens=200)
+    trainer = SingleTrainer(settings)
+    Stumbles(trainer, most_tokens=60)
+    samples = without_bad(24)
+    steps = [trainer.train_step(make_batch(step, samples)).metrics["perf/microbatches"] for step in range(2)]
+    for asked, changes in ((200, False), (400, True)):
+        again = SingleTrainer(replace(settings, microbatch_tokens=asked))
+        found = [again.train_step(make_batch(step, samples)).metrics["perf/microbatches"] for step in range(2)]
+        assert found[0] == steps[0]
+        assert (found[1] < steps[1]) == changes
+
+
 def test_a_sample_that_is_alone_too_long_for_memory_is_set_aside(settings: TrainerSettings) -> None:
     settings = replace(settings, microbatch_tokens=200)
     trainer, expected = SingleTrainer(settings), SingleTrainer(replace(settings, set_aside_path=""))
