@@ -17,6 +17,14 @@ from rollart.errors import writing
 from rollart.types import Batch, Trajectory, TrajectoryId
 
 
+class _LeftOut(NamedTuple):
+    """A trajectory of a step."""
+
+    reason: str
+    update: int
+    """The first update, counted from 0, that goes without it; those before were made, and had their part of it."""
+
+
 class _Cut(NamedTuple):
     """Smaller micro-batches than the job asks for."""
 
@@ -33,14 +41,18 @@ class Aside:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
-        self._reasons: dict[int, dict[str, str]] = {}
+        self._left_out: dict[int, dict[str, _LeftOut]] = {}
         self._cuts: list[_Cut] = []
         if self._path is not None and self._path.exists():
             self._read(self._path)
 
     def reasons(self, step: int) -> Mapping[str, str]:
         """Trajectory -> why it was set aside in this step."""
-        return self._reasons.get(step, {})
+        return {name: row.reason for name, row in self._left_out.get(step, {}).items()}
+
+    def left_out(self, step: int, update: int) -> set[str]:
+        """The trajectories that this update of the step goes without."""
+        return {name for name, row in self._left_out.get(step, {}).items() if row.update <= update}
 
     def microbatch_tokens(self, step: int, wanted: int) -> int:
         """The budget of this step's micro-batches. A job that asks for another one than was too large gets it."""
@@ -51,16 +63,17 @@ class Aside:
         ]
         return min([wanted, *holds])
 
-    def put(self, batch: Batch, reasons: Mapping[TrajectoryId, str]) -> None:
-        """Set these trajectories of a batch aside. Those that are known already are not written again. Raises StoreFull
-        where the disk is; then nothing is noted."""
-        known = self._reasons.setdefault(batch.step, {})
-        new = {str(trajectory): reason for trajectory, reason in reasons.items() if str(trajectory) not in known}
+    def put(self, batch: Batch, reasons: Mapping[TrajectoryId, str], update: int = 0) -> None:
+        """Set these trajectories of a batch aside, from this update of the step on. Those that are known already are
+        not written again. Raises StoreFull where the disk is; then nothing is noted."""
+        known = self._left_out.setdefault(batch.step, {})
+        out = self.left_out(batch.step, update)
+        new = {str(name): _LeftOut(reason, update) for name, reason in reasons.items() if str(name) not in out}
         members = {str(member.id): member for group in batch.groups for member in group.members}
         self._write(
             [
-                {"step": batch.step, "trajectory": name, "reason": reason, **_content(members.get(name))}
-                for name, reason in new.items()
+                {"step": batch.step, "trajectory": name, **row._asdict(), **_content(members.get(name))}
+                for name, row in new.items()
             ]
         )
         known |= new
@@ -96,7 +109,8 @@ class Aside:
                 whole += len(line)
                 row = orjson.loads(line)
                 if "trajectory" in row:
-                    self._reasons.setdefault(row["step"], {})[row["trajectory"]] = row["reason"]
+                    left_out = _LeftOut(row["reason"], row.get("update", 0))
+                    self._left_out.setdefault(row["step"], {})[row["trajectory"]] = left_out
                 else:
                     cut = _Cut(row["step"], row["microbatch_tokens"], row["lasting"], row.get("instead_of"))
                     self._cuts.append(cut)
