@@ -631,6 +631,29 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
+def test_what_a_bf16_trainer_says_of_the_probe_is_not_rounded(tmp_path: Path) -> None:
+    """But said of the weights that it publishes, which are. A step of 0.005 is seen behind none of its own noise."""
+
+    async def work() -> None:
+        settings = settings_in(tmp_path, bf16=True)
+        single = SingleTrainer(settings)
+        plain: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
+        async with alone(settings, tmp_path) as bench:
+            for version in range(2):
+                weights, probe = single._versions.of(version)
+                manifest = await bench.trainer.publish(version)
+                ours = bench.store.fetch(manifest)
+                for published, found in ((weights, probe), (ours, manifest.probe)):
+                    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+                    plain.load_state_dict(published, strict=False)
+                    assert found is not None
+                    assert found.logprobs == pytest.approx(model.probe(model.adopt(plain)).logprobs, abs=1e-4)
+                single.train_step(batches(1, first=version)[0])
+                await bench.trainer.train_step(batches(1, first=version)[0])
+
+    asyncio.run(work())
+
+
 def test_a_mixture_of_experts_is_saved_under_its_usual_names_file_by_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
