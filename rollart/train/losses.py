@@ -87,6 +87,11 @@ class LossSettings:
                 raise ValueError(f"{key}: has no effect with algorithm rloo, which does not clip; remove it")
             if number is not None and number <= 0:
                 raise ValueError(f"{key}: {number} is not positive; give a range such as 0.2")
+        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm != "cispo":
+            raise ValueError(
+                f"eps_low: {self.eps_low:g} has no effect with algorithm {self.algorithm}: ratios are above 0, and "
+                f"never get down to 1 - eps_low; give less than 1, such as {CLIP_RANGES[self.algorithm][0]:g}"
+            )
         if self.length_constant is not None and self.algorithm != "dr_grpo":
             raise ValueError("length_constant: has an effect with algorithm dr_grpo only; remove it")
         if self.length_constant is not None and self.length_constant < 1:

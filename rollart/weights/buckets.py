@@ -320,5 +320,5 @@ def _from_json(text: str) -> WeightManifest:
     )
 
 
-def _probe(tokens: list[int], logprobs: list[float], num_sequences: int, exact: bool) -> Probe:
-    return Probe(tokens=tuple(tokens), logprobs=tuple(logprobs), num_sequences=num_sequences, exact=exact)
+def _probe(tokens: list[int], logprobs: list[float], num_sequences: int) -> Probe:
+    return Probe(tokens=tuple(tokens), logprobs=tuple(logprobs), num_sequences=num_sequences)

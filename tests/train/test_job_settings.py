@@ -94,7 +94,7 @@ def test_the_job_refuses_what_the_loss_refuses_in_the_same_words() -> None:
     refused = 0
     numbers = (None, 0.2)
     for algorithm, low, high, length, correction in product(
-        get_args(Algorithm), numbers, numbers, (None, 64), ("decoupled", "bypass", "none")
+        get_args(Algorithm), (*numbers, 1.0), numbers, (None, 64), ("decoupled", "bypass", "none")
     ):
         values = {
             "algorithm": algorithm, "eps_low": low, "eps_high": high, "length_constant": length,
