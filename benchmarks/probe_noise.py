@@ -6,7 +6,7 @@ Starts vLLM (ROLLART_VLLM_PYTHON) on the model, moves its weights at random so t
 by `--move` (root mean square) a step, has the server load each version as a swap does, and scores the probe. Says:
 the noise (server against trainer, of a version and of a change), how often `engines/proof.py` was alarmed, and after
 how many swaps it would have caught a server that had kept the weights it had, begun at each of the swaps in turn.
-`--trainer bfloat16`: the trainer rounds too.
+`--trainer bfloat16`: the trainer publishes rounded weights.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,12 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server = engine._server
         for version in range(1, asked.swaps + 2):
             move(model, asked.move, version)
-            store.push(version, named_weights(model))
+            weights, said = published(model, asked.trainer)
+            store.push(version, weights)
             await server.halt()
             await server.load(store.folder(version), version)
             await server.resume()
-            expected.append(rounded(model, asked.trainer))
+            expected.append(said)
             answers.append(await answer_of(server, expected[-1]))
             shutil.rmtree(store.folder(version))
         repeated = await answer_of(server, expected[-1])
@@ -80,15 +82,12 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return figures(asked, expected, answers, repeated)
 
 
-def rounded(model: PreTrainedModel, dtype: str) -> Probe:
-    """As a trainer of this number format says it."""
-    if dtype == "float32":
-        return probe(model)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    said = probe(model.to(torch.bfloat16))
-    model.to(torch.float32)
-    model.load_state_dict(weights)
-    return said
+def published(model: PreTrainedModel, dtype: str) -> tuple[dict[str, torch.Tensor], Probe]:
+    """What a trainer of this number format publishes: weights, and its answer."""
+    held = deepcopy(model)
+    for tensor in held.parameters():  # and no buffer, as where a model is loaded so
+        tensor.data = tensor.data.to(getattr(torch, dtype))
+    return named_weights(held), probe(held)
 
 
 async def answer_of(server: AnyServer, asked: Probe) -> list[float]:
@@ -143,7 +142,7 @@ def alarms(dtype: str, expected: list[Probe], answers: list[list[float]]) -> int
     state: Proven | None = None
     count = 0
     for version, (one, answer) in enumerate(zip(expected, answers, strict=True)):
-        verdict = judge(version, answer, one.logprobs, state, PRECISIONS[dtype], exact=one.exact)
+        verdict = judge(version, answer, one.logprobs, state, PRECISIONS[dtype])
         count += verdict.wrong or verdict.stuck
         state = verdict.state
     return count
@@ -154,7 +153,7 @@ def caught(dtype: str, expected: list[Probe], answers: list[list[float]], stuck_
     state: Proven | None = None
     for version, one in enumerate(expected):
         answer = answers[min(version, stuck_at)]
-        verdict = judge(version, answer, one.logprobs, state, PRECISIONS[dtype], exact=one.exact)
+        verdict = judge(version, answer, one.logprobs, state, PRECISIONS[dtype])
         if verdict.wrong or verdict.stuck:
             return version - stuck_at
         state = verdict.state

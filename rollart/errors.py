@@ -7,8 +7,9 @@
     |  `- StayedFull   there was no room to write for too long
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
-       |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TrainerError
-       |- TaskError    |- WeightError  `- VersionGone
+       |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TaskError
+       |- TrainerError `- StartAgain
+       |- WeightError  `- VersionGone
        |- ClusterError `- NoRoom
        `- StoreFull    there is no room to write: tried again, and nobody's death
 
@@ -93,6 +94,11 @@ class RewardError(BoundaryError):
 
 class TrainerError(BoundaryError):
     """The trainer was lost."""
+
+
+class StartAgain(TrainerError):
+    """The trainer cannot go on, but has noted what the next one must do otherwise: no failure, and a step has only so
+    many of them."""
 
 
 class WeightError(BoundaryError):

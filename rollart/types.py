@@ -327,10 +327,9 @@ class Probe(NamedTuple):
     tokens: tuple[int, ...]
     """Of all sequences, which are equally long."""
     logprobs: tuple[float, ...]
-    """Of each token but each sequence's first, given those before it; temperature 1."""
+    """Of each token but each sequence's first, given those before it; temperature 1. Computed in float32: its
+    changes are those of the weights, without rounding."""
     num_sequences: int = 1
-    exact: bool = True
-    """Computed in float32: its changes are those of the weights, without rounding."""
 
     def sequences(self) -> list[list[int]]:
         length = len(self.tokens) // self.num_sequences

@@ -128,6 +128,12 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
         "train.algorithm: cispo: has no effect with train.correction none",
         "set train.correction to bypass",
     ),
+    (
+        "a clip that no ratio reaches",
+        ["train.eps_low=1"],
+        "train.eps_low: 1 has no effect with algorithm grpo: ratios are above 0",
+        "give less than 1, such as 0.2",
+    ),
     ("a cap without weights", ["train.weight_cap=3", "train.correction=none"], "train.weight_cap:", "remove it"),
     (
         "one weight for a sequence without weights",
@@ -427,6 +433,7 @@ def test_an_ordinary_job_gives_no_warning(tmp_path: Path) -> None:
         (["tasks.1.top_k=8"], "training learns from log-probabilities of the full one"),
         (["sim.tasks.maths.turns=2"], "sim.tasks: 'lake' is not described"),
         (["train.steps=5"], "checkpoint.every: 10 is more than train.steps 5"),
+        (["train.algorithm=gspo"], "train.correction: with bypass the rounding of engines alone passes"),
     ],
 )
 def test_unlikely_settings_are_warned_about(overrides: list[str], message: str, tmp_path: Path) -> None:
@@ -445,6 +452,23 @@ def test_vllm_takes_stop_strings(tmp_path: Path) -> None:
 )
 def test_a_clip_that_acts_is_taken(acts: tuple[str, ...], tmp_path: Path) -> None:
     assert load(tmp_path, "train.algorithm=dapo", "train.eps_low=0.1", *acts).train.eps_low == 0.1
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        ("train.eps_low=0.2", "train.eps_high=0.2"),
+        ("train.correction=decoupled", "train.updates_per_step=2"),
+    ],
+)
+def test_gspo_whose_clip_range_is_wider_than_rounding_is_quiet(acts: tuple[str, ...], tmp_path: Path) -> None:
+    assert warnings(load(tmp_path, "train.algorithm=gspo", *acts)) == []
+
+
+@pytest.mark.parametrize("given", ["train.algorithm=cispo", "train.algorithm=grpo"])
+def test_a_lower_end_of_nothing_is_for_cispo_alone(given: str, tmp_path: Path) -> None:
+    low = 1.0 if "cispo" in given else 0.99
+    assert load(tmp_path, given, f"train.eps_low={low}").train.eps_low == low
 
 
 def test_the_edge_of_enough_slots_is_quiet(tmp_path: Path) -> None:

@@ -130,6 +130,12 @@ def warnings(job: Job) -> list[str]:
             )
         if task.name not in job.sim.tasks and job.sim.tasks:
             found.append(f"sim.tasks: {task.name!r} is not described, so it behaves by the defaults in `rollart sim`")
+    own_range = None in (job.train.eps_low, job.train.eps_high)
+    if job.train.algorithm == "gspo" and job.train.correction == "bypass" and own_range:
+        found.append(
+            "train.correction: with bypass the rounding of engines alone passes the narrow clip range of gspo; set "
+            "train.correction to decoupled and train.updates_per_step to 2 or more"
+        )
     if job.checkpoint.every > job.train.steps:
         found.append(
             f"checkpoint.every: {job.checkpoint.every} is more than train.steps {job.train.steps}; "

@@ -338,7 +338,7 @@ class TrainSettings(Settings):
     advantage: Annotated[Advantage | None, Fixed("the groups in the checkpoint have their advantages by it")] = None
     """How rewards of a group become advantages. Default: what the algorithm is defined with."""
     eps_low: FromNextStep[Positive | None] = None
-    """Lower clip range. Default: the algorithm's own."""
+    """Lower clip range, below 1 (`cispo`: 1 means no lower end). Default: the algorithm's own."""
     eps_high: FromNextStep[Positive | None] = None
     """Upper clip range; DAPO's clip-higher. Default: the algorithm's own."""
     length_constant: FromNextStep[Count | None] = None
@@ -382,6 +382,11 @@ class TrainSettings(Settings):
         for key in ("eps_low", "eps_high"):
             if getattr(self, key) is not None and self.algorithm == "rloo":
                 raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
+        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm != "cispo":
+            raise ValueError(
+                f"train.eps_low: {self.eps_low:g} has no effect with algorithm {self.algorithm}: ratios are above 0, "
+                f"and never get down to 1 - eps_low; give less than 1, such as {CLIP_RANGES[self.algorithm][0]:g}"
+            )
         if self.length_constant is not None and self.algorithm != "dr_grpo":
             raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
         self._clip_acts()
@@ -544,7 +549,8 @@ class LimitSettings(Settings):
     engine_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row before an engine leaves the rotation; a served request resets the count."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 5
-    """Restarts in a row before the job stops; a finished step resets the count."""
+    """Restarts in a row before the job stops; a finished step resets the count. Those for data that several ranks
+    cannot compute are not counted."""
     task_failures: Annotated[int, Field(ge=1, le=1000)] = 5
     """Groups (or draws) of one task that fail in a row before the task is taken out of the mix."""
     task_probe_s: Positive = 10.0

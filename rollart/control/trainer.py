@@ -1,8 +1,9 @@
 """Drives the trainer, and brings it back when it is lost.
 
 Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and
-is given the batches since then in order, under the same version numbers; then it goes on where it was. One that finds
-no room to write is not lost: what it was to write is tried again.
+is given the batches since then in order, under the same version numbers; then it goes on where it was. So is one that
+asks for it (StartAgain), but that is no failure and does not count as one. A trainer that finds no room to write is not
+lost: what it was to write is tried again.
 """
 
 import asyncio
@@ -11,7 +12,16 @@ from typing import TypeVar
 
 from rollart.control.room import Room
 from rollart.control.waits import Waits
-from rollart.errors import BoundaryError, ClusterError, JobStopped, StoreFull, TrainerError, VersionGone, boundary
+from rollart.errors import (
+    BoundaryError,
+    ClusterError,
+    JobStopped,
+    StartAgain,
+    StoreFull,
+    TrainerError,
+    VersionGone,
+    boundary,
+)
 from rollart.events import schema
 from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
@@ -152,33 +162,38 @@ class TrainerDriver:
             except VersionGone:
                 raise
             except BoundaryError as error:
-                await self._recover(life, str(error))
+                await self._recover(life, error)
                 continue
             if life == self._lives:
                 self._room.found(who)
                 return value
             # that trainer was given up meanwhile, and its successor lacks what it just did
 
-    async def _recover(self, life: int, reason: str) -> None:
+    async def _recover(self, life: int, error: BoundaryError) -> None:
         async with self._lock:
             if life != self._lives:
                 return  # another call noticed first, and the new trainer is ready
             self._lives += 1
-            cause = self._log.emit(schema.TrainerDown(reason=reason))
+            cause = self._log.emit(schema.TrainerDown(reason=str(error)))
             while True:
-                self._lost_in_a_row += 1
-                if self._lost_in_a_row > self._restarts:
-                    raise JobStopped(
-                        f"the trainer was lost {self._lost_in_a_row} times in a row, the last time: {reason}; "
-                        "the last checkpoint is whole"
-                    )
-                await asyncio.sleep(backoff_s(self._backoff_s, self._lost_in_a_row))
+                if not isinstance(error, StartAgain):
+                    await self._count_loss(error)
                 try:
                     await self._rebuild(cause)
                     break
-                except BoundaryError as error:
-                    reason = str(error)
+                except BoundaryError as another:
+                    error = another
             self._log.emit(schema.TrainerUp(version=self.version, cause=cause))
+
+    async def _count_loss(self, error: BoundaryError) -> None:
+        """Wait before the next start, longer each time; the last time there is none."""
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > self._restarts:
+            raise JobStopped(
+                f"the trainer was lost {self._lost_in_a_row} times in a row, the last time: {error}; "
+                "the last checkpoint is whole"
+            )
+        await asyncio.sleep(backoff_s(self._backoff_s, self._lost_in_a_row))
 
     async def _rebuild(self, cause: int) -> None:
         """A new trainer with the state the old one had after its last finished step."""

@@ -6,8 +6,8 @@ Pure: numbers in, a verdict out. Two questions, since each alone misses somethin
 - Did they move as the trainer's did? Rounding hides a step in one token, not in two thousand. So the change of the
   server's answer since its last swap is held against the change of the trainer's. A server that loaded nothing, or half
   of it, has moved by less than half. What speaks for that is added up over swaps, as in a sequential test (CUSUM): it
-  falls to 0 with each swap that clearly took place. A trainer that computes in bfloat16 has rounding of its own, which
-  drowns the direction of a step; there the sizes of both changes are compared: the same weights round both anew.
+  falls to 0 with each swap that clearly took place. The trainer's answer is computed in float32, also where it trains
+  in bfloat16: rounding of its own would drown the direction of a step.
 
 A step that moves nothing says nothing, and raises no doubt.
 """
@@ -40,8 +40,6 @@ PRECISIONS = {
 """`benchmarks/probe_noise.py` measures the noise; docs/vllm.md has the figures."""
 EFFECTIVE_SHARE = 0.5
 """Errors of neighbouring tokens are alike: so many of them count as independent."""
-STILL = 0.25
-"""Of a trainer's change: a server whose own is smaller than this has not moved. For trainers that round."""
 ALARM = 14.0
 """Doubt at which a server is said not to have loaded. With an honest one it gets there once in e^14 swaps."""
 
@@ -77,19 +75,14 @@ def judge(
     expected: Sequence[float],
     before: Proven | None,
     precision: Precision,
-    *,
-    exact: bool = True,
 ) -> Verdict:
-    """`answer` is the server's, `expected` the trainer's for `version`; `before` is the state after its last swap.
-
-    `exact`: the trainer computed in float32.
-    """
+    """`answer` is the server's, `expected` the trainer's for `version`; `before` is the state after its last swap."""
     ours, theirs = np.asarray(expected, dtype=np.float64), np.asarray(answer, dtype=np.float64)
     comparable = ours.shape == theirs.shape and len(ours) > 0 and bool(np.isfinite(theirs).all())
     off = _rms(theirs - ours) if comparable else float("inf")
     doubt = 0.0
     if comparable and before is not None and before.expected.shape == ours.shape:
-        found = (_evidence if exact else _stillness)(theirs - before.answer, ours - before.expected, precision.noise)
+        found = _evidence(theirs - before.answer, ours - before.expected, precision.noise)
         doubt = max(0.0, before.doubt + found)
     sure = version if before is None or not doubt else before.sure
     return Verdict(
@@ -104,13 +97,6 @@ def _evidence(moved: Values, should: Values, noise: float) -> float:
     """That it moved by half of what it should, or less: positive for, negative against."""
     variance = max(_rms(moved - should), noise) ** 2
     return float(EFFECTIVE_SHARE * (0.375 * (should @ should) - 0.5 * (moved @ should)) / variance)
-
-
-def _stillness(moved: Values, should: Values, noise: float) -> float:
-    """The same, where the trainer's change is mostly rounding. A change that is small beside that says nothing."""
-    if _rms(should) < STILL * noise:
-        return 0.0
-    return ALARM + 1.0 if _rms(moved) < STILL * _rms(should) else -ALARM
 
 
 def _rms(values: Values) -> float:

@@ -312,7 +312,7 @@ class RemoteEngine:
 
     def _judged(self, version: WeightVersion, probe: Probe, answer: list[float], before: Proven | None) -> Proven:
         precision = PRECISIONS[self._settings.dtype]
-        verdict = judge(version, answer, probe.logprobs, before, precision, exact=probe.exact)
+        verdict = judge(version, answer, probe.logprobs, before, precision)
         if verdict.wrong:
             raise WeightError(
                 f"{self._id}: loaded version {version}, but its log-probabilities are {verdict.off:.3g} from the "

@@ -10,6 +10,7 @@ Shapes in names: T flat tokens, F those of them that are computed, S scored ones
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -200,10 +201,14 @@ def packed_logprobs(
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Probe:
-    """What these weights say of fixed sequences: an engine that loads them by other means must say the same."""
+    """What these weights say of fixed sequences: an engine that loads them by other means must say the same.
+
+    Computed in float32, by a copy where the model is of another type: its rounding would hide what a step moves.
+    """
+    exact = model if model.dtype == torch.float32 else deepcopy(model).float()
     tokens_T = probe_tokens(model)
-    logprobs_T = packed_logprobs(model, tokens_T.to(model.device), [PROBE_LENGTH] * PROBE_SEQUENCES)
-    return as_probe(tokens_T, logprobs_T, exact=model.dtype == torch.float32)
+    logprobs_T = packed_logprobs(exact, tokens_T.to(model.device), [PROBE_LENGTH] * PROBE_SEQUENCES)
+    return as_probe(tokens_T, logprobs_T)
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
@@ -212,14 +217,9 @@ def probe_tokens(model: PreTrainedModel) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, PROBE_SEQUENCES * PROBE_LENGTH))
 
 
-def as_probe(tokens_T: Tensor, logprobs_T: Tensor, *, exact: bool) -> Probe:
+def as_probe(tokens_T: Tensor, logprobs_T: Tensor) -> Probe:
     given = logprobs_T.view(PROBE_SEQUENCES, PROBE_LENGTH)[:, 1:].reshape(-1)
-    return Probe(
-        tokens=tuple(tokens_T.tolist()),
-        logprobs=tuple(given.tolist()),
-        num_sequences=PROBE_SEQUENCES,
-        exact=exact,
-    )
+    return Probe(tokens=tuple(tokens_T.tolist()), logprobs=tuple(given.tolist()), num_sequences=PROBE_SEQUENCES)
 
 
 class Scores(NamedTuple):

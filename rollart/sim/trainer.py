@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollart.config.sim import FaultSettings, SimTrainSettings
-from rollart.errors import TrainerError
+from rollart.errors import StartAgain, TrainerError
 from rollart.hardware import Hardware, ModelShape, train_s_per_token
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
@@ -96,7 +96,7 @@ class SimTrainer:
         self._noted[batch.step] = () if fault is None else _untrainable(batch, fault.target)
         if fault is not None and fault.target % 4 == 3:
             self.die("of its data")
-            self._check()
+            raise StartAgain("the trainer died of its data, which it has noted (simulated)")
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
         self._check()

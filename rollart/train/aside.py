@@ -1,7 +1,7 @@
 """What could not be trained on: `set_aside.jsonl` of the run directory, one JSON object a line.
 
 A row is a trajectory that a step left out, with the reason and its turns; or the smaller micro-batches that a step, and
-those after it where memory had run out, were cut into.
+those after it where memory had run out, were cut into, until the job asks for others.
 Invariant: what is written here holds for its step for ever. A trainer that does the step again after a crash reads it
 first, and leaves out the same, whatever memory it finds. Called by the trainers, one at a time.
 """
@@ -9,7 +9,7 @@ first, and leaves out the same, whatever memory it finds. Called by the trainers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -17,41 +17,71 @@ from rollart.errors import writing
 from rollart.types import Batch, Trajectory, TrajectoryId
 
 
+class _LeftOut(NamedTuple):
+    """A trajectory of a step."""
+
+    reason: str
+    update: int
+    """The first update, counted from 0, that goes without it; those before were made, and had their part of it."""
+
+
+class _Cut(NamedTuple):
+    """Smaller micro-batches than the job asks for."""
+
+    step: int
+    microbatch_tokens: int
+    lasting: bool
+    """Also in all later steps."""
+    instead_of: int | None
+    """What the job asked for; None in rows that do not say it."""
+
+
 class Aside:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reasons: dict[int, dict[str, str]] = {}
-        self._tokens: list[tuple[int, int, bool]] = []
-        """(step, tokens of a micro-batch, also in all later steps)"""
+        self._left_out: dict[int, dict[str, _LeftOut]] = {}
+        self._cuts: list[_Cut] = []
         if path.exists():
             self._read(path)
 
     def reasons(self, step: int) -> Mapping[str, str]:
         """Trajectory -> why it was set aside in this step."""
-        return self._reasons.get(step, {})
+        return {name: row.reason for name, row in self._left_out.get(step, {}).items()}
+
+    def left_out(self, step: int, update: int) -> set[str]:
+        """The trajectories that this update of the step goes without."""
+        return {name for name, row in self._left_out.get(step, {}).items() if row.update <= update}
 
     def microbatch_tokens(self, step: int, wanted: int) -> int:
-        """The budget of this step's micro-batches."""
-        return min([wanted, *(tokens for at, tokens, lasting in self._tokens if at == step or (lasting and at < step))])
+        """The budget of this step's micro-batches. A job that asks for another one than was too large gets it."""
+        holds = [
+            cut.microbatch_tokens
+            for cut in self._cuts
+            if cut.step == step or (cut.lasting and cut.step < step and cut.instead_of == wanted)
+        ]
+        return min([wanted, *holds])
 
-    def put(self, batch: Batch, reasons: Mapping[TrajectoryId, str]) -> None:
-        """Set these trajectories of a batch aside. Those that are known already are not written again. Raises StoreFull
-        where the disk is; then nothing is noted."""
-        known = self._reasons.setdefault(batch.step, {})
-        new = {str(trajectory): reason for trajectory, reason in reasons.items() if str(trajectory) not in known}
+    def put(self, batch: Batch, reasons: Mapping[TrajectoryId, str], update: int = 0) -> None:
+        """Set these trajectories of a batch aside, from this update of the step on. Those that are known already are
+        not written again. Raises StoreFull where the disk is; then nothing is noted."""
+        known = self._left_out.setdefault(batch.step, {})
+        out = self.left_out(batch.step, update)
+        new = {str(name): _LeftOut(reason, update) for name, reason in reasons.items() if str(name) not in out}
         members = {str(member.id): member for group in batch.groups for member in group.members}
         self._write(
             [
-                {"step": batch.step, "trajectory": name, "reason": reason, **_content(members.get(name))}
-                for name, reason in new.items()
+                {"step": batch.step, "trajectory": name, **row._asdict(), **_content(members.get(name))}
+                for name, row in new.items()
             ]
         )
         known |= new
 
-    def shrink(self, step: int, tokens: int, reason: str, *, lasting: bool) -> None:
-        """Micro-batches have at most so many tokens in this step; where `lasting`, in all that follow as well."""
-        self._write([{"step": step, "microbatch_tokens": tokens, "lasting": lasting, "reason": reason}])
-        self._tokens.append((step, tokens, lasting))
+    def shrink(self, step: int, tokens: int, reason: str, *, lasting: bool, instead_of: int) -> None:
+        """Micro-batches have at most so many tokens in this step; where `lasting`, in all that follow as well, as long
+        as the job asks for `instead_of`."""
+        cut = _Cut(step, tokens, lasting, instead_of)
+        self._write([{**cut._asdict(), "reason": reason}])
+        self._cuts.append(cut)
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if not rows:
@@ -77,9 +107,11 @@ class Aside:
                 whole += len(line)
                 row = orjson.loads(line)
                 if "trajectory" in row:
-                    self._reasons.setdefault(row["step"], {})[row["trajectory"]] = row["reason"]
+                    left_out = _LeftOut(row["reason"], row.get("update", 0))
+                    self._left_out.setdefault(row["step"], {})[row["trajectory"]] = left_out
                 else:
-                    self._tokens.append((row["step"], row["microbatch_tokens"], row["lasting"]))
+                    cut = _Cut(row["step"], row["microbatch_tokens"], row["lasting"], row.get("instead_of"))
+                    self._cuts.append(cut)
         if whole < path.stat().st_size:  # killed while it wrote: that row never was
             os.truncate(path, whole)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import StoreFull, TrainerError, writing
@@ -74,7 +74,6 @@ class ShardedNetwork(nn.Module):
     def __init__(self, network: PreTrainedModel, mesh: DeviceMesh, *, bf16: bool) -> None:
         super().__init__()
         self.network = network
-        self.bf16 = bf16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else torch.float32, reduce_dtype=torch.float32)
         layers = cast(nn.ModuleList, network.base_model.layers)
         for layer in layers:
@@ -94,7 +93,7 @@ class ShardedNetwork(nn.Module):
         all_T = torch.ones_like(tokens_T, dtype=torch.bool, device=device)
         lengths = [PROBE_LENGTH] * PROBE_SEQUENCES
         logprobs_T = self(tokens_T.to(device), lengths, 1.0, all_T).logprobs_T
-        return as_probe(tokens_T, logprobs_T, exact=not self.bf16)
+        return as_probe(tokens_T, logprobs_T)
 
     def forward(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores:
         return packed_scores(self.network, tokens_T, lengths, temperature, wanted_T)
@@ -242,10 +241,8 @@ class ShardedTrainer:
     def _load_network(self, path: Path) -> ShardedNetwork:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
         another; nobody else ever holds it whole, and nobody in float32."""
-        network = empty_model(AutoConfig.from_pretrained(str(path)))
-        sharded = ShardedNetwork(network, self._mesh, bf16=self._train.bf16)
-        sharded.to_empty(device=self._device)
-        network.tie_weights()
+        sharded = self._new_network(AutoConfig.from_pretrained(str(path)), bf16=self._train.bf16)
+        network = sharded.network
         source: PreTrainedModel | None = None
         if self._rank == 0:
             source = AutoModelForCausalLM.from_pretrained(str(path), dtype=_type_of_files(path))
@@ -259,8 +256,31 @@ class ShardedTrainer:
                 buffer.copy_(spread(None if source is None else source.get_buffer(name), buffer, self._to_save))
         return sharded
 
+    def _new_network(self, config: PreTrainedConfig, *, bf16: bool) -> ShardedNetwork:
+        """This rank's shards of a model, whose weights are whatever was in memory."""
+        network = empty_model(config)
+        sharded = ShardedNetwork(network, self._mesh, bf16=bf16)
+        sharded.to_empty(device=self._device)
+        network.tie_weights()
+        return sharded
+
     def _probe_of(self, sharded: ShardedNetwork) -> Probe | None:
-        return sharded.probe(self._device) if self._settings.probe else None
+        """What the weights say of the probe as they are published, computed in float32 by a network of its own where
+        this one computes in bfloat16. It takes the room of the gradients, which are not there between steps."""
+        if not self._settings.probe:
+            return None
+        if not self._train.bf16:
+            return sharded.probe(self._device)
+        exact = self._new_network(sharded.network.config, bf16=False)
+        with torch.no_grad():
+            for own, master in zip(exact.network.parameters(), sharded.network.parameters(), strict=True):
+                _local(own).copy_(_local(master).bfloat16())
+            for copy, buffer in zip(exact.network.buffers(), sharded.network.buffers(), strict=True):
+                copy.copy_(buffer)
+        probe = exact.probe(self._device)
+        del exact
+        gc.collect()  # sharded networks refer to themselves
+        return probe
 
     def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
         dtype = torch.bfloat16 if self._train.bf16 else None

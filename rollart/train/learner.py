@@ -34,8 +34,14 @@ PADDING_SAMPLE = Sample(
 
 OF_DATA = (AssertionError, ValueError, IndexError, ArithmeticError)
 """Raised while a micro-batch is computed, these say that it cannot be. Any other error is the trainer's own."""
-NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""What torch says of it on a CPU, in an error that could be any."""
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What torch says of it where it raises no error of its own kind for it: on a CPU, and where CUDA or one of its
+libraries asked for the memory, not torch."""
 
 
 class Scorer(Protocol):

@@ -5,7 +5,8 @@ ranks do (fsdp2.py), each in a process of its own. `RankedTrainer` is told how t
 where, is not its concern.
 Invariants: every rank gets the same calls in the same order; a rank that dies or raises ends the rest at once (they may
 be waiting for it inside a collective call, for ever), and every call from then on raises TrainerError: a trainer is
-started again as a whole. What can be refused is refused before any rank hears of it.
+started again as a whole (StartAgain where the next one knows what to do otherwise). What can be refused is refused
+before any rank hears of it.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
-from rollart.errors import BoundaryError, StoreFull, TrainerError, boundary
+from rollart.errors import BoundaryError, StartAgain, StoreFull, TrainerError, boundary
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
@@ -50,7 +51,7 @@ class RankedTrainer:
         self._version: WeightVersion = 0
         self._vocab_size: int | None = None
         self._aside = Aside(settings.set_aside_path)
-        self._lost = ""
+        self._lost: TrainerError | None = None
         """Why there are no ranks any more."""
         self._work, self._push = asyncio.Lock(), asyncio.Lock()
         """Held while the ranks do one thing; a push and a step may overlap."""
@@ -70,7 +71,7 @@ class RankedTrainer:
                     await self._updates(batch.step, step, lr)
                 except StoreFull as error:
                     if step.updates_made:  # the weights are of no version: the step cannot just be tried again
-                        raise TrainerError(await self._end_all(str(error))) from error
+                        raise await self._end_all(TrainerError(str(error))) from error
                     raise
                 await self._all("end_step")
                 self._version += 1
@@ -114,7 +115,7 @@ class RankedTrainer:
 
     async def close(self) -> None:
         """End all ranks."""
-        self._lost = self._lost or "it was closed"
+        self._lost = self._lost or TrainerError("it was closed")
         await asyncio.gather(*(rank.stop() for rank in self._ranks))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
@@ -127,9 +128,9 @@ class RankedTrainer:
         stuck: Callable[[int, Any], str] = lambda rank, answer: "",
     ) -> list[Any]:
         """Call all ranks, each with its own arguments; the answers by rank. `stuck` looks at each answer as it comes:
-        what it returns is why the ranks cannot go on."""
-        if self._lost:
-            raise TrainerError(f"the trainer has no ranks any more ({self._lost}); start it again")
+        what it returns is why the ranks cannot go on, noted for the next."""
+        if self._lost is not None:
+            raise type(self._lost)(f"the trainer has no ranks any more ({self._lost}); start it again")
         calls = [
             asyncio.ensure_future(rank.call(TrainerError, method, *own))
             for rank, own in zip(self._ranks, arguments, strict=True)
@@ -144,18 +145,27 @@ class RankedTrainer:
                 if _failed(calls):
                     if full := await _found_no_room(calls):
                         raise full
-                    raise TrainerError(await self._give_up(calls))
+                    raise await self._give_up(calls)
                 for place, call in enumerate(calls):
                     if call.done() and place not in seen:
                         seen[place] = None
-                        if reason := stuck(place, call.result()):
-                            raise TrainerError(await self._end_all(reason))
+                        await self._end_if(stuck, place, call.result())
             return [call.result() for call in calls]
         finally:
             for call in calls:
                 call.cancel()
 
-    async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> str:
+    async def _end_if(self, stuck: Callable[[int, Any], str], rank: int, answer: Any) -> None:
+        """End all ranks where this answer of one says that the others wait in vain, whether or not it can be noted."""
+        try:
+            reason = stuck(rank, answer)
+        except StoreFull as error:
+            await self._end_all(TrainerError(str(error)))
+            raise
+        if reason:
+            raise await self._end_all(StartAgain(reason))
+
+    async def _give_up(self, calls: Sequence["asyncio.Future[Any]"]) -> TrainerError:
         """End all ranks; returns why: the words of one that died, or else of the first that raised."""
         loop = asyncio.get_running_loop()
         until = loop.time() + REPORT_S
@@ -164,12 +174,13 @@ class RankedTrainer:
             if not waiting or loop.time() >= until:
                 break
             await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
-        return await self._end_all(str(calls[(dead or _failed(calls))[0]].exception()))
+        return await self._end_all(TrainerError(str(calls[(dead or _failed(calls))[0]].exception())))
 
-    async def _end_all(self, reason: str) -> str:
-        self._lost = reason
+    async def _end_all(self, error: TrainerError) -> TrainerError:
+        """Returns why they ended: this, or what ended them before, of which `error` is then a consequence."""
+        self._lost = self._lost or error
         await asyncio.gather(*(rank.stop() for rank in self._ranks))
-        return reason
+        return type(self._lost)(str(self._lost))
 
 
 def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:

@@ -38,6 +38,15 @@ class RankWork(NamedTuple):
     """Micro-batches. An empty one is computed for company only, and adds nothing."""
 
 
+class _Update(NamedTuple):
+    """An optimizer update that is still to be made."""
+
+    number: int
+    """Its place in the deal. Those before it were made, or nothing is left of them."""
+    ranks: list[list[list[Sample]]]
+    """By rank: micro-batches."""
+
+
 class Failed(NamedTuple):
     """A micro-batch that cannot be trained on as it is."""
 
@@ -81,8 +90,7 @@ class Step:
         self._booked: list[dict[str, float]] = []
         self._done: list[tuple[Sample, ...]] = []
         """Micro-batches of the updates that are over."""
-        self._left: list[list[list[list[Sample]]]] = []
-        """By update, by rank: micro-batches."""
+        self._left: list[_Update] = []
         reasons: dict[TrajectoryId, str] = {}
         given = batch
         if batch.groups:
@@ -99,10 +107,10 @@ class Step:
         """What this rank has to do, update by update. Empty when the step is over."""
         found: list[RankWork] = []
         for update in self._left:
-            samples = [sample for parts in update for part in parts for sample in part]
+            samples = [sample for parts in update.ranks for part in parts for sample in part]
             totals = Totals(tokens=sum(int(sample.mask.sum()) for sample in samples), sequences=len(samples))
-            most = max(len(parts) for parts in update)
-            own = [tuple(part) for part in update[rank]]
+            most = max(len(parts) for parts in update.ranks)
+            own = [tuple(part) for part in update.ranks[rank]]
             found.append(RankWork(totals, (*own, *[()] * (most - len(own)))))
         return found
 
@@ -113,12 +121,13 @@ class Step:
             self._cut_anew(failed)
             return
         self._booked.append(_over_ranks(reports))
-        self._done += [tuple(part) for parts in self._left.pop(0) for part in parts]
+        self._done += [tuple(part) for parts in self._left.pop(0).ranks for part in parts]
         self.updates_made += not reports[0].skipped
 
     def note(self, rank: int, failed: Failed) -> str:
         """Write down what the next trainer has to do otherwise, where this one cannot go on; returns why."""
-        self._judge(rank, failed)
+        if not self._judge(rank, failed):
+            self._shrink(rank, failed)
         return (
             f"a micro-batch of rank {rank} could not be computed ({failed.reason}); the next trainer will cut it anew"
         )
@@ -133,14 +142,20 @@ class Step:
         return StepResult(version=version, metrics=self._metrics(lr, seconds), set_aside=aside)
 
     def _plan(self) -> None:
-        """Cut all of the step, less what was set aside."""
-        samples = _with_advantages(self._job.train, self._kept(self._samples))
-        hands = [deal(hand, self._ranks) for hand in deal(samples, self._job.train.updates_per_step) if hand]
-        self._left = [[self._bins(part) for part in hand] for hand in hands]
+        """Cut all of the step, less what was set aside. A sample that was so only after some updates were made had its
+        place in the deal: without it those would be others."""
+        samples = _with_advantages(self._job.train, self._kept(self._samples, update=0))
+        hands = deal(samples, self._job.train.updates_per_step)
+        self._left = self._cut([(number, deal(hand, self._ranks)) for number, hand in enumerate(hands)])
 
-    def _kept(self, samples: Sequence[Sample]) -> list[Sample]:
-        known = self._aside.reasons(self._batch.step)
-        return [sample for sample in samples if str(sample.trajectory) not in known]
+    def _cut(self, hands: Sequence[tuple[int, Sequence[Sequence[Sample]]]]) -> list[_Update]:
+        """Updates from their numbers and the samples of each rank, less what each goes without."""
+        cut = [_Update(number, [self._bins(self._kept(own, number)) for own in ranks]) for number, ranks in hands]
+        return [update for update in cut if any(update.ranks)]
+
+    def _kept(self, samples: Sequence[Sample], update: int) -> list[Sample]:
+        out = self._aside.left_out(self._batch.step, update)
+        return [sample for sample in samples if str(sample.trajectory) not in out]
 
     def _bins(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         tokens = self._aside.microbatch_tokens(self._batch.step, self._job.train.microbatch_tokens)
@@ -153,24 +168,25 @@ class Step:
             self._done.clear()
             self._plan()
         elif len(halves) < len(failed):  # what the updates made so far had is theirs, and a rank keeps its samples
-            left = [[self._bins(self._kept(list(chain(*parts)))) for parts in update] for update in self._left]
-            self._left = [update for update in left if any(update)]
+            hands = [(update.number, [list(chain(*parts)) for parts in update.ranks]) for update in self._left]
+            self._left = self._cut(hands)
         else:
             for rank, fault in sorted(halves, key=lambda found: -found[1].part):
-                parts = self._left[fault.update][rank]
+                parts = self._left[fault.update].ranks[rank]
                 part = parts[fault.part]
                 parts[fault.part : fault.part + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
 
     def _judge(self, rank: int, failed: Failed) -> bool:
         """A single sample is set aside; a micro-batch too large for memory makes all smaller from here on. False for
         one that is to be halved, to find the sample at fault."""
-        parts = self._left[failed.update][rank]
+        parts = self._left[failed.update].ranks[rank]
         members = parts[failed.part] if failed.part < len(parts) else []
         if not members:
             raise TrainerError(f"step {self._batch.step}: a micro-batch without a sample failed: {failed.reason}")
         if len(members) == 1:
             reason = f"{failed.reason} (alone, {len(members[0].tokens)} tokens)" if failed.memory else failed.reason
-            self._aside.put(self._batch, {members[0].trajectory: reason})
+            update = self._left[0].number if self.updates_made else 0
+            self._aside.put(self._batch, {members[0].trajectory: reason}, update)
             return True
         if failed.memory:
             self._shrink(rank, failed)
@@ -178,8 +194,14 @@ class Step:
 
     def _shrink(self, rank: int, failed: Failed) -> None:
         """Halve the micro-batches: of this step, and of all that follow where it is memory that they lack."""
-        tokens = sum(len(sample.tokens) for sample in self._left[failed.update][rank][failed.part])
-        self._aside.shrink(self._batch.step, max(1, tokens // 2), failed.reason, lasting=failed.memory)
+        tokens = sum(len(sample.tokens) for sample in self._left[failed.update].ranks[rank][failed.part])
+        self._aside.shrink(
+            self._batch.step,
+            max(1, tokens // 2),
+            failed.reason,
+            lasting=failed.memory,
+            instead_of=self._job.train.microbatch_tokens,
+        )
 
     def _metrics(self, lr: float, seconds: float) -> dict[str, float]:
         """Means over the updates (largest of `_max`, sum of `skipped_updates`), and counts."""

@@ -12,6 +12,7 @@ from rollart.errors import (
     EngineError,
     EnvError,
     RequestError,
+    StartAgain,
     StoreFull,
     TrainerError,
     WeightError,
@@ -28,7 +29,7 @@ from rollart.types import (
 
 _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error
-    for error in (EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, EnvError)
+    for error in (EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, StartAgain, EnvError)
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollart.errors import JobStopped, TrainerError, VersionGone, WeightError
+from rollart.errors import JobStopped, StartAgain, TrainerError, VersionGone, WeightError
 from rollart.events import schema
 from rollart.events.schema import Event
 from rollart.types import Batch, EngineSpec, WeightManifest, WeightVersion
@@ -123,6 +123,29 @@ def test_a_trainer_that_is_lost_too_often_in_a_row_stops_the_job_with_the_reason
     assert isinstance(played.error, JobStopped)
     assert "lost 3 times in a row" in str(played.error)
     assert "bad kernel" in str(played.error)
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_trainer_that_asks_to_be_started_again_is_not_a_loss(replayed: bool) -> None:
+    """Seven times in a step, or in its replay: as often as it has something to note."""
+    scene = Scene(scene_job(limits__trainer_restarts=1, limits__backoff_s=30.0), **crash_at(2, "during"))  # type: ignore[arg-type]
+    crash = scene.on_step
+    noted: list[int] = []
+
+    async def note(trainer: ScriptedTrainer, batch: Batch) -> None:
+        assert crash is not None
+        await crash(trainer, batch)
+        if batch.step == 1 and len(noted) < 7 and (not replayed or trainer.life):
+            noted.append(trainer.life)
+            trainer.dead = "with a note"
+            raise StartAgain("a micro-batch could not be computed")
+
+    scene.on_step = note
+    played = scene.play()
+    assert played.finished, played.error
+    assert not played.violations
+    assert len(noted) == 7
+    assert surviving(scene) == written(scene)
 
 
 def test_a_trainer_that_cannot_start_again_counts_as_lost_again() -> None:

@@ -39,8 +39,8 @@ class Trainer:
         return alike
 
 
-def judged(version: int, answer: Values, expected: Values, state: Proven | None, *, exact: bool = True) -> Verdict:
-    return judge(version, answer.tolist(), expected.tolist(), state, PRECISION, exact=exact)
+def judged(version: int, answer: Values, expected: Values, state: Proven | None) -> Verdict:
+    return judge(version, answer.tolist(), expected.tolist(), state, PRECISION)
 
 
 @pytest.mark.parametrize("straight", [False, True])
@@ -61,9 +61,9 @@ def test_a_thousand_honest_swaps_raise_no_alarm(straight: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("good_swaps", [0, 1, 50])
-@pytest.mark.parametrize("jitter", [0.0, 0.002])
+@pytest.mark.parametrize("jitter", [0.0, 0.002, 0.012])
 def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(seed: int, good_swaps: int, jitter: float) -> None:
-    """From the start, or stuck after some good ones; its answers the same to the bit, or nearly."""
+    """From the start, or stuck after some good ones; its answers the same to the bit, nearly, or half of its noise."""
     trainer, state = Trainer(seed), None
     answer = trainer.logprobs + trainer.rounding()
     for version in range(1, good_swaps + 1):
@@ -75,9 +75,7 @@ def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(seed: int, g
     caught = 0
     for swap in range(1, 4):
         expected = trainer.step()
-        verdict = judged(
-            good_swaps + swap, answer + jitter * trainer.rng.normal(size=NUM_TOKENS), expected, state, exact=True
-        )
+        verdict = judged(good_swaps + swap, answer + jitter * trainer.rng.normal(size=NUM_TOKENS), expected, state)
         state = verdict.state
         if verdict.stuck:
             caught = swap
@@ -135,21 +133,6 @@ def test_what_cannot_be_compared_is_wrong(answer: list[float]) -> None:
     verdict = judge(1, answer, [-1.0] * NUM_TOKENS, None, PRECISION)
     assert verdict.wrong
     assert verdict.off == float("inf")
-
-
-@pytest.mark.parametrize("honest", [True, False])
-def test_beside_a_trainer_that_rounds_too(honest: bool) -> None:
-    """Its own rounding hides the direction of a step: honest swaps pass, and a server that stands still does not."""
-    trainer, state = Trainer(8), None
-    answer = trainer.logprobs + trainer.rounding()
-    for version in range(1, 1001 if honest else 4):
-        truth = trainer.step()
-        answer = truth + trainer.rounding() if honest else answer
-        verdict = judged(version, answer, truth + trainer.rounding(), state, exact=False)
-        if verdict.stuck:
-            break
-        state = verdict.state
-    assert verdict.stuck != honest
 
 
 def test_in_float32_much_smaller_steps_are_seen() -> None:

@@ -245,7 +245,7 @@ def test_empty_store_can_be_dropped_and_closed(store: BucketStore) -> None:
 
 
 def test_the_probe_travels_in_the_manifest(store: BucketStore) -> None:
-    probe = Probe(tokens=(1, 2, 3, 4), logprobs=(-0.5, -1.25), num_sequences=2, exact=False)
+    probe = Probe(tokens=(1, 2, 3, 4), logprobs=(-0.5, -1.25), num_sequences=2)
     assert store.push(0, weights(), probe).probe == probe
     found = store.manifest(0)
     assert found is not None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 from rollart.errors import StoreFull
 from rollart.model.network import Scores
 from rollart.store.journal import FileJournal
+from rollart.train.aside import Aside
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.types import (
@@ -78,10 +79,18 @@ def assert_same_weights(one: SingleTrainer, other: SingleTrainer, within: float 
 class Stumbles:
     """The trainer's own network, which does something about micro-batches that hold `BAD`, or are too long."""
 
-    def __init__(self, trainer: SingleTrainer, *, raises: Exception | None = None, most_tokens: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        trainer: SingleTrainer,
+        *,
+        raises: Exception | None = None,
+        most_tokens: int = 1 << 30,
+        only_in_updates: bool = False,
+    ) -> None:
         self._scorer = trainer._learner._scorer
         self._raises = raises
         self._most_tokens = most_tokens
+        self._only_in_updates = only_in_updates
         self.sizes: list[int] = []
         trainer._learner._scorer = self
 
@@ -90,7 +99,7 @@ class Stumbles:
         if len(tokens_T) > self._most_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         scores = self._scorer(tokens_T, lengths, temperature, wanted_T)
-        if (tokens_T == BAD).any():
+        if (tokens_T == BAD).any() and (torch.is_grad_enabled() or not self._only_in_updates):
             if self._raises is not None:
                 raise self._raises
             spoilt_T = torch.where(tokens_T == BAD, torch.nan, 0.0)
@@ -228,6 +237,20 @@ def test_out_of_memory_halves_the_micro_batches_from_then_on_and_loses_nothing(s
     assert max(network.sizes) <= 60, "the next step does not run into it again"
 
 
+def test_a_job_that_asks_for_other_micro_batches_gets_them(settings: TrainerSettings) -> None:
+    """Resumed with another `train.microbatch_tokens`, say on a larger GPU; the step that was cut stays cut."""
+    settings = changed(settings, microbatch_tokens=200)
+    trainer = SingleTrainer(settings)
+    Stumbles(trainer, most_tokens=60)
+    samples = without_bad(24)
+    steps = [trainer.train_step(make_batch(step, samples)).metrics["perf/microbatches"] for step in range(2)]
+    for asked, changes in ((200, False), (400, True)):
+        again = SingleTrainer(changed(settings, microbatch_tokens=asked))
+        found = [again.train_step(make_batch(step, samples)).metrics["perf/microbatches"] for step in range(2)]
+        assert found[0] == steps[0]
+        assert (found[1] < steps[1]) == changes
+
+
 def test_a_sample_that_is_alone_too_long_for_memory_is_set_aside(settings: TrainerSettings) -> None:
     settings = changed(settings, microbatch_tokens=200)
     trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
@@ -242,8 +265,16 @@ def test_a_sample_that_is_alone_too_long_for_memory_is_set_aside(settings: Train
     assert_same_weights(trainer, expected, within=1e-4)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_a_cpu_can_be_out_of_memory_too(settings: TrainerSettings, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_want_of_memory_is_known_by_its_other_words_too(settings: TrainerSettings, error: Exception) -> None:
     trainer = SingleTrainer(settings)
     Stumbles(trainer, raises=error)
     result = trainer.train_step(make_batch(0, [*without_bad(6), bad_one()]))
@@ -290,6 +321,37 @@ def test_a_step_that_is_repeated_sets_the_same_aside_whatever_memory_there_is(se
     assert repeated.set_aside == result.set_aside
     assert_same_weights(again, first)
     assert rows(settings) == written, "nothing is written twice"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
+def test_updates_before_the_one_that_set_a_sample_aside_are_repeated_as_they_were(
+    settings: TrainerSettings, algorithm: Literal["grpo", "reinforce++"]
+) -> None:
+    """The sample had its place in the deal, and in the advantages of the batch, when the first update was made."""
+    settings = changed(settings, updates_per_step=2, algorithm=algorithm)
+    longest = make_sample("long", [1] * 24, [0] + [1] * 23)
+    batch = make_batch(0, [*without_bad(12), longest, bad_one(size=22)])  # the second longest: in the second update
+    trainers: list[SingleTrainer] = []
+    for _ in range(2):
+        trainers.append(SingleTrainer(settings))
+        Stumbles(trainers[-1], only_in_updates=True)
+        result = trainers[-1].train_step(batch)
+        assert names(result) == ["bad.0.0"]
+        assert result.metrics["actor/updates"] == 2
+        assert [row["update"] for row in rows(settings)] == [1]
+    first, again = trainers
+    assert_same_weights(again, first)
+
+
+def test_a_sample_that_fails_in_an_earlier_update_than_is_noted_is_noted_again(settings: TrainerSettings) -> None:
+    aside = Aside(settings.set_aside_path)
+    batch, sample = make_batch(0, []), bad_one()
+    for update in (1, 2, 0, 1):
+        aside.put(batch, {sample.trajectory: f"in update {update}"}, update)
+    assert [row["update"] for row in rows(settings)] == [1, 0]
+    for known in (aside, Aside(settings.set_aside_path)):
+        assert known.left_out(0, 0) == {"bad.0.0"}
+        assert known.reasons(0) == {"bad.0.0": "in update 0"}
 
 
 def test_a_row_that_was_cut_short_by_a_kill_never_was(settings: TrainerSettings) -> None:
