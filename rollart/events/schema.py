@@ -214,7 +214,7 @@ class Started(Event, tag="started", kw_only=True):
 class Checkpoint(Event, tag="checkpoint", kw_only=True):
     """Committed to the journal.
 
-    By: control/coordinator
+    By: control/learner
     """
 
     step: int
@@ -228,7 +228,7 @@ class Checkpoint(Event, tag="checkpoint", kw_only=True):
 class Finished(Event, tag="finished", kw_only=True):
     """The last step is done.
 
-    By: control/coordinator
+    By: control/coordinator, control/learner
     """
 
     steps: int
@@ -238,7 +238,7 @@ class Finished(Event, tag="finished", kw_only=True):
 class Interrupted(Event, tag="interrupted", kw_only=True):
     """The user stopped it (Ctrl-C, SIGTERM) after the step under way, with a checkpoint.
 
-    By: control/coordinator
+    By: control/learner
     """
 
     step: int
@@ -297,7 +297,7 @@ class WorkerLost(Event, tag="worker.lost", kw_only=True):
 class Resumed(Event, tag="resumed", kw_only=True):
     """A new coordinator goes on from a checkpoint and the batches written since.
 
-    By: control/coordinator
+    By: control/learner
     Cause: `starting`
     """
 
@@ -759,7 +759,7 @@ class Affinity(Event, tag="affinity", kw_only=True):
 class Written(Event, tag="written", kw_only=True):
     """The batch is in the journal; its step may start.
 
-    By: control/coordinator, launch/training
+    By: control/learner, launch/training
     """
 
     step: int
@@ -769,7 +769,7 @@ class Written(Event, tag="written", kw_only=True):
 class StepStart(Event, tag="step.start", kw_only=True):
     """A train step begins.
 
-    By: control/coordinator
+    By: control/learner
     """
 
     step: int
@@ -781,7 +781,7 @@ class StepStart(Event, tag="step.start", kw_only=True):
 class StepEnd(Event, tag="step.end", kw_only=True):
     """A train step is done.
 
-    By: control/coordinator
+    By: control/learner
     Cause: `step.start`
     """
 

@@ -432,7 +432,7 @@ async def started_until_trained(
 
 def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Path) -> None:
     """Each trainer that is lost with it leaves the next one smaller micro-batches, in this step alone."""
-    settings = settings_in(tmp_path, microbatch_tokens=1000, set_aside_path=str(tmp_path / "aside"))
+    settings = settings_in(tmp_path, microbatch_tokens=1000)
     samples = random_samples(0, 8)
     bad = samples[3].trajectory
 
@@ -456,7 +456,7 @@ def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Pa
 
 def test_ranks_ask_to_be_started_again_for_each_sample_that_is_too_long_for_memory(tmp_path: Path) -> None:
     """More often than a trainer may be lost: control does not count these."""
-    settings = settings_in(tmp_path, microbatch_tokens=64, set_aside_path=str(tmp_path / "aside"))
+    settings = settings_in(tmp_path, microbatch_tokens=64)
     long = [make_sample(f"long{number}", [1] * 32, [0] + [1] * 31) for number in range(7)]
 
     def spoil(learner: Learner) -> None:
@@ -535,8 +535,10 @@ def test_ranks_end_where_there_is_no_room_to_note_what_one_of_them_could_not_com
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is tried again when there is room: not with ranks of which some still wait for the first try."""
-    settings = settings_in(tmp_path, set_aside_path=str(tmp_path / "aside"))
-    failed = [[{}, {}, 0.0, True, [[0, 0, "it broke", False, True]]]]
+    settings = settings_in(tmp_path)
+    nothing = LossReport(shares={}, maxima={})
+    broke = Failed(0, 0, "it broke", raised=True)
+    failed = [UpdateReport(loss=nothing, grad_norm=0.0, skipped=True, failed=(broke,))]
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

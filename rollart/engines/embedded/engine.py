@@ -30,6 +30,7 @@ from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, RequestError
+from rollart.model.agreement import LENGTHS
 from rollart.model.network import AttentionPlan, device_named, forward_hidden, load_model, load_weights_, project
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
@@ -79,7 +80,7 @@ class EmbeddedEngine:
         positions = getattr(config, "max_position_embeddings", None) or 1 << 62
         self._max_context = min(settings.kv_tokens, positions, max_context or 1 << 62)
         self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
-        self._dense = dense_forward(model, self._max_context)
+        self._dense = dense_forward(model, max(self._max_context, *LENGTHS))  # the proof's sequences fit in any case
         """None where only transformers' own code will do."""
         self._drafts = Drafts()
         self._scheduler = Scheduler(
