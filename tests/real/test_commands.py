@@ -66,7 +66,8 @@ def test_a_job_trains_with_rewards_behind_a_url(model: Path, tmp_path: Path) -> 
 def test_a_server_of_rewards_that_goes_away_stops_the_job_with_its_reason(model: Path, tmp_path: Path) -> None:
     with served(f"slow={TASKS}:score") as url:
         rewards = {"type": "http", "url": url, "retries": 1, "backoff_s": 0.1}
-        raw = job(model, rewards=rewards, limits={"backoff_s": 0.1})
+        train = {"pool": "cpu", "steps": 1000, "lr": 1e-3}  # it does not end before the server does
+        raw = job(model, rewards=rewards, train=train, limits={"backoff_s": 0.1, "task_probe_s": 1.0})
         with running(tmp_path, raw) as run:
             run.step(1)
             os.kill(int(_listener(url)), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """The run directory's own small file system gets full in the middle of a job, and later has room again."""
 
-import os
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +22,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Take all room but a little."""
-    free = os.statvfs(path.parent)
-    with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - LEFT_MB * 1_000_000)
+    """Take all room but a little, while the job writes."""
+    with open(path, "wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        file.truncate(file.tell() - LEFT_MB * 1_000_000)
 
 
 @pytest.mark.slow
