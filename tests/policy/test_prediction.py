@@ -104,3 +104,29 @@ def test_a_pair_prefills_on_the_other_hardware() -> None:
     assert period_s(pair, PREFILL_HEAVY) < 0.7 * period_s(BANDWIDTH, PREFILL_HEAVY)
     thin = replace(BANDWIDTH, pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=0.05e9))
     assert period_s(thin, PREFILL_HEAVY) > 1.5 * period_s(pair, PREFILL_HEAVY)
+
+
+PAIR = replace(BANDWIDTH, name="pair", pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9))
+UNCACHED = replace(PREFILL_HEAVY, cached_tokens=0.0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "tasks", "period_s", "trajectory_s"),
+    [
+        (COMPUTE, {"a": PREFILL_HEAVY}, 33.3264, {"a": 36.4089}),
+        (COMPUTE, {"a": DECODE_HEAVY}, 57.2754, {"a": 63.3146}),
+        (COMPUTE, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 77.7758, {"a": 14.5607, "b": 85.5892}),
+        (COMPUTE, {"a": UNCACHED}, 92.2415, {"a": 100.773}),
+        (BANDWIDTH, {"a": PREFILL_HEAVY}, 69.7925, {"a": 76.7228}),
+        (BANDWIDTH, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 87.8537, {"a": 28.2396, "b": 96.9981}),
+        (PAIR, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 43.1021, {"a": 9.02406, "b": 47.7161}),
+        (PAIR, {"a": UNCACHED}, 40.4998, {"a": 44.2447}),
+    ],
+)
+def test_a_prediction_changes_on_purpose_only(
+    pool: PoolSpeed, tasks: dict[str, TaskProfile], period_s: float, trajectory_s: dict[str, float]
+) -> None:
+    """The figures of docs/affinity.md were made with a predictor that says this."""
+    found = forecast(pool, dict.fromkeys(tasks, 24.0), tasks, dict.fromkeys(tasks, 4), 1.5)
+    assert found.period_s == pytest.approx(period_s, rel=1e-4)
+    assert found.trajectory_s == pytest.approx(trajectory_s, rel=1e-4)
