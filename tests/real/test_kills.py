@@ -47,6 +47,7 @@ def worker_was(run: Run, summary: dict[str, Any], role: str) -> None:
     assert summary["failures"]["worker"]["count"] == 1
 
 
+@pytest.mark.timeout(240)  # a whole job, on a machine that may be busy
 def test_an_engine_and_an_environment_are_killed(model: Path, tmp_path: Path) -> None:
     """The quick one. The whole set is slow."""
     with running(tmp_path, job(model, train={"pool": "cpu", "steps": 4, "lr": 1e-3})) as run:
