@@ -281,3 +281,11 @@ def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "task 'lake' is out of the mix (0 probes): 5 x task(3): no file" in said
     assert "groups with a gradient: lake 0 of 0" in said
+
+
+def test_a_warning_that_came_again_and_again_is_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = summary_of(Scene(scene_job(train__steps=2))) | {"warnings": ["the same"] * 7 + ["another"]}
+    out = printed(capsys, monkeypatch, summary)
+    assert "warning: the same (7 times)\nwarning: another\n" in out

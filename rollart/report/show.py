@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -85,8 +85,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     for name, row in summary["tasks"].items():
         for text in _trouble(name, row):
             console.print(text, style="yellow", markup=False)
-    for text in summary["warnings"][:10]:
-        console.print(f"warning: {text}", style="yellow", markup=False)
+    for text, times in list(Counter(summary["warnings"]).items())[:10]:
+        often = f" ({times} times)" if times > 1 else ""
+        console.print(f"warning: {text}{often}", style="yellow", markup=False)
     console.print(f"run directory: {out}", markup=False)
 
 
