@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollart.tasks import calculator_math, frozen_lake
+from rollart.tasks import calculator_math, frozen_lake, guess_number
 from rollart.tasks.api import Episode, EpisodeTurn, TaskSet, as_observation, text_of
 from rollart.tasks.check import check_task
 from rollart.tasks.load import load_reward, load_task_set, reward_of
@@ -112,3 +112,11 @@ def test_score_needs_the_words_only() -> None:
     assert calculator_math.score(Episode.from_json(json.loads(json.dumps(episode.to_json())))) == 1.0
     with pytest.raises(ValueError, match="not an episode"):
         Episode.from_json({"id": 1})
+
+
+def test_every_number_is_drawn() -> None:
+    rng = random.Random(0)
+    tasks = load_task_set("rollart.tasks.guess_number", seed=0)
+    assert isinstance(tasks, guess_number.GuessTasks)
+    drawn = {tasks.draw(rng)["secret"] for _ in range(100 * guess_number.HIGHEST)}
+    assert drawn == set(range(1, guess_number.HIGHEST + 1))
