@@ -3,7 +3,7 @@
     git worktree add /tmp/before COMMIT
     python -m benchmarks.control_versions /tmp/before --json
 
-Each round runs `rollart bench control` in both, the other one first in every second round. The ratios are of CPU
+Each round runs `benchmarks.control` in both, the other one first in every second round. The ratios are of CPU
 seconds per call; above 1 means that this checkout costs more. `recorded` is with every trajectory kept, where this
 checkout can.
 """

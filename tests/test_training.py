@@ -1,10 +1,12 @@
 """`rollart train` refuses what it would otherwise ignore; its history is whole after a kill at any moment."""
 
+import asyncio
 import errno
 import json
 import os
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -12,18 +14,20 @@ from msgspec.json import encode as json_encode
 
 from rollart.config.load import build_job
 from rollart.config.settings import WeightSettings
-from rollart.errors import JobError
+from rollart.control.coordinator import Coordinator
+from rollart.errors import JobError, JobStopped
 from rollart.events import schema
-from rollart.events.log import EventLog, read_events
+from rollart.events.log import EventLog, Reader, read_events
 from rollart.events.schema import Event
 from rollart.launch.checks import check_supported
 from rollart.launch.real import _stores_before
 from rollart.launch.rundir import add_control, alone, newest_run, summary_again, trained_s, write_summary
-from rollart.launch.training import _complete, _harmless, _Known
+from rollart.launch.training import _complete, _drive, _harmless, _Known
 from rollart.report.summary import Summary
 from rollart.store.journal import FileJournal
 from rollart.workers.setup import StoreSetup
 from tests.contracts.trainer import checkpoint, empty_batch
+from tests.control.scene import NoWorld
 from tests.events import some
 
 JOB = {
@@ -300,3 +304,39 @@ def test_a_summary_that_is_not_whole_is_made_again_from_the_events(
         assert newest_run("torn", tmp_path) == torn
     with pytest.raises(JobError, match=r"summary\.json: is not whole; `rollart show .*torn --json"):
         trained_s(torn)
+
+
+def test_a_world_that_cannot_be_made_is_refused_and_no_run_that_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise JobError("weights.path: no lock can be had")
+
+    monkeypatch.setattr("rollart.launch.training.real_world", refuse)
+    with pytest.raises(JobError, match="no lock"):
+        asyncio.run(_drive(build_job(JOB), tmp_path, Coordinator.run, resume=None, watch=None))
+    assert [type(event) for event in read_events(tmp_path / "events.jsonl")] == [schema.Run]
+
+
+def test_why_a_run_stopped_is_known_before_its_workers_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ending them may take long, or be cut short."""
+    known: list[str] = []
+
+    async def work(coordinator: Coordinator) -> None:
+        raise JobStopped("it came so far")
+
+    async def close() -> None:
+        known.append(summaries[0].result()["reason"])
+
+    summaries: list[Summary] = []
+
+    def watch(summary: Summary, waits: object) -> Reader:
+        summaries.append(summary)
+        return lambda event: None
+
+    real = SimpleNamespace(world=NoWorld(), close=close)
+    monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
+    asyncio.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=watch))
+    assert known == ["it came so far"]

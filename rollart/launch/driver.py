@@ -66,7 +66,7 @@ class Books:
         self.audit = Audit() if audited else None
         folds: list[Reader] = [self.summary.read, *([self.audit.read] if self.audit else []), *views]
         rows: list[Mapping[str, float]] = []
-        path = out / EVENTS if out else None
+        self._path = path = out / EVENTS if out else None
         last = None
         if history is not None:
             assert path is not None
@@ -84,7 +84,7 @@ class Books:
     def close(self) -> None:
         left = self.log.close()
         if left:
-            say(f"rollart: {EVENTS}: no room for the last {left} bytes of events; the journal is whole")
+            say(f"rollart: {self._path}: no room for the last {left} bytes of events; the journal is whole")
         if self._metrics is not None:
             self._metrics.close()
 
@@ -113,41 +113,45 @@ class Life:
 async def drive(
     job: Job, log: EventLog, live: Callable[[], Life], work: Work, started: Callable[[Coordinator], None]
 ) -> RollartError | None:
-    """Run a coordinator to the end of its work, or to the error that stops it, which is written down and returned."""
-    try:
-        while not await _one_life(job, log, live(), work, started):  # noqa: ASYNC110 - the time a restart takes
-            await asyncio.sleep(RESTART_S)
-    except RollartError as error:
-        log.emit(
-            schema.Stopped(
-                reason=str(error),
-                user=isinstance(error, Interrupted),
-                full=isinstance(error, StayedFull),
-                deadlock=isinstance(error, Deadlock),
+    """Run a coordinator to the end of its work, or to the error that stops it, which is written down and returned.
+
+    What `live` raises is no such error: nothing was started yet.
+    """
+    while True:
+        life = live()
+        try:
+            if await _was_done(job, log, life, work, started):
+                return None
+        except RollartError as error:
+            log.emit(
+                schema.Stopped(
+                    reason=str(error),
+                    user=isinstance(error, Interrupted),
+                    full=isinstance(error, StayedFull),
+                    deadlock=isinstance(error, Deadlock),
+                )
             )
-        )
-        return error
-    return None
+            return error
+        finally:
+            await life.close()
+        await asyncio.sleep(RESTART_S)
 
 
-async def _one_life(job: Job, log: EventLog, life: Life, work: Work, started: Callable[[Coordinator], None]) -> bool:
-    """Whether the work was done; else it was killed on the way."""
+async def _was_done(job: Job, log: EventLog, life: Life, work: Work, started: Callable[[Coordinator], None]) -> bool:
+    """One life: to the end of the work, or until it was killed on the way."""
     handle = LogHandle(log)
-    try:
-        coordinator = Coordinator(job, life.world, handle)
-        started(coordinator)
-        task = asyncio.get_running_loop().create_task(work(coordinator))
-        await asyncio.wait([task, life.killed], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        log.emit(schema.Killed())
-        handle.cut()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return False
-    finally:
-        await life.close()
+    coordinator = Coordinator(job, life.world, handle)
+    started(coordinator)
+    task = asyncio.get_running_loop().create_task(work(coordinator))
+    await asyncio.wait([task, life.killed], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return True
+    log.emit(schema.Killed())
+    handle.cut()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False
 
 
 def read_again(path: Path, readers: tuple[Reader, ...]) -> Event:

@@ -1,6 +1,6 @@
 """Loads a task set and draws its first tasks in a child process first: one that ends its process ends only that one.
 
-`fatal_call` is called by `rollart.checks` before the task set is loaded where the job runs. What is merely raised is
+`fatal_call` is called by `launch/checks.py` before the task set is loaded where the job runs. What is merely raised is
 of no interest here: it is met again there.
 """
 
