@@ -1,0 +1,91 @@
+"""One driver for train, eval and sim: lives, what a killed one may still say, and who is told what."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollart.config.load import build_job
+from rollart.control.coordinator import Coordinator
+from rollart.events import schema
+from rollart.events.log import EventLog, Reader, read_events
+from rollart.launch.driver import Life, drive
+from rollart.launch.simulation import simulate
+from rollart.launch.training import _drive
+from rollart.report.summary import Summary
+from rollart.sim.clock import VirtualLoop
+from tests.control.scene import NoWorld
+from tests.test_docs_pages import tiny_job
+from tests.test_training import JOB
+
+
+def test_a_killed_coordinator_says_nothing_more_and_another_one_goes_on() -> None:
+    said: list[schema.Event] = []
+    closed: list[int] = []
+
+    async def work(coordinator: Coordinator) -> None:
+        if closed:
+            return
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            coordinator._log.emit(schema.Warning(text="its last words"))
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        log = EventLog(loop.time)
+        log.read_by(said.append)
+        world: Any = NoWorld()
+
+        def live() -> Life:
+            killed: asyncio.Future[None] = loop.create_future()
+            if not closed:
+                loop.call_later(2.0, killed.set_result, None)
+            return Life(world=world, close=close, killed=killed)
+
+        async def close() -> None:
+            closed.append(1)
+
+        assert await drive(build_job(JOB), log, live, work, lambda coordinator: None) is None
+        return loop.time()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        took_s = runner.run(run())
+    assert [type(event) for event in said] == [schema.Killed]
+    assert len(closed) == 2
+    assert took_s == pytest.approx(2.0 + 5.0, abs=0.1)
+
+
+def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, Mapping[str, float]]] = []
+    tracker = SimpleNamespace(log=lambda step, values: logged.append((step, values)), close=lambda: None)
+    summaries: list[Summary] = []
+
+    def watch(summary: Summary, waits: object) -> Reader:
+        summaries.append(summary)
+        return lambda event: None
+
+    async def work(coordinator: Coordinator) -> None:
+        summaries[0].row = {"step": 3.0, "reward/mean": 0.5}
+        coordinator._log.emit(schema.Warning(text="a step ended"))
+
+    async def nothing() -> None:
+        pass
+
+    real = SimpleNamespace(world=NoWorld(), close=nothing)
+    monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
+    monkeypatch.setattr("rollart.launch.training.trackers", lambda job, out: {"mine": lambda: tracker})
+    asyncio.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=watch))
+    assert logged == [(3, {"reward/mean": 0.5})]
+
+
+def test_affinity_looks_again_when_an_engine_is_lost(tmp_path: Path) -> None:
+    simulate(tiny_job(), tmp_path / "run")
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    lost = {event.n for event in events if isinstance(event, schema.EngineDown | schema.EngineUp)}
+    looks = [event for event in events if isinstance(event, schema.Affinity) and event.cause in lost]
+    assert lost
+    assert looks
