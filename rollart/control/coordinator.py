@@ -103,7 +103,7 @@ class Coordinator:
             step_limit_s=limits.train_s,
             start_limit_s=limits.start_s,
         )
-        fleet, affinity, manager = self._connect(made[1], trainer.publish)
+        fleet, affinity, manager = self._connect(made[1], self._repair)
         rollout = Rollout(
             job, world.task_sets, affinity, manager, fleet, self.supervisor, self.waits, self._log, world.recorder
         )
@@ -124,6 +124,10 @@ class Coordinator:
             self._log,
         )
         await self.learner.run(began)
+
+    async def _repair(self, version: WeightVersion) -> WeightManifest:
+        assert self.learner is not None, "weights were pushed before there was anyone to push them"
+        return await self.learner.weights.repair(version)
 
     async def _only_evaluate(self) -> None:
         began = self._log.emit(schema.Starting(engines=len(self._world.engines)))
