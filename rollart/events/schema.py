@@ -889,7 +889,7 @@ class Pushed(Event, tag="pushed", kw_only=True):
 
 
 class PushSkipped(Event, tag="push.skipped", kw_only=True):
-    """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed instead.
+    """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
 
     By: control/weights
     Cause: `push`
