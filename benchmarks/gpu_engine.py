@@ -214,6 +214,22 @@ def group(bench: Bench, batch: int, context: int) -> dict[str, Any]:
 
 
 def rollout(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    played = play(bench, batch)
+    bench.free()
+    alone = decode(bench, batch, played["mean_context"])
+    bench.free()
+    # A turn's observation comes behind what its session has in the cache.
+    chunk = prefill_rates(bench, 640, played["mean_context"])
+    ideal = played["sampled"] / alone["tokens_per_s"] + played["prefilled"] / chunk["tokens_per_s"]
+    return played | {
+        "decode_alone_per_s": alone["tokens_per_s"],
+        "prefill_alone_per_s": chunk["tokens_per_s"],
+        "time_by_own_rates": round(played["seconds"] / ideal, 3),
+    }
+
+
+def play(bench: Bench, batch: int) -> dict[str, Any]:
+    """Sessions that come and go for some seconds, after every one of the first had a turn."""
     memory = {"memory": 0.9} if bench.options.device == "cuda" else {}
     engine = bench.engine(batch, None, **memory)
     rng = np.random.default_rng(3)
@@ -236,41 +252,23 @@ def rollout(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     turns = 0
     while turns < batch:  # until those who began together are spread out
         turns += step()
-    stats = engine.stats
-    before = (stats.computed_tokens, stats.sampled_tokens, stats.steps)
-    began = time.perf_counter()
-    turns, live = 0, []
-    while time.perf_counter() - began < bench.options.seconds:
+    stats, live = engine.stats, []
+    computed, sampled, steps = stats.computed_tokens, stats.sampled_tokens, stats.steps
+    turns, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < bench.options.seconds:
         turns += step()
-        if stats.steps % 8 == 0:
-            live.append(sum(seq.length for seq in engine._scheduler.running))
-    took = time.perf_counter() - began
-    computed, sampled, steps = (
-        stats.computed_tokens - before[0],
-        stats.sampled_tokens - before[1],
-        stats.steps - before[2],
-    )
-    mean_context = round(statistics.fmean(live) / batch)
-    preempted = engine.num_preempted
-    del engine, step
-    bench.free()
-    alone = decode(bench, batch, mean_context)
-    bench.free()
-    # A turn's observation comes behind what its session has in the cache.
-    chunk = prefill_rates(bench, 640, mean_context)
-    prefilled = computed - sampled
-    ideal = sampled / alone["tokens_per_s"] + prefilled / chunk["tokens_per_s"]
+        live.append(
+            sum(seq.length for seq in engine._scheduler.running) if stats.steps % 8 == 0 or not live else live[-1]
+        )
+    sampled = stats.sampled_tokens - sampled
     return {
         "seconds": round(took, 2),
-        "steps": steps,
+        "steps": stats.steps - steps,
         "turns": turns,
-        "sampled_per_s": round(sampled / took),
-        "prefilled_per_s": round(prefilled / took),
-        "mean_context": mean_context,
-        "preempted": preempted,
-        "decode_alone_per_s": alone["tokens_per_s"],
-        "prefill_alone_per_s": chunk["tokens_per_s"],
-        "time_by_own_rates": round(took / ideal, 3),
+        "sampled": sampled,
+        "prefilled": stats.computed_tokens - computed - sampled,
+        "mean_context": round(statistics.fmean(live) / batch),
+        "preempted": engine.num_preempted,
     }
 
 

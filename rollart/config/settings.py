@@ -222,11 +222,19 @@ class EngineSettings(Settings):
     url: str | None = None
     """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in, whatever the trainer does."""
+    """What the engine computes in, whatever the trainer does. Default: bfloat16 where `device` names a GPU."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
     split: SplitSettings | None = None
     """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("dtype") is None and str(value.get("device", "")).startswith("cuda"):
+            return value | {"dtype": "bfloat16"}
+        return value
 
     @property
     def cpu_kv_tokens(self) -> int:

@@ -271,10 +271,12 @@ class EmbeddedEngine:
         tokens, logprobs = launched.result()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        token_s = step_s / sum(launched.takes)
-        self.stats.step_s += step_s
-        for seq, take in zip(launched.seqs, launched.takes, strict=True):
-            seq.busy_s += take * token_s
+        # Who ended a step ago pays nothing for the token too many.
+        paying = [(seq, take) for seq, take in zip(launched.seqs, launched.takes, strict=True) if seq.placed]
+        if num_tokens := sum(take for _, take in paying):
+            self.stats.step_s += step_s
+        for seq, take in paying:
+            seq.busy_s += take * step_s / num_tokens
         for seq, finish in self._take(launched.asked, tokens, logprobs):
             seq.cut_short()
             self._scheduler.remove(seq)

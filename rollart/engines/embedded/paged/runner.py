@@ -45,10 +45,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Batch sizes for which graphs are captured: steps of at most a quarter, so little is padded."""
+    """Batch sizes for which graphs are captured: from 32 on steps of at most a quarter, so little is padded."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_batch:
-        sizes.append(sizes[-1] + (8 if sizes[-1] < 32 else 16 if sizes[-1] < 128 else 32))
+        sizes.append(sizes[-1] + (8 if sizes[-1] < 64 else 16 if sizes[-1] < 128 else 32))
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
