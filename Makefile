@@ -54,9 +54,10 @@ $(MODEL): | setup
 bench: setup  ## Measure the control plane
 	@$(BIN)/python -m benchmarks.control --json
 
-docs: setup  ## Write docs/job.md and docs/events.md again, from rollart/config/ and rollart/events/schema.py
+docs: setup  ## Write docs/job.md, docs/events.md and docs/summary.md again, from the code
 	$(BIN)/python -m scripts.job_reference
 	$(BIN)/python -m scripts.event_reference
+	$(BIN)/python -m scripts.summary_reference
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays
 	rm -rf .venv $(VLLM) .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -19,7 +19,7 @@ from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
 from rollart.launch.training import _Known, _tell_changes
 from rollart.report.audit import Audit
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
 
@@ -238,7 +238,7 @@ def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
         build_job(RAW),
         build_job({**RAW, "pools": [{**RAW["pools"][0], "engines": {"count": 4}}, *[{"name": "rooms", "slots": 8}]]}),
     )
-    summary, audit = Summary(), Audit()
+    summary, audit = SummaryFold(), Audit()
     events: list[Event] = [
         facts(before, clock="real"),
         schema.Changed(step=6, changes={}, job=facts(after, clock="real")),
@@ -249,6 +249,6 @@ def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
         for reader in (summary.read, audit.read):
             reader(event)
     result = summary.result()
-    assert result["cost"]["pools"]["cpu"] == pytest.approx(2.0 * (2 + 4))
-    assert result["pools"]["cpu"]["engines"] == 4
-    assert result["cost"]["train"] == pytest.approx(2 * 2.0)
+    assert result.cost.pools["cpu"] == pytest.approx(2.0 * (2 + 4))
+    assert result.pools["cpu"].engines == 4
+    assert result.cost.train == pytest.approx(2 * 2.0)

@@ -128,8 +128,8 @@ def _show_again(arguments: argparse.Namespace) -> int:
         print_json(summary)
         return 0
     show_summary(summary, arguments.run_dir)
-    if summary["state"] != "finished":
-        print(f"{summary['state']}: {summary['reason'] or 'it has not said how it ended'}")
+    if summary.state != "finished":
+        print(f"{summary.state}: {summary.reason or 'it has not said how it ended'}")
     return 0
 
 
@@ -157,11 +157,10 @@ def explain(arguments: argparse.Namespace) -> int:
     explain = Explain()
     for event in read_events(_events_of(arguments.run_dir)):
         explain.read(event)
-    result = explain.result()
     if arguments.json:
-        print_json(result)
+        print_json(explain.result)
     else:
-        print(words(result))
+        print(words(explain.result))
     return 0
 
 

@@ -38,9 +38,9 @@ def sim(arguments: argparse.Namespace) -> int:
         show_summary(result.summary, out)
     for violation in result.violations:
         print(f"rollart: broken {violation}", file=sys.stderr)
-    if result.summary["state"] != "finished":
-        print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
-    return 0 if result.summary["state"] == "finished" and not result.violations else 1
+    if result.summary.state != "finished":
+        print(f"rollart: the job stopped: {result.summary.reason}", file=sys.stderr)
+    return 0 if result.summary.state == "finished" and not result.violations else 1
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
         from rollart.report.show import show_chaos
 
         show_chaos(report)
-    return 0 if not report["violations"] and not report["deadlocks"] else 1
+    return 1 if report.violations or report.deadlocks else 0
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -107,9 +107,9 @@ def train(arguments: argparse.Namespace) -> int:
         show_summary(result.summary, out)
     for violation in result.violations:
         print(f"rollart: broken {violation}", file=sys.stderr)
-    state = result.summary["state"]
+    state = result.summary.state
     if state != "finished":
-        print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
+        print(f"rollart: {state}: {result.summary.reason}", file=sys.stderr)
         if (out / "journal" / "checkpoint").exists():
             print(f"rollart: to go on: {resume_command(out)}", file=sys.stderr)
     if state == "interrupted":
@@ -149,10 +149,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     out = run_dir(arguments.out, job, "-eval")
     with LiveView(0) as view:
         result = evaluate(job, out, watch=view.watch)
-    plays = result.summary["evaluations"].get("eval0", {})
-    if result.summary["state"] != "finished":
-        print(f"rollart: the evaluation stopped: {result.summary['reason']}", file=sys.stderr)
-        return 130 if result.summary["state"] == "interrupted" else 1
+    plays = result.summary.evaluations.get("eval0", {})
+    if result.summary.state != "finished":
+        print(f"rollart: the evaluation stopped: {result.summary.reason}", file=sys.stderr)
+        return 130 if result.summary.state == "interrupted" else 1
     beside = add_control(arguments.control_of, plays) if arguments.control_of is not None else None
     if arguments.json:
         print_json({"model": job.model.path, "tasks": plays})
@@ -164,7 +164,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         show_failed(plays)
         if job.trajectories.keep:
             _show_worst(out)
-    return 0 if all(row["scored"] for rows in plays.values() for row in rows.values()) else 1
+    return 0 if all(row.scored for rows in plays.values() for row in rows.values()) else 1
 
 
 def _show_worst(out: Path) -> None:

@@ -1,7 +1,7 @@
 """The append-only run log: writes events to `events.jsonl`, hands each to its readers, and reads them back.
 
 Every decision and every outcome is one event: a struct of `rollart.events.schema`, and one line of JSON in the file.
-The summary (`rollart.report.summary`) and the audit (`rollart.report.audit`) are folds over this log and read nothing
+The summary (`rollart.report.fold`) and the audit (`rollart.report.audit`) are folds over this log and read nothing
 else, live or afterwards.
 
 A log that grows large goes on in a new file: `events-000001.jsonl` is its oldest part, `events.jsonl` the one that is
@@ -12,7 +12,7 @@ import gzip
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, Union, get_args
 
 import msgspec
 
@@ -20,10 +20,7 @@ from rollart.append import AppendFile
 from rollart.errors import JobError, StoreFull, as_utf8
 from rollart.events.schema import KINDS, Event
 
-E = TypeVar("E", bound=Event)
 Reader = Callable[[Event], None]
-Handlers = dict[type[Event], Callable[[Any], None]]
-"""What a reader does with each kind of event; filled with `on`, which checks that kind and method belong together."""
 
 FLUSH_BYTES = 1 << 20
 """Events are written out in pieces of this size, and whenever `flush` is called."""
@@ -35,9 +32,29 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Union[tuple(KINDS.values())]).decode  # noqa: UP007 - of a tuple that is made
 
 
-def on(kind: type[E], method: Callable[[E], None]) -> tuple[type[Event], Callable[[Any], None]]:
-    """One entry of `Handlers`."""
-    return kind, method
+class Fold:
+    """A reader of events whose methods are handlers: one that takes `event: schema.Send` is called with each `Send`.
+
+    A union of kinds is called with each of these. `parts` are folds that handle other kinds.
+    """
+
+    def __init__(self, *parts: "Fold") -> None:
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {}
+        found = [(kind, getattr(self, name)) for name, method in vars(type(self)).items() for kind in _handled(method)]
+        for kind, handler in [*found, *(entry for part in parts for entry in part._handlers.items())]:
+            assert kind not in self._handlers, f"{type(self).__name__} has two handlers of {kind.__name__}"
+            self._handlers[kind] = handler
+
+    def read(self, event: Event) -> None:
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+
+def _handled(method: object) -> list[type[Event]]:
+    """The kinds of events that a method is annotated to take."""
+    kind = getattr(method, "__annotations__", {}).get("event")
+    return [kind for kind in get_args(kind) or (kind,) if kind in KINDS.values()]
 
 
 class EventLog:

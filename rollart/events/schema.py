@@ -32,6 +32,16 @@ class Event(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True, tag_fiel
         return other is not None and self == msgspec.structs.replace(other, n=self.n, t=self.t, cause=self.cause)
 
 
+def task_set(task: str) -> str:
+    """The name of the task set that a task is of: `maths` of `maths/17`."""
+    return task.split("/", 1)[0]
+
+
+def attempt_of(call: str) -> str:
+    """The attempt that a generate call is of: `g7.3.0` of `g7.3.0/2`."""
+    return call.rpartition("/")[0]
+
+
 # --- Values inside events -------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from rollart.events.schema import Event
 from rollart.hardware import HARDWARE
 from rollart.launch.offers import task_shares
 from rollart.report.audit import Audit
+from rollart.report.fold import SummaryFold
 from rollart.report.summary import Summary
 
 EVENTS = "events.jsonl"
@@ -39,7 +40,7 @@ Row = Callable[[Mapping[str, float]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    summary: dict[str, Any]
+    summary: Summary
     violations: list[str]
     deadlock: bool
     faults: dict[str, list[int]]
@@ -57,12 +58,12 @@ class Books:
         out: Path | None,
         *,
         audited: bool = True,
-        summary: Summary | None = None,
+        summary: SummaryFold | None = None,
         views: Sequence[Reader] = (),
         history: Reader | None = None,
     ) -> None:
         """`views` read along. `history`: the run goes on; it and all others first read what was written so far."""
-        self.summary = summary or Summary()
+        self.summary = summary or SummaryFold()
         self.audit = Audit() if audited else None
         folds: list[Reader] = [self.summary.read, *([self.audit.read] if self.audit else []), *views]
         rows: list[Mapping[str, float]] = []
@@ -169,7 +170,7 @@ def read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
     return last
 
 
-def metric_rows(summary: Summary, takers: Sequence[Row]) -> Reader:
+def metric_rows(summary: SummaryFold, takers: Sequence[Row]) -> Reader:
     """Hands each step's metrics to those who keep them."""
 
     def read(event: Event) -> None:

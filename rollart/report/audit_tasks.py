@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rollart.events import schema
-from rollart.events.log import Handlers, on
-from rollart.events.schema import Event
+from rollart.events.log import Fold
+from rollart.events.schema import task_set
 
 LATE_S = 1e-3
 """Times in events are rounded."""
@@ -27,7 +27,7 @@ class _Task:
     """Just back in the mix: one of so many next groups must be of this task."""
 
 
-class TaskBooks:
+class TaskBooks(Fold):
     def __init__(self, broken: Callable[[int, str], None]) -> None:
         self._broken = broken
         self._most = 0
@@ -39,27 +39,7 @@ class TaskBooks:
         self._alive: dict[str, None] = {}
         """Groups admitted and not ended."""
         self._reopening: dict[str, None] = {}
-        self._handlers: Handlers = dict(
-            [
-                on(schema.Run, self._run),
-                on(schema.Changed, self._changed),
-                on(schema.Admit, self._admitted),
-                on(schema.Ready, self._ready),
-                on(schema.Group, self._ended),
-                on(schema.Batch, self._trained),
-                on(schema.DrawFailed, self._undrawn),
-                on(schema.BreakerOpen, self._opened),
-                on(schema.BreakerProbe, self._probed),
-                on(schema.BreakerClose, self._closed),
-                on(schema.Checkpoint, self._checkpoint),
-                on(schema.Resumed, self._resumed),
-            ]
-        )
-
-    def read(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        super().__init__()
 
     def _run(self, event: schema.Run) -> None:
         self._most = event.task_failures
@@ -71,7 +51,7 @@ class TaskBooks:
         self._most = event.job.task_failures
 
     def _admitted(self, event: schema.Admit) -> None:
-        group, name = event.group, event.task.split("/", 1)[0]
+        group, name = event.group, task_set(event.task)
         self._task_of[group] = name
         self._alive[group] = None
         if group in self._reopening:
@@ -95,7 +75,7 @@ class TaskBooks:
 
     def _ended(self, event: schema.Group) -> None:
         self._alive.pop(event.group, None)
-        name = event.task.split("/", 1)[0]
+        name = task_set(event.task)
         task = self._tasks[name]
         if event.how == "failed":
             task.failures += 1

@@ -5,9 +5,10 @@ The engine time of a call that was answered is what its engine measured. Nobody 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from rollart.events import schema
+from rollart.events.schema import attempt_of
+from rollart.report import summary
 
 HOUR_S = 3600.0
 
@@ -46,7 +47,7 @@ class _Engine:
         return self.share_s
 
 
-class Costs:
+class CostFold:
     """Fed by the summary, event by event."""
 
     def __init__(self) -> None:
@@ -91,12 +92,12 @@ class Costs:
             engine = self._engines[event.engine] = _Engine(pool)
         share_s = engine.advance(event.t)
         engine.calls += 1
-        self._calls[_attempt(event)] = (engine, share_s)
+        self._calls[attempt_of(event.id)] = (engine, share_s)
 
     def said(self, event: schema.Said) -> float:
         """The price of an answered call."""
         pool = self._engines[event.engine].pool
-        self._ended(_attempt(event), event.t)
+        self._ended(attempt_of(event.id), event.t)
         pool.tokens += event.tokens
         cost = _used(pool, event.busy_s)
         if pool.prefill is not None:
@@ -135,31 +136,27 @@ class Costs:
 
     # --- figures ----------------------------------------------------------------------------------------------
 
-    def pool_rows(self, now_s: float) -> dict[str, Any]:
+    def pools(self, now_s: float) -> dict[str, summary.Pool]:
         return {
-            name: {
-                "engines": pool.engines,
-                "gpus": pool.engines * pool.gpus,
-                "utilisation": round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
-                "requests": pool.requests,
-                "tokens": pool.tokens,
-                "fallbacks": pool.fallbacks,
-            }
+            name: summary.Pool(
+                engines=pool.engines,
+                gpus=pool.engines * pool.gpus,
+                utilisation=round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
+                requests=pool.requests,
+                tokens=pool.tokens,
+                fallbacks=pool.fallbacks,
+            )
             for name, pool in self._pools.items()
             if pool.engines or pool.reserved_s
         }
 
-    def reserved(self, now_s: float) -> dict[str, Any]:
+    def reserved(self, now_s: float) -> summary.Reserved:
         """What everything cost, whether it was used or not."""
         pools = {name: round(self._paid(pool, now_s) / HOUR_S, 4) for name, pool in self._pools.items()}
         trainer = round(self._paid_for_training(now_s) / HOUR_S, 4)
         rewards = round(self._paid_for_rewards(now_s) / HOUR_S, 4)
-        return {
-            "total": round(sum(pools.values()) + trainer + rewards, 4),
-            "pools": pools,
-            "train": trainer,
-            "rewards": rewards,
-        }
+        total = round(sum(pools.values()) + trainer + rewards, 4)
+        return summary.Reserved(total=total, pools=pools, train=trainer, rewards=rewards)
 
     def engines(self, now_s: float) -> float:
         """What the pools with engines cost."""
@@ -186,8 +183,3 @@ def _used(pool: _Pool, busy_s: float) -> float:
     """Book engine seconds on a pool; returns their price."""
     pool.busy_s += busy_s
     return busy_s * pool.gpus * pool.cost / HOUR_S
-
-
-def _attempt(event: schema.Send | schema.Said) -> str:
-    """The attempt of a call."""
-    return event.id.rpartition("/")[0]

@@ -22,7 +22,7 @@ from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.events.log import Handlers, on, read_events
+from rollart.events.log import Fold, read_events
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
@@ -65,7 +65,7 @@ class _Task:
     rewards: list[float] = field(default_factory=list)
 
 
-class Fit:
+class Fit(Fold):
     """Feed it every event of a run, in order; then ask for the `profile`."""
 
     def __init__(self, job: Job) -> None:
@@ -91,24 +91,7 @@ class Fit:
         """(tokens, seconds) of each train step but the first, writing the batch down included."""
         self._written_s = 0.0
         self._start_s: list[float] = []
-        self._handlers: Handlers = dict(
-            [
-                on(schema.Start, self._on_start),
-                on(schema.Send, self._on_send),
-                on(schema.Said, self._on_said),
-                on(schema.Reward, self._on_reward),
-                on(schema.End, self._on_end),
-                on(schema.Lost, self._on_lost),
-                on(schema.Started, self._on_started),
-                on(schema.Written, self._on_written),
-                on(schema.StepEnd, self._on_step_end),
-                on(schema.Push, self._on_push),
-                on(schema.SwapStart, self._on_swap_start),
-                on(schema.SwapEnd, self._on_swap_end),
-                on(schema.EngineSwap, self._on_engine_swap),
-                on(schema.Checkpoint, self._on_checkpoint),
-            ]
-        )
+        super().__init__()
 
     def next_run(self) -> None:
         """Times and ids begin anew."""
@@ -121,9 +104,7 @@ class Fit:
         self._swapped_s = -1.0
 
     def read(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        super().read(event)
         self._began[type(event)] = event.t
 
     # --- trajectories -----------------------------------------------------------------------------------------

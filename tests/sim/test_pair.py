@@ -146,22 +146,22 @@ def job(**changes: Any) -> Job:
 
 def test_a_job_on_pairs_books_each_pool_its_own_work() -> None:
     result = simulate(job())
-    assert result.summary["state"] == "finished"
+    assert result.summary.state == "finished"
     assert result.violations == []
-    pools = result.summary["pools"]
-    assert pools["decode"]["tokens"] > 0
-    assert pools["prefill"]["tokens"] == 0
-    assert 0 < pools["prefill"]["utilisation"] < 1
-    assert 0 < pools["decode"]["utilisation"] < 1
-    assert pools["prefill"]["gpus"] == 2
-    assert result.summary["cost"]["pools"]["prefill"] > 0
+    pools = result.summary.pools
+    assert pools["decode"].tokens > 0
+    assert pools["prefill"].tokens == 0
+    assert 0 < pools["prefill"].utilisation < 1
+    assert 0 < pools["decode"].utilisation < 1
+    assert pools["prefill"].gpus == 2
+    assert result.summary.cost.pools["prefill"] > 0
 
 
 @pytest.mark.parametrize("kind", ["engine_death", "engine_hang", "engine_restart", "bucket_corrupt"])
 def test_faults_on_pairs_break_no_promise(kind: str) -> None:
     faults = [{"kind": kind, "at_s": 40}, {"kind": kind, "swap": 2}]
     result = simulate(job(sim={"faults": faults}, limits={"progress_s": 60, "swap_s": 60}))
-    assert result.summary["state"] == "finished", result.summary["reason"]
+    assert result.summary.state == "finished", result.summary.reason
     assert result.violations == []
 
 
