@@ -1,4 +1,4 @@
-"""The engine contract, on each adapter; the simulated engine whole and in two halves."""
+"""The engine contract, on each adapter; the simulated engine whole, and with prefill and decode apart."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ import pytest
 from rollart.config.settings import EngineSettings, Spread
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
-from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
+from rollart.hardware import HARDWARE, MODELS, Disaggregated, kv_capacity_tokens
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
@@ -19,11 +19,16 @@ from tests.sim.engines import Bench, run
 
 
 class TestSimEngine(EngineContract):
-    pair: Pair | None = None
+    apart: Disaggregated | None = None
+
+    @property
+    def max_batch(self) -> int:
+        """Of the whole engine."""
+        return 4
 
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
-            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), pair=self.pair)
+            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), apart=self.apart)
 
             async def put(version: WeightVersion) -> WeightManifest:
                 return bench.put(version)
@@ -34,7 +39,7 @@ class TestSimEngine(EngineContract):
             await work(
                 EngineBench(
                     engine=bench.engine,
-                    max_batch=4,
+                    max_batch=self.max_batch,
                     domain="a",
                     put=put,
                     lose=lose,
@@ -45,8 +50,16 @@ class TestSimEngine(EngineContract):
         run(awaited)
 
 
-class TestSimPair(TestSimEngine):
-    pair = Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
+class TestSimDisaggregated(TestSimEngine):
+    apart = Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
+
+
+class TestSimDisaggregatedOfMany(TestSimEngine):
+    apart = Disaggregated(hardware=HARDWARE["h800"], gpus=1, workers=3, decoders=2, link_bytes_per_s=25e9)
+
+    @property
+    def max_batch(self) -> int:
+        return 2 * 4
 
 
 class TestSglangEngine(EngineContract):

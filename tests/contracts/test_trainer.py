@@ -31,7 +31,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         model=MODELS["qwen3-8b"],
         hardware={"pool": HARDWARE["h20"]},
         settings=SimEngineSettings(),
-        pairs={},
+        disaggregated={},
         max_batch={"pool": 8},
         tasks={"a": SimTaskSettings()},
         dice=Dice(0),
