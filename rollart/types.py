@@ -163,7 +163,7 @@ class Completion:
     busy_s: float = 0.0
     """Engine seconds this call used, its share of the batch."""
     prefill_busy_s: float = 0.0
-    """Of an engine that is a pair: seconds of the part that prefills, not in `busy_s`."""
+    """Where prefill is apart from decode: seconds of a prefill worker, not in `busy_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

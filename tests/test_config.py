@@ -96,7 +96,6 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("resource without ray", ["pools.0.resource=a"], "pools.0.resource:", "only with cluster.type ray"),
     ("workers without ray", ["pools.1.slots_per_worker=8"], "pools.1.slots_per_worker:", "cluster.type ray and slots"),
     ("isolation of nothing", ["pools.0.isolation=inline"], "pools.0.isolation:", "only with slots"),
-    ("link without a pair", ["pools.0.engines.kv_link_gb_s=9"], "pools.0.engines.kv_link_gb_s:", "engines.prefill"),
     ("project without wandb", ["track.project=a"], "track.project:", "only with track.wandb offline or online"),
     ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),
     ("top_p of greedy play", ["tasks.0.temperature=0", "tasks.0.top_p=0.5"], "tasks.0.top_p:", "a temperature above 0"),

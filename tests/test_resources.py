@@ -306,7 +306,7 @@ def test_one_process_cannot_have_a_gpu_of_its_own_and_share_another(monkeypatch:
     resources.refuse_unplaceable(local(one, pool="own").model_copy(update=inline))
 
 
-def test_a_split_engine_needs_the_gpus_of_both_its_servers() -> None:
-    engines = {"type": "vllm", "gpus": 2, "split": {"prefill_gpus": 3, "connector": "NixlConnector"}}
-    found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
-    assert found[0].needs.gpus == 5
+def test_an_engine_needs_the_gpus_of_all_its_workers() -> None:
+    engines = {"type": "vllm", "gpus": 2, "prefill": {"workers": 2, "gpus": 3, "decoders": 4}}
+    found = demands(local({"name": "apart", "hardware": "h200", "engines": engines}))
+    assert found[0].needs.gpus == 4 * 2 + 2 * 3

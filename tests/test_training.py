@@ -43,18 +43,6 @@ JOB = {
     ("change", "key"),
     [
         ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
-        *(
-            (
-                {
-                    "pools": [
-                        {"name": "cpu", "engines": {"type": kind, "prefill": "other"}, "slots": 8},
-                        {"name": "other", "engines": {"type": kind}},
-                    ]
-                },
-                "pools.cpu.engines.prefill",
-            )
-            for kind in ("embedded", "vllm", "sglang")
-        ),
         ({"pools": [{"name": "cpu", "engines": {"gpus": 2}, "slots": 8}]}, "pools.cpu.engines.gpus"),
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
@@ -100,7 +88,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
         ({"step_tokens": 255, "max_batch": 256}, r"^engines\.step_tokens: 255 is less than one token for each request"),
         ({"python": "/usr/bin/python3"}, r"^engines\.python: only vllm or sglang"),
         ({"type": "vllm", "url": "http://h:1", "count": 2}, r"^engines\.url: names one server; set count to 1"),
-        ({"type": "sglang", "split": {}}, r"^engines\.split: only vllm engines read it"),
+        ({"type": "vllm", "url": "http://h:1", "prefill": {}}, r"^engines\.prefill: has no effect with url"),
         ({"type": "vllm", "url": "http://h:1", "args": ["-x"]}, r"^engines\.args: has no effect with url"),
     ],
 )

@@ -61,11 +61,12 @@ class Job(Settings):
     def engine_pools(self) -> tuple[PoolSettings, ...]:
         return tuple(pool for pool in self.pools if pool.engines)
 
-    @property
-    def serving_pools(self) -> tuple[PoolSettings, ...]:
-        """Pools whose engines take requests; those that only prefill for others are not among them."""
-        prefilling = [pool.engines.prefill for pool in self.pools if pool.engines]
-        return tuple(pool for pool in self.engine_pools if pool.name not in prefilling)
+    def prefill_pool(self, pool: PoolSettings) -> PoolSettings | None:
+        """Where the engines of this pool have their prefill workers; None where prefill is not apart."""
+        if pool.engines is None or pool.engines.prefill is None:
+            return None
+        wanted = pool.engines.prefill.pool or pool.name
+        return next(other for other in self.pools if other.name == wanted)
 
     @property
     def train_pool(self) -> PoolSettings:
@@ -105,8 +106,9 @@ def _problems(job: Job) -> list[str]:
             if name in names[:position]:
                 found.append(f"{kind}.{position}.name: {name!r} is used twice; give each its own name")
     pools = [pool.name for pool in job.pools]
-    engine_pools = [pool.name for pool in job.serving_pools]
-    on_vllm = [pool.name for pool in job.serving_pools if pool.engines and pool.engines.type == "vllm"]
+    engine_pools = [pool.name for pool in job.engine_pools]
+    on_vllm = [pool.name for pool in job.engine_pools if pool.engines and pool.engines.type == "vllm"]
+    prefilling = [pool.engines.prefill.pool for pool in job.engine_pools if pool.engines and pool.engines.prefill]
     if not job.engine_pools:
         found.append("pools: no pool has engines; add engines: {count: 1} to one of them")
     if not any(pool.slots for pool in job.pools):
@@ -117,12 +119,17 @@ def _problems(job: Job) -> list[str]:
             found.append(
                 f"pools.{position}.hardware: {pool.hardware!r} is not known{near}; one of {', '.join(HARDWARE)}"
             )
-        if not pool.engines and not pool.slots and job.train.pool != pool.name:
+        prefill = pool.engines.prefill if pool.engines else None
+        if prefill is not None and prefill.pool is not None and prefill.pool not in pools:
             found.append(
-                f"pools.{position}: pool {pool.name!r} has no engines and no slots, and does not train; "
+                f"pools.{position}.engines.prefill.pool: there is no pool {prefill.pool!r}"
+                f"{nearest(prefill.pool, pools)}; one of {', '.join(pools)}"
+            )
+        if not pool.engines and not pool.slots and pool.name not in (job.train.pool, *prefilling):
+            found.append(
+                f"pools.{position}: pool {pool.name!r} has no engines and no slots, and neither trains nor prefills; "
                 "give it one of them, or remove it"
             )
-    found += _pair_problems(job)
     if job.train.pool is not None and job.train.pool not in pools:
         found.append(
             f"train.pool: there is no pool {job.train.pool!r}{nearest(job.train.pool, pools)}; "
@@ -181,7 +188,7 @@ def _problems(job: Job) -> list[str]:
         )
     if rollout.rolling and rollout.swap == "drain":
         found.append("rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap")
-    total_engines = sum(pool.engines.count for pool in job.serving_pools if pool.engines)
+    total_engines = sum(pool.engines.count for pool in job.engine_pools if pool.engines)
     if rollout.rolling >= total_engines and rollout.rolling:
         found.append(
             f"rollout.rolling: {rollout.rolling} at a time is all of the {total_engines} engines; "
@@ -225,31 +232,6 @@ def _cluster_problems(job: Job) -> list[str]:
         if pool.engines and pool.engines.most is not None and pool.engines.most < pool.engines.count:
             found.append(
                 f"pools.{position}.engines.most: {pool.engines.most} is less than count {pool.engines.count}; raise it"
-            )
-    return found
-
-
-def _pair_problems(job: Job) -> list[str]:
-    """Pools that prefill for other pools."""
-    found: list[str] = []
-    counts = {pool.name: pool.engines.count for pool in job.pools if pool.engines}
-    pairs = {pool.name: pool.engines.prefill for pool in job.pools if pool.engines and pool.engines.prefill}
-    for decoding, prefilling in pairs.items():
-        key = f"pools.{decoding}.engines.prefill"
-        if prefilling not in counts or prefilling == decoding:
-            others = [name for name in counts if name != decoding]
-            found.append(
-                f"{key}: no other pool with engines is called {prefilling!r}{nearest(prefilling, others)}; "
-                f"one of {', '.join(others) or 'none: add a pool with engines'}"
-            )
-        elif prefilling in pairs:
-            found.append(f"{key}: pool {prefilling!r} has its own prefill pool; name one that has none")
-        elif list(pairs.values()).count(prefilling) > 1:
-            found.append(f"{key}: pool {prefilling!r} prefills for two pools; give each a pool of its own")
-        elif counts[prefilling] != counts[decoding]:
-            found.append(
-                f"{key}: pool {prefilling!r} has {counts[prefilling]} engines and {decoding!r} {counts[decoding]}, "
-                "but they work in pairs; make the counts equal (engines.gpus may differ)"
             )
     return found
 

@@ -163,13 +163,23 @@ class RolloutSettings(Settings):
     """The job stops after this many short batches in a row."""
 
 
-class SplitSettings(Settings):
-    """Prefill and decode of one vLLM engine on two servers; their cache travels by vLLM's own connector."""
+class PrefillSettings(Settings):
+    """Prefill and decode apart: each engine is then several workers, which load weights together and fail together."""
 
+    pool: str | None = None
+    """The pool whose devices prefill. Default: this one. On the cluster `ray` another pool must name the same machines:
+    all workers of an engine run on one."""
+    workers: Count = 1
+    """Prefill workers of each engine."""
+    gpus: Count = 1
+    """GPUs of one prefill worker."""
+    decoders: Count = 1
+    """Decode workers of each engine, with `engines.gpus` and `engines.max_batch` each."""
     connector: str = "NixlConnector"
-    """`kv_connector` of vLLM's `--kv-transfer-config`."""
-    prefill_gpus: Count = 1
-    """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
+    """`vllm`: `kv_connector` of its `--kv-transfer-config`. Not read by `rollart sim`."""
+    link_gb_s: Positive = 25.0
+    """The link over which a prefill worker sends the cache, GB/s. `rollart sim` simulates it, affinity reckons with
+    it; a real run has the link that it has."""
 
 
 EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "cores")
@@ -188,11 +198,9 @@ class EngineSettings(Settings):
     one; more are refused by `rollart train`."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
-    prefill: str | None = None
-    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
-    Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
-    kv_link_gb_s: Positive = 25.0
-    """Of such a pair: the link that its KV travels over, GB/s."""
+    prefill: PrefillSettings | None = None
+    """Prefill on workers of its own. `rollart train` has it for `vllm` engines only, `rollart sim` for all. Not tried
+    on real devices yet."""
     kv_tokens: Count = 65_536
     """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
     step_tokens: Count = 2048
@@ -219,8 +227,6 @@ class EngineSettings(Settings):
     """What the engine computes in, whatever the trainer does."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
-    split: SplitSettings | None = None
-    """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
 
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
@@ -234,15 +240,23 @@ class EngineSettings(Settings):
                 f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
                 f"{self.max_batch}; raise it, or lower max_batch"
             )
-        if self.split is not None and self.type != "vllm":
-            raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
         if self.url is not None:
             if self.count > 1:
                 raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args", "split", "device"):
+            for key in ("python", "args", "prefill", "device"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
         return self
+
+    @property
+    def decode_gpus(self) -> int:
+        """GPUs of one engine that decode; where prefill is not apart, all."""
+        return self.gpus * (self.prefill.decoders if self.prefill else 1)
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of one engine, its prefill workers included."""
+        return self.decode_gpus + (self.prefill.workers * self.prefill.gpus if self.prefill else 0)
 
 
 class PoolSettings(Settings):

@@ -43,9 +43,6 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         yield place, pool, "resource", ray, "cluster.type ray"
         yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
         yield place, pool, "isolation", pool.slots is not None, "slots"
-        if pool.engines is not None:
-            pair = pool.engines.prefill is not None
-            yield f"{place}.engines", pool.engines, "kv_link_gb_s", pair, "engines.prefill"
     yield "sim.reward", job.sim.reward, "cold_start_s idle_s", http, "rewards.type http"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"

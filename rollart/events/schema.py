@@ -58,6 +58,17 @@ class TaskFacts(Value):
     """The pool it was given, or `auto`."""
 
 
+class PrefillFacts(Value):
+    """The prefill workers of a pool's engines."""
+
+    pool: str
+    """Whose devices they have."""
+    workers: int
+    """Of each engine."""
+    gpus: int
+    """Of each worker."""
+
+
 class PoolFacts(Value):
     """One pool of the job."""
 
@@ -68,9 +79,9 @@ class PoolFacts(Value):
     engines: int
     """Engines at the start."""
     gpus: int
-    """Of each engine."""
-    prefill: str | None
-    """The pool that prefills for this one."""
+    """Of each engine, prefill workers not counted."""
+    prefill: PrefillFacts | None
+    """Where prefill is apart from decode."""
     slots: int
     """Environments at a time."""
 
@@ -471,7 +482,7 @@ class Said(Event, tag="said", kw_only=True):
     finish: str
     """`stop`, `length` or `abort`."""
     prefill_busy_s: float | None = None
-    """Its share of the time of the half that prefills, only where the engine is a pair."""
+    """Seconds of a prefill worker, only where prefill is apart from decode."""
 
 
 class Lost(Event, tag="lost", kw_only=True):

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
-from rollart.config.settings import TaskSettings
+from rollart.config.settings import PoolSettings, TaskSettings
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
-from rollart.launch.resources import refuse_unplaceable
+from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
@@ -97,11 +97,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
 def check_supported(job: Job) -> None:
     """A key that `rollart train` would ignore is an error, and not a surprise."""
     for pool in job.pools:
-        if pool.engines is not None and pool.engines.prefill is not None:
-            raise JobError(
-                f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
-                "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
-            )
+        _refuse_prefill(job, pool)
         if pool.engines is not None and pool.engines.type == "embedded" and pool.engines.gpus > 1:
             raise JobError(
                 f"pools.{pool.name}.engines.gpus: {pool.engines.gpus}, but an embedded engine computes on one device; "
@@ -139,6 +135,22 @@ def check_supported(job: Job) -> None:
         )
     if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+
+
+def _refuse_prefill(job: Job, pool: PoolSettings) -> None:
+    other, engines = job.prefill_pool(pool), pool.engines
+    if other is None or engines is None:
+        return
+    if engines.type != "vllm":
+        raise JobError(
+            f"pools.{pool.name}.engines.prefill: {engines.type} engines cannot prefill apart; set engines.type to "
+            "vllm, remove it, or use `rollart sim`"
+        )
+    if job.cluster.type == "ray" and kind_of(other) != kind_of(pool):
+        raise JobError(
+            f"pools.{pool.name}.engines.prefill.pool: all workers of an engine run on one machine, and pool "
+            f"{other.name!r} has others than {pool.name!r}; remove it, or use `rollart sim`"
+        )
 
 
 def _refuse_missing_variables(job: Job) -> None:

@@ -17,6 +17,7 @@ import orjson
 
 from rollart.append import AppendFile
 from rollart.config.job import Job
+from rollart.config.settings import PoolSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
 from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
@@ -235,8 +236,8 @@ def facts(job: Job, clock: str) -> schema.Run:
                 hardware=pool.hardware,
                 cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
                 engines=pool.engines.count if pool.engines else 0,
-                gpus=pool.engines.gpus if pool.engines else 0,
-                prefill=pool.engines.prefill if pool.engines else None,
+                gpus=pool.engines.decode_gpus if pool.engines else 0,
+                prefill=_prefill_facts(job, pool),
                 slots=pool.slots or 0,
             )
             for pool in job.pools
@@ -252,6 +253,13 @@ def facts(job: Job, clock: str) -> schema.Run:
         store_full_s=job.limits.store_full_s,
         breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
     )
+
+
+def _prefill_facts(job: Job, pool: PoolSettings) -> schema.PrefillFacts | None:
+    other, prefill = job.prefill_pool(pool), pool.engines.prefill if pool.engines else None
+    if other is None or prefill is None:
+        return None
+    return schema.PrefillFacts(pool=other.name, workers=prefill.workers, gpus=prefill.gpus)
 
 
 def say(text: str) -> None:

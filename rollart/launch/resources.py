@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollart.config.job import Job
-from rollart.config.settings import EngineSettings, PoolSettings
+from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.launch.offers import offers
@@ -27,13 +27,13 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
     """
     found: list[Demand] = []
     for pool in job.pools:
-        kind = _kind_of(pool)
+        kind = kind_of(pool)
         if pool.engines:
             engines = pool.engines
             # a server takes what hardware its pool has, an attached one has it elsewhere; the embedded engine is told
             attached = engines.url is not None
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
-            needs = _needs(kind, engines.threads, _gpus_of(engines), on_cpu=on_cpu)
+            needs = _needs(kind, engines.threads, engines.all_gpus, on_cpu=on_cpu)
             found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
         if pool.slots:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
@@ -44,10 +44,6 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
             found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
     return found
-
-
-def _gpus_of(engines: EngineSettings) -> int:
-    return engines.gpus + (engines.split.prefill_gpus if engines.split else 0)
 
 
 def devices_for(job: Job, *, trains: bool = True) -> Assignment:
@@ -91,9 +87,9 @@ def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
             if engines.type == "embedded":
                 found += _told(worker, f"{keys}.device", engines.device, 1)
             elif engines.device != "cpu":
-                found += _told(worker, f"{keys}.device", engines.device, _gpus_of(engines))
+                found += _told(worker, f"{keys}.device", engines.device, engines.all_gpus)
             elif pool.hardware != "cpu" and engines.url is None:
-                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=_gpus_of(engines)))
+                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=engines.all_gpus))
     return found + (_told("trainer", "train.device", job.train.device, job.train.gpus) if trains else [])
 
 
@@ -111,7 +107,7 @@ def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
     return Needs(resource=kind, cpus=float(threads), gpus=0.0 if on_cpu else float(gpus))
 
 
-def _kind_of(pool: PoolSettings) -> str:
+def kind_of(pool: PoolSettings) -> str:
     """The resource by which a pool's machines are known."""
     if pool.resource is not None:
         return pool.resource

@@ -21,7 +21,7 @@ from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.offers import build_affinity, offers, pairs_of
+from rollart.launch.offers import build_affinity, disaggregated, offers
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.policy.placement import engine_specs, further_specs
 from rollart.ports import EnvHost, RewardBackend
@@ -130,7 +130,7 @@ def simulated_world(
         hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
-        pairs=pairs_of(job),
+        disaggregated=disaggregated(job),
         tasks=tasks,
         dice=dice,
         store=store,

@@ -19,16 +19,22 @@ class _Pool:
     gpus: int = 0
     cost: float = 0.0
     slots: int = 0
-    prefill: str | None = None
-    """The pool that prefills for this one."""
+    prefill: schema.PrefillFacts | None = None
+    prefill_gpus: int = 0
+    """Of prefill workers here, whichever pool's engines they belong to."""
     reserved_s: float = 0.0
-    """Engine-seconds, up to the last change of the job."""
+    """Device-seconds, up to the last change of the job."""
     paid: float = 0.0
     """Device-seconds times price, up to the last change of the job."""
     busy_s: float = 0.0
+    """Device-seconds."""
     requests: int = 0
     tokens: int = 0
     fallbacks: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.gpus + self.prefill_gpus
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class CostFold:
         """The job's settings from now on; what was reserved until now is settled under those before."""
         for pool in self._pools.values():
             pool.reserved_s, pool.paid = self._reserved_s(pool, now_s), self._paid(pool, now_s)
-            pool.engines = pool.slots = 0
+            pool.engines = pool.slots = pool.prefill_gpus = 0
         self._trainer_paid = self._paid_for_training(now_s)
         self._rewards_paid = self._paid_for_rewards(now_s)
         self._changed_s = now_s
@@ -80,6 +86,9 @@ class CostFold:
             pool = self._pools.setdefault(name, _Pool())
             pool.engines, pool.gpus, pool.cost = now.engines, now.gpus, now.cost
             pool.slots, pool.prefill = now.slots, now.prefill
+        for now in job.pools.values():
+            if now.prefill is not None:
+                self._pools[now.prefill.pool].prefill_gpus += now.engines * now.prefill.workers * now.prefill.gpus
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -99,17 +108,15 @@ class CostFold:
         pool = self._engines[event.engine].pool
         self._ended(attempt_of(event.id), event.t)
         pool.tokens += event.tokens
-        cost = _used(pool, event.busy_s)
+        cost = _used(pool, event.busy_s, pool.gpus)
         if pool.prefill is not None:
-            beside = self._pools[pool.prefill]
-            beside.requests += 1
-            cost += _used(beside, event.prefill_busy_s or 0.0)
+            cost += _used(self._pools[pool.prefill.pool], event.prefill_busy_s or 0.0, pool.prefill.gpus)
         return cost
 
     def given_up(self, attempt: str, now_s: float) -> float:
         """The price of the call that this attempt has under way, if any, and that comes to nothing."""
         ended = self._ended(attempt, now_s)
-        return _used(*ended) if ended is not None else 0.0
+        return _used(*ended, ended[0].gpus) if ended is not None else 0.0
 
     def _ended(self, attempt: str, now_s: float) -> tuple[_Pool, float] | None:
         found = self._calls.pop(attempt, None)
@@ -140,14 +147,14 @@ class CostFold:
         return {
             name: summary.Pool(
                 engines=pool.engines,
-                gpus=pool.engines * pool.gpus,
+                gpus=pool.devices,
                 utilisation=round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
                 requests=pool.requests,
                 tokens=pool.tokens,
                 fallbacks=pool.fallbacks,
             )
             for name, pool in self._pools.items()
-            if pool.engines or pool.reserved_s
+            if pool.devices or pool.reserved_s
         }
 
     def reserved(self, now_s: float) -> summary.Reserved:
@@ -163,12 +170,11 @@ class CostFold:
         return sum(self._paid(pool, now_s) / HOUR_S for pool in self._pools.values() if self._reserved_s(pool, now_s))
 
     def _reserved_s(self, pool: _Pool, now_s: float) -> float:
-        """Engine-seconds so far."""
-        return pool.reserved_s + pool.engines * (now_s - self._changed_s)
+        """Device-seconds so far."""
+        return pool.reserved_s + pool.devices * (now_s - self._changed_s)
 
     def _paid(self, pool: _Pool, now_s: float) -> float:
-        devices = pool.engines * pool.gpus + (0 if pool.engines else pool.slots)
-        return pool.paid + devices * pool.cost * (now_s - self._changed_s)
+        return pool.paid + (pool.devices or pool.slots) * pool.cost * (now_s - self._changed_s)
 
     def _paid_for_training(self, now_s: float) -> float:
         rate = self._train.gpus * self._train.cost
@@ -179,7 +185,7 @@ class CostFold:
         return self._rewards_paid + rate * (now_s - self._changed_s)
 
 
-def _used(pool: _Pool, busy_s: float) -> float:
-    """Book engine seconds on a pool; returns their price."""
-    pool.busy_s += busy_s
-    return busy_s * pool.gpus * pool.cost / HOUR_S
+def _used(pool: _Pool, busy_s: float, gpus: int) -> float:
+    """Book the seconds of a worker with these GPUs on a pool; returns their price."""
+    pool.busy_s += busy_s * gpus
+    return busy_s * gpus * pool.cost / HOUR_S

@@ -96,10 +96,10 @@ class Pool(Figures, frozen=True):
     gpus: Annotated[int, Meta(title="GPUs")]
     """Of all its engines."""
     utilisation: Share
-    """Engine seconds of calls, by engines and `time_s`. Start-up counts as idle. Each half of a pair counts for its own
-    pool."""
+    """Device-seconds of calls, by devices and `time_s`. Start-up counts as idle. Prefill workers count for the pool
+    whose devices they have."""
     requests: Calls
-    """Sent, repeats included. For a pool that prefills for another: answered."""
+    """Sent, repeats included."""
     tokens: Tokens
     """Sampled here."""
     fallbacks: Calls

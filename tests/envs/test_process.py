@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from rollart.errors import EnvError
 from rollart.ports import EnvHost
 from rollart.types import Observation, Task
 from rollart.workers import launch
-from tests.contracts.envs import EnvBench
-from tests.contracts.envs import EnvHostContract as PortContract
-from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
+from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,20 +50,7 @@ async def one_step(host: ProcessEnvHost, of: Task) -> Observation:
         await env.close()
 
 
-class TestProcessAsAPort(PortContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def play(self, work: Callable[[EnvBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with closing(make_host(self.folder, 2)) as host:
-                await work(EnvBench(host=host, slots=2, task=task("count")))
-
-        run(main)
-
-
-class TestProcessEnvHost(EnvHostContract):
+class TestProcessEnvHost(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(make_host(tmp_path, slots))
 
@@ -180,7 +164,7 @@ class TestProcessEnvHost(EnvHostContract):
     def test_workers_and_what_they_started_die_with_the_parent(self, tmp_path: Path, kind: str) -> None:
         script = f"""
             import asyncio
-            from tests.envs.contract import ID, task, until
+            from tests.contracts.user_envs import ID, task, until
             from tests.envs.test_process import make_host
             from pathlib import Path
 

@@ -22,9 +22,9 @@ from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
 from rollart.types import GenerateRequest, Sampling, TrajectoryId
 from rollart.workers.launch import Process
+from tests.contracts.reward_functions import trajectory
 from tests.real.harness import job
 from tests.real.processes import SPEC
-from tests.rewards.contract import trajectory
 from tests.setups import worker_setup
 from tests.tasks.test_variables import environment_of
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -20,9 +20,15 @@ from rollart.rewards.episodes import episode_of
 from rollart.rewards.function import RewardService, parse_functions
 from rollart.rewards.http import HttpRewards, is_loopback
 from rollart.rewards.serve import serve
-from tests.contracts.rewards import RewardBench
-from tests.contracts.rewards import RewardContract as PortContract
-from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, numbered, run, trajectory
+from tests.contracts.reward_functions import (
+    DOMAIN,
+    FUNCTION,
+    RewardFunctionContract,
+    closing,
+    decode,
+    run,
+    trajectory,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a secret of the tests"
@@ -53,26 +59,13 @@ def url() -> Iterator[str]:
         os.killpg(server.pid, signal.SIGKILL)
 
 
-class TestHttpAsAPort(PortContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, url: str) -> None:
-        self.url = url
-
-    def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with closing(HttpRewards(self.url, decode=decode, token=TOKEN, concurrency=4)) as backend:
-                await work(RewardBench(backend=backend, trajectory=numbered, places=4))
-
-        run(main)
-
-
-class TestHttpRewards(RewardContract):
+class TestHttpRewards(RewardFunctionContract):
     @pytest.fixture(autouse=True)
     def _url(self, url: str) -> None:
         self.url = url
 
     def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
-        return closing(HttpRewards(self.url, decode=decode, timeout_s=timeout_s, token=TOKEN))
+        return closing(HttpRewards(self.url, decode=decode, timeout_s=timeout_s, token=TOKEN, concurrency=4))
 
     def test_the_token_is_demanded(self) -> None:
         async def work() -> None:

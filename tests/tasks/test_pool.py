@@ -12,7 +12,7 @@ from rollart.workers.launch import Process
 from rollart.workers.pool import ProcessPool
 from rollart.workers.server import failure
 from rollart.workers.wire import pack, unpack
-from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
+from tests.contracts.user_envs import DOMAIN, SOON_S, TASKS, run
 
 
 @asynccontextmanager
