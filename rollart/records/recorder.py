@@ -13,9 +13,21 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of, trained_groups
+from rollart.records.format import (
+    FORMAT,
+    ROW_BYTES,
+    SUFFIX,
+    Dropped,
+    Ended,
+    Frame,
+    Life,
+    Trained,
+    TrainedGroup,
+    files_of,
+    frames_of,
+)
 from rollart.types import Batch, Played
 
 WRITE_S = 1.0
@@ -34,8 +46,8 @@ CLOSE_S = 30.0
 """Most that the end of a run waits for the last write."""
 Warn = Callable[[str], None]
 """May be called from any thread."""
-Settled = tuple[str, Any, Any]
-"""What became of groups: kind of row and its values."""
+Settled = Ended | Trained
+"""What became of groups."""
 
 
 class FileRecorder:
@@ -98,10 +110,11 @@ class FileRecorder:
 
     def ended(self, group: str, how: str) -> None:
         if self._is_kept(group):
-            self._settled(("ended", group, how))
+            self._settled(Ended(group, how))
 
     def trained(self, batch: Batch) -> None:
-        self._settled(("trained", batch.step, trained_groups(batch)))
+        groups = [TrainedGroup(g.id, [str(member.id) for member in g.members], g.advantages) for g in batch.groups]
+        self._settled(Trained(batch.step, groups))
 
     def close(self) -> None:
         """Write what is left; waits for that, a bounded time."""
@@ -148,7 +161,7 @@ class FileRecorder:
         attempts = taken_bytes = 0
         dropped = self.dropped
         if dropped > self._noted:
-            frame.dropped(dropped - self._noted)
+            frame.add(Dropped(dropped - self._noted))
         settled = [row for row in self._held if self._encode(frame, row)]
         while self._queue and taken_bytes < FRAME_BYTES:
             given_bytes, item = self._queue.popleft()
@@ -175,10 +188,8 @@ class FileRecorder:
         try:
             if isinstance(item, Played):
                 frame.played(item, self._zero_s)
-            elif item[0] == "ended":
-                frame.ended(item[1], item[2])
             else:
-                frame.trained(item[1], item[2])
+                frame.add(item)
         except Exception as error:  # whatever users put into a message, it costs this attempt only
             attempt = isinstance(item, Played)
             self._rows_lost += not attempt
@@ -248,7 +259,7 @@ class _Files:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
         self._bytes = 0
         first = Frame()
-        first.life(self._life)
+        first.add(Life(FORMAT, self._life))
         try:
             self._append(first.whole())
         except OSError:  # without its first row it would be of no life
@@ -285,5 +296,6 @@ def _bytes_of(played: Played) -> int:
 def _life_of(path: Path) -> int:
     """From a file's first row; a file that has none, or another one first, was torn at once."""
     for frame in frames_of(path):
-        return int(frame.rows[0][2]) if frame.rows[0][0] == "life" else -1
+        first = frame.rows[0]
+        return first.life if isinstance(first, Life) else -1
     return -1
