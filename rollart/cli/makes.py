@@ -4,9 +4,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollart.cli.output import print_json
 from rollart.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollart.tasks.check import Finding
 
 
 def model(arguments: argparse.Namespace) -> int:
@@ -55,56 +61,45 @@ def model(arguments: argparse.Namespace) -> int:
 
 def task(arguments: argparse.Namespace) -> int:
     from rollart.tasks.check import check_task
+    from rollart.tasks.trial import NOTE
 
-    if arguments.note is None:
+    note = os.environ.get(NOTE)
+    if note is None:
         return _task_in_a_child(arguments)
-    checked = check_task(arguments.use, note=arguments.note.write_text)
-    findings, play = checked.findings, checked.example
-    if arguments.json:
-        print_json([{"level": finding.level, "text": finding.text} for finding in findings])
-    else:
-        if play is not None:
-            from rollart.report.reading import episode, show_trajectory
+    checked = check_task(arguments.use, note=Path(note).write_text)
+    play = checked.example
+    if play is not None and not arguments.json:
+        from rollart.report.reading import episode, show_trajectory
 
-            show_trajectory(
-                episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
-            )
-            print()
-        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
-    return 1 if any(finding.level == "error" for finding in findings) else 0
+        show_trajectory(
+            episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
+        )
+        print()
+    return _told(checked.findings, as_json=arguments.json)
 
 
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
     """The same command in a process that the task may take with it."""
     import shutil
-    import subprocess
-    import tempfile
 
     from rollart.tasks.check import died
+    from rollart.tasks.trial import in_child
 
-    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
-        note = Path(folder) / "note"
-        note.write_text("its start")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "COLUMNS": str(shutil.get_terminal_size().columns),
-            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}),
-        }
-        words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note", str(note)]
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "rollart.cli", *words], env=environment, stdout=subprocess.PIPE, check=False
-        )
-        where = note.read_text()
-    if where:
-        finding = died(where, done.returncode)
-        if arguments.json:
-            print_json([{"level": finding.level, "text": finding.text}])
-        else:
-            print(f"{finding.level}: {finding.text}")
-        return 1
-    sys.stdout.write(done.stdout.decode(errors="replace"))
-    return done.returncode
+    words = ["rollart.cli", "task", "check", arguments.use, *(["--json"] if arguments.json else [])]
+    color = {"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}
+    ended = in_child(words, variables={"COLUMNS": str(shutil.get_terminal_size().columns), **color})
+    if ended.during:
+        return _told([died(ended.during, ended.code)], as_json=arguments.json)
+    sys.stdout.write(ended.output.decode(errors="replace"))
+    return ended.code
+
+
+def _told(findings: "Sequence[Finding]", *, as_json: bool) -> int:
+    if as_json:
+        print_json(findings)
+    else:
+        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def reward(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""Loads a task set and draws its first tasks in a child process first: one that ends its process ends only that one.
+"""Runs a task set's code in a child process first: code that ends its process ends only that one.
 
-`fatal_call` is called by `launch/checks.py` before the task set is loaded where the job runs. What is merely raised is
-of no interest here: it is met again there.
+The child writes what it is about to call into a note, and nothing at the end: what the note says afterwards is the call
+that ended it. `rollart task check` runs the whole check so, `launch/checks.py` the loading and the first draws of a
+task set. What is merely raised is of no interest to the latter: the job meets it again.
 """
 
 import contextlib
@@ -9,35 +10,62 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
 
+NOTE = "ROLLART_TASK_NOTE"
+"""In the child's environment: the path of its note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a child ended."""
+
+    code: int
+    during: str
+    """The call that ended it; empty where none did."""
+    output: bytes
+
+
+def in_child(
+    words: Sequence[str],
+    *,
+    limit_s: float | None = None,
+    quiet: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """`python -m WORDS`, with these environment variables beside ours. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
+        note = Path(folder) / "note"
+        note.write_text("its start")
+        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", *words],
+            env={**os.environ, "PYTHONPATH": path, NOTE: str(note), **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            timeout=limit_s,
+            check=False,
+        )
+        return Ended(code=done.returncode, during=note.read_text(), output=done.stdout)
+
 
 def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
-    with tempfile.TemporaryDirectory(prefix="rollart-trial-") as folder:
-        note = Path(folder) / "note"
-        note.write_text("its start")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__, str(note), use, str(seed), domain, str(draws)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return None
-        where = note.read_text()
-    return f"{where} ended its process ({how_it_ended(done.returncode)})" if where else None
+    try:
+        ended = in_child([__name__, use, str(seed), domain, str(draws)], limit_s=limit_s, quiet=True)
+    except subprocess.TimeoutExpired:
+        return None
+    return f"{ended.during} ended its process ({how_it_ended(ended.code)})" if ended.during else None
 
 
 def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
-    """In the child. The note says what is being called, and at the end nothing: see `rollart.tasks.check`."""
+    """In the child."""
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
         task_set = load_task_set(use, seed=seed, domain=domain)
@@ -49,4 +77,4 @@ def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main(Path(os.environ[NOTE]), sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
