@@ -264,12 +264,10 @@ def test_a_summary_that_finds_no_room_leaves_the_one_that_was_there(
     (tmp_path / "events.jsonl").touch()
     write_summary(tmp_path, before)
 
-    def full(path: Path, data: bytes) -> int:
-        with open(path, "wb") as file:  # as a disk that gets full: a part of it fits
-            file.write(data[:5])
+    def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("rollart.append.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_summary(tmp_path, summary_with(state="finished"))
     assert sorted((path.name for path in tmp_path.iterdir()), reverse=True) == ["summary.json", "events.jsonl"]

@@ -220,11 +220,15 @@ def _whole_lines(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
                 raise JobError(f"{path}: line {number}: {_what_is_wrong(line, error)}") from None
 
 
+class _Kind(msgspec.Struct):
+    e: str | None = None
+
+
 def _what_is_wrong(line: bytes, error: Exception) -> str:
     """With a line that is no event as this version knows them."""
     fix = "read it with the version of RollArt that wrote it"
     try:
-        kind = msgspec.json.decode(line, type=dict[str, Any]).get("e")
+        kind = msgspec.json.decode(line.decode(), type=_Kind).e
     except (msgspec.DecodeError, UnicodeDecodeError):
         return f"is no event ({error}); the file was damaged"
     if kind not in KINDS:

@@ -195,7 +195,8 @@ def refuse_long_contexts(job: Job) -> None:
             )
 
 
-def _model_config(job: Job) -> dict[str, Any]:
+def _model_config(job: Job) -> Mapping[str, Any]:
+    """As its library wrote it, under the names that most models use."""
     return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import TypeVar
 
 import msgspec
 import orjson
-import yaml
 from msgspec.structs import replace
 
+from rollart.append import write_whole
 from rollart.config.job import Job
 from rollart.errors import JobError
 from rollart.events.log import event_files, read_events
-from rollart.launch.resume import resumed_job
+from rollart.launch.resume import resumed_job, write_job
 from rollart.report.fold import SummaryFold
 from rollart.report.summary import Play, Plays, Progress, Summary
 
@@ -39,7 +38,7 @@ def make_run_dir(job: Job, out: Path) -> None:
     except OSError as error:
         raise JobError(f"--out: {out} cannot be made ({error.strerror}); give a directory you can write to") from None
     try:
-        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        write_job(out, job)
     except OSError as error:
         shutil.rmtree(out, ignore_errors=True)
         raise JobError(f"--out: {out} cannot be written to ({error.strerror}); give another directory") from None
@@ -63,15 +62,9 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def write_summary(out: Path, summary: Summary) -> None:
-    """Whole or not at all: what was there stays where it finds no room. Raises OSError."""
-    beside = out / "summary.json.new"
-    try:
-        beside.write_bytes(orjson.dumps(summary, default=msgspec.to_builtins, option=orjson.OPT_INDENT_2))
-        os.replace(beside, out / "summary.json")
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+    """Raises OSError; then what was there stays."""
+    text = orjson.dumps(summary, default=msgspec.to_builtins, option=orjson.OPT_INDENT_2)
+    write_whole(out / "summary.json", text)
 
 
 def newest_run(name: str, runs: Path = Path("runs")) -> Path:
