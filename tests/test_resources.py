@@ -92,7 +92,7 @@ def test_shared_memory_is_refused_where_there_are_several_machines(monkeypatch: 
 
 
 WRONG = [
-    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has no effect with type local"),
+    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has an effect only with cluster.type ray"),
     ({"cluster": {"type": "ray", "address": "ray://head:10001"}}, "cluster.address: ray:// is Ray Client"),
     ({"cluster": {"type": "ray", "wait_s": 600}}, "cluster.wait_s: 600 leaves no time"),
     ({"pools": [{"name": "a", "slots": 1, "engines": {"count": 3, "most": 2}}]}, "pools.0.engines.most: 2 is less"),

@@ -82,14 +82,38 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("engines", "text"),
     [
-        ({"type": "vllm", "cores": [0]}, r"^engines\.cores: only embedded engines read it; remove it"),
-        ({"type": "sglang", "keep_kv": True}, r"^engines\.keep_kv: only embedded"),
-        ({"type": "vllm", "step_tokens": 64}, r"^engines\.step_tokens: only embedded"),
-        ({"step_tokens": 255, "max_batch": 256}, r"^engines\.step_tokens: 255 is less than one token for each request"),
-        ({"python": "/usr/bin/python3"}, r"^engines\.python: only vllm or sglang"),
-        ({"type": "vllm", "url": "http://h:1", "count": 2}, r"^engines\.url: names one server; set count to 1"),
-        ({"type": "vllm", "url": "http://h:1", "prefill": {}}, r"^engines\.prefill: has no effect with url"),
-        ({"type": "vllm", "url": "http://h:1", "args": ["-x"]}, r"^engines\.args: has no effect with url"),
+        (
+            {"type": "vllm", "cores": [0]},
+            r"^pools\.0\.engines\.cores: has an effect only with engines\.type embedded; change",
+        ),
+        (
+            {"type": "sglang", "keep_kv": True},
+            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded",
+        ),
+        (
+            {"type": "vllm", "step_tokens": 64},
+            r"^pools\.0\.engines\.step_tokens: has an effect only with engines\.type embedded",
+        ),
+        (
+            {"step_tokens": 255, "max_batch": 256},
+            r"^pools\.0\.engines\.step_tokens: 255 is less than one token for each request",
+        ),
+        (
+            {"python": "/usr/bin/python3"},
+            r"^pools\.0\.engines\.python: has an effect only with engines\.type vllm or sglang",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "count": 2},
+            r"^pools\.0\.engines\.url: names one server; set count to 1",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "prefill": {}},
+            r"^pools\.0\.engines\.prefill: has an effect only with a server that is",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "args": ["-x"]},
+            r"^pools\.0\.engines\.args: has an effect only with a server that is",
+        ),
     ],
 )
 def test_a_setting_that_its_kind_of_engine_does_not_read_is_refused(engines: dict[str, object], text: str) -> None:
@@ -98,7 +122,7 @@ def test_a_setting_that_its_kind_of_engine_does_not_read_is_refused(engines: dic
 
 
 def test_a_path_for_weights_that_are_no_files_is_refused() -> None:
-    with pytest.raises(JobError, match=r"^weights\.path: has no effect with type shm; set weights\.type to files"):
+    with pytest.raises(JobError, match=r"^weights\.path: has an effect only with weights\.type files"):
         build_job({**JOB, "weights": {"path": "/mnt/weights"}})
 
 

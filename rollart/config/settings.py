@@ -182,9 +182,6 @@ class PrefillSettings(Settings):
     it; a real run has the link that it has."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "cores")
-
-
 class EngineSettings(Settings):
     """The engines of one pool."""
 
@@ -229,23 +226,14 @@ class EngineSettings(Settings):
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
 
     @model_validator(mode="after")
-    def _all_is_read(self) -> Self:
-        embedded = self.type == "embedded"
-        for key in ("python", "url", "args") if embedded else EMBEDDED_ONLY:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                kind = "vllm or sglang" if embedded else "embedded"
-                raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
-        if embedded and self.step_tokens < self.max_batch:
+    def _fits(self) -> Self:
+        if self.type == "embedded" and self.step_tokens < self.max_batch:
             raise ValueError(
-                f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
+                f".step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
                 f"{self.max_batch}; raise it, or lower max_batch"
             )
-        if self.url is not None:
-            if self.count > 1:
-                raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args", "prefill", "device"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
+        if self.url is not None and self.count > 1:
+            raise ValueError(".url: names one server; set count to 1, and give each further one a pool")
         return self
 
     @property
@@ -307,12 +295,6 @@ class RewardSettings(Settings):
     def _has_url(self) -> Self:
         if self.type == "http" and not self.url:
             raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
-        if self.type == "local" and self.url:
-            raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
-        if self.type == "http" and self.environment:
-            raise ValueError("rewards.environment: has no effect with type http, whose server has its own; remove it")
-        if self.type == "local" and self.call_cost:
-            raise ValueError("rewards.call_cost: local workers are paid by the hour; set rewards.cost, or remove it")
         return self
 
 
@@ -392,20 +374,26 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _loss_is_read(self) -> Self:
-        """Refuses what the loss would not read."""
-        for key in ("eps_low", "eps_high"):
-            if getattr(self, key) is not None and self.algorithm == "rloo":
-                raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
-        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm != "cispo":
+        """Refuses values that would do nothing; keys that would are refused in `unused.py`."""
+        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm not in ("cispo", "rloo"):
             raise ValueError(
                 f"train.eps_low: {self.eps_low:g} has no effect with algorithm {self.algorithm}: ratios are above 0, "
                 f"and never get down to 1 - eps_low; give less than 1, such as {CLIP_RANGES[self.algorithm][0]:g}"
             )
-        if self.length_constant is not None and self.algorithm != "dr_grpo":
-            raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
-        self._clip_acts()
-        if self.reference is not None and not self.kl_coef:
-            raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
+        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
+        clips = self.correction == "bypass" or self.updates_per_step > 1
+        if (given or self.algorithm in CLIPPING) and not clips and self.algorithm != "rloo":
+            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
+            raise ValueError(
+                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
+                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
+            )
+        top = 1 + self.clip_range[1]
+        if self.correction == "bypass" and self.weight_cap is not None and self.weight_cap < top < math.inf:
+            raise ValueError(
+                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
+                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
+            )
         return self
 
     @property
@@ -423,37 +411,6 @@ class TrainSettings(Settings):
         beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
         return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
-    def _clip_acts(self) -> None:
-        """Refuses what was asked for and would do nothing."""
-        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
-        if (given or self.algorithm in CLIPPING) and self.correction != "bypass" and self.updates_per_step == 1:
-            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
-            raise ValueError(
-                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
-                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
-            )
-        self._weights_act()
-
-    def _weights_act(self) -> None:
-        if self.weight_level == "sequence" and self.correction != "decoupled":
-            raise ValueError(
-                f"train.weight_level: sequence has no effect with train.correction {self.correction}; set "
-                "train.correction to decoupled, or remove it"
-            )
-        if self.weight_floor and self.over_cap != "mask":
-            raise ValueError("train.weight_floor: has no effect without train.over_cap mask; set that, or remove it")
-        if self.correction == "none" and (self.weight_cap is not None or self.over_cap == "mask"):
-            key = "weight_cap" if self.weight_cap is not None else "over_cap"
-            raise ValueError(f"train.{key}: has no effect with train.correction none; remove it")
-        if self.weight_cap is None:
-            return
-        top = 1 + (self.eps_high or CLIP_RANGES.get(self.algorithm, (0.0, 0.0))[1])
-        if self.correction == "bypass" and self.weight_cap < top:
-            raise ValueError(
-                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
-                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
-            )
-
 
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
@@ -466,13 +423,9 @@ class WeightSettings(Settings):
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _path_is_read(self) -> Self:
+    def _is_there(self) -> Self:
         if self.type == "mooncake":
             raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
-        if self.path is not None and self.type != "files":
-            raise ValueError(
-                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
-            )
         return self
 
 

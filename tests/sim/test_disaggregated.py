@@ -238,7 +238,7 @@ def test_a_pool_can_prefill_for_itself_and_have_engines_that_do_both() -> None:
 @pytest.mark.parametrize(
     ("prefill", "message"),
     [
-        ({"pool": "prefil"}, r"pools.0.engines.prefill.pool: there is no pool 'prefil', did you mean 'prefill'\?"),
+        ({"pool": "prefil"}, r"pools.0.engines.prefill.pool: 'prefil' is not known, did you mean 'prefill'\?"),
         ({}, r"pools.1: pool 'prefill' has no engines and no slots, and neither trains nor prefills"),
         ("prefill", r"pools.0.engines.prefill: "),
     ],
@@ -254,7 +254,7 @@ def test_a_prefill_pool_that_does_not_fit_is_refused(prefill: Any, message: str)
 
 
 def test_no_task_can_be_declared_to_a_pool_that_only_prefills() -> None:
-    with pytest.raises(JobError, match=r"tasks.0.affinity: no pool with engines is called 'prefill'"):
+    with pytest.raises(JobError, match=r"tasks.0.affinity: 'prefill' is not known; one of auto, decode"):
         job(tasks=[{"name": "game", "group_size": 2, "affinity": "prefill"}, {"name": "maths", "group_size": 2}])
 
 
