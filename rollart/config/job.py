@@ -9,59 +9,44 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from rollart.config import settings
 from rollart.config.changes import Anytime, Fixed
-from rollart.config.settings import (
-    Advantage,
-    CheckpointSettings,
-    ClusterSettings,
-    EvaluationSettings,
-    LimitSettings,
-    Mode,
-    ModelSettings,
-    PoolSettings,
-    RewardSettings,
-    RolloutSettings,
-    Settings,
-    TaskSettings,
-    TrackSettings,
-    TrainSettings,
-    TrajectorySettings,
-    WeightSettings,
-)
 from rollart.config.sim import SimSettings
 from rollart.config.unused import unused
 from rollart.hardware import HARDWARE, MODELS
 
 
-class Job(Settings):
+class Job(settings.Settings):
     """One training job."""
 
     name: Annotated[str, Fixed("the run is known by it")] = Field(pattern=r"^[A-Za-z0-9._+-]+$")
     seed: Annotated[int, Fixed("tasks and draws follow from it")] = 0
-    mode: Annotated[Mode, Fixed("groups under way were admitted under it")] = "rollart"
+    mode: Annotated[settings.Mode, Fixed("groups under way were admitted under it")] = "rollart"
     """A bundle of `rollout` settings: sync, sync+, one-off, areal or rollart."""
-    model: Annotated[ModelSettings, Fixed("the run's weights are this model's")] = ModelSettings()
-    tasks: Annotated[tuple[TaskSettings, ...], Fixed("the journal and the open groups hold its tasks")] = Field(
-        min_length=1
+    model: Annotated[settings.ModelSettings, Fixed("the run's weights are this model's")] = settings.ModelSettings()
+    tasks: Annotated[tuple[settings.TaskSettings, ...], Fixed("the journal and the open groups hold its tasks")] = (
+        Field(min_length=1)
     )
-    rollout: Annotated[RolloutSettings, Fixed("groups under way were admitted under it")] = RolloutSettings()
-    pools: Anytime[tuple[PoolSettings, ...]] = Field(min_length=1)
-    rewards: Anytime[RewardSettings] = RewardSettings()
-    train: TrainSettings = TrainSettings()
-    weights: Anytime[WeightSettings] = WeightSettings()
-    cluster: Anytime[ClusterSettings] = ClusterSettings()
-    checkpoint: Anytime[CheckpointSettings] = CheckpointSettings()
-    evaluation: Anytime[EvaluationSettings] = EvaluationSettings()
-    track: Anytime[TrackSettings] = TrackSettings()
-    trajectories: Anytime[TrajectorySettings] = TrajectorySettings()
-    limits: Anytime[LimitSettings] = LimitSettings()
+    rollout: Annotated[settings.RolloutSettings, Fixed("groups under way were admitted under it")] = (
+        settings.RolloutSettings()
+    )
+    pools: Anytime[tuple[settings.PoolSettings, ...]] = Field(min_length=1)
+    rewards: Anytime[settings.RewardSettings] = settings.RewardSettings()
+    train: settings.TrainSettings = settings.TrainSettings()
+    weights: Anytime[settings.WeightSettings] = settings.WeightSettings()
+    cluster: Anytime[settings.ClusterSettings] = settings.ClusterSettings()
+    checkpoint: Anytime[settings.CheckpointSettings] = settings.CheckpointSettings()
+    evaluation: Anytime[settings.EvaluationSettings] = settings.EvaluationSettings()
+    track: Anytime[settings.TrackSettings] = settings.TrackSettings()
+    trajectories: Anytime[settings.TrajectorySettings] = settings.TrajectorySettings()
+    limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
 
     @property
-    def engine_pools(self) -> tuple[PoolSettings, ...]:
+    def engine_pools(self) -> tuple[settings.PoolSettings, ...]:
         return tuple(pool for pool in self.pools if pool.engines)
 
-    def prefill_pool(self, pool: PoolSettings) -> PoolSettings | None:
+    def prefill_pool(self, pool: settings.PoolSettings) -> settings.PoolSettings | None:
         """Where the engines of this pool have their prefill workers; None where prefill is not apart."""
         if pool.engines is None or pool.engines.prefill is None:
             return None
@@ -69,7 +54,7 @@ class Job(Settings):
         return next(other for other in self.pools if other.name == wanted)
 
     @property
-    def train_pool(self) -> PoolSettings:
+    def train_pool(self) -> settings.PoolSettings:
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
 
@@ -90,11 +75,11 @@ class Job(Settings):
         return self
 
 
-def advantage_of(train: TrainSettings) -> Advantage:
+def advantage_of(train: settings.TrainSettings) -> settings.Advantage:
     """The baseline that goes with the algorithm, unless the job names one."""
     if train.advantage is not None:
         return train.advantage
-    own: dict[str, Advantage] = {"dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce++": "dr_grpo"}
+    own: dict[str, settings.Advantage] = {"dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce++": "dr_grpo"}
     return own.get(train.algorithm, "grpo")
 
 
@@ -152,7 +137,7 @@ def _pool_problems(job: Job) -> Iterator[str]:
             yield f"pools.{position}.engines.most: {engines.most} is less than count {engines.count}; raise it"
 
 
-def _task_problems(job: Job, task: TaskSettings, key: str) -> Iterator[str]:
+def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[str]:
     if task.group_size < 2:
         yield (
             f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each other; "

@@ -28,80 +28,22 @@ import msgspec
 import numpy as np
 
 from rollart.errors import as_utf8
+from rollart.records.rows import TIMES, Attempt, Row
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Played, Tokens
 
 T = TypeVar("T")
 
-FORMAT = 1
 FOLDER = "trajectories"
 SUFFIX = ".rec"
 FRAME = struct.Struct("<II")
 LEVEL = 1
 ROW_BYTES = 200
 """Of a row beside its arrays and texts, about."""
-TIMES = ("started_s", "ended_s", "open_s", "reset_s", "wait_s", "generate_s", "env_s", "queue_s", "reward_s")
 
 Packed = tuple[int, bytes]
 """Bytes per token, and all tokens in a row. Of three bytes, the lower two of all tokens come first, then the third."""
 Contexts = tuple[list[int], Packed]
 """Their lengths, and all of them in a row."""
-
-
-class Life(msgspec.Struct, array_like=True, tag="life"):
-    format: int
-    life: int
-
-
-class Dropped(msgspec.Struct, array_like=True, tag="dropped"):
-    count: int
-
-
-class Ended(msgspec.Struct, array_like=True, tag="ended"):
-    group: str
-    how: str
-
-
-class TrainedGroup(msgspec.Struct, array_like=True):
-    id: str
-    members: list[str]
-    advantages: Sequence[float]
-
-
-class Trained(msgspec.Struct, array_like=True, tag="trained"):
-    step: int
-    groups: list[TrainedGroup]
-
-
-class PlayedRow(msgspec.Struct, array_like=True, tag="played"):
-    """One attempt. `group`, `task`, `domain`, `status` and `reason` are positions in `texts`."""
-
-    id: str
-    group: int
-    task: int
-    domain: int
-    evaluation: bool
-    status: int
-    reason: int
-    reward: float | None
-    parts: dict[str, float]
-    born: int | None
-    newest: int | None
-    turns: int
-    tokens: int
-    times: bytes
-    """`TIMES`, as float64."""
-    first: int
-    """Where its sampled tokens begin."""
-    numbers: list[int | bool]
-    """Of each turn: context, tokens, fresh, finish, engine, pool, prefill, cached, text, spans, messages shown; then
-    the spans, then role and content of each message. At the end the messages that were left."""
-    rewards: bytes
-    """Of each turn, as float64."""
-    seconds: bytes
-    """Of each turn, as float32: waited, generated, in the environment."""
-
-
-Row = Life | Dropped | Ended | Trained | PlayedRow
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[bytes, Contexts, Packed, bytes, list[Row]]).decode
@@ -197,7 +139,7 @@ class Frame:
             played.reward_s,
         )
         self.add(
-            PlayedRow(
+            Attempt(
                 id=str(trajectory.id),
                 group=texts[trajectory.id.group],
                 task=texts[trajectory.task.id],

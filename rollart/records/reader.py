@@ -15,20 +15,8 @@ import msgspec
 import numpy as np
 
 from rollart.errors import JobError
-from rollart.records.format import (
-    FOLDER,
-    FORMAT,
-    TIMES,
-    Dropped,
-    Ended,
-    Life,
-    PlayedRow,
-    ReadFrame,
-    Trained,
-    files_of,
-    frames_of,
-    unpacked_tokens,
-)
+from rollart.records.format import FOLDER, ReadFrame, files_of, frames_of, unpacked_tokens
+from rollart.records.rows import FORMAT, TIMES, Attempt, Dropped, Ended, Life, Trained
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Message, Tokens
 
 ORDERS = ("newest", "worst", "best", "longest", "failed")
@@ -177,7 +165,7 @@ class Archive:
         left = {(head.life, head.id): head for head in heads}
         for path in self._files:
             for life, frame in _frames(path):
-                rows = [row for row in frame.rows if isinstance(row, PlayedRow) and (life, row.id) in left]
+                rows = [row for row in frame.rows if isinstance(row, Attempt) and (life, row.id) in left]
                 chosen = [(left.pop((life, row.id)), row) for row in rows]
                 if chosen:
                     yield from _whole(frame, chosen)
@@ -204,7 +192,7 @@ class Archive:
                 newest_life = max(newest_life, life)
                 for row in frame.rows:
                     match row:
-                        case PlayedRow():
+                        case Attempt():
                             heads[life, row.id] = _head(row, frame.texts, life)
                         case Ended():
                             ended[row.group] = (row.how, life)
@@ -260,7 +248,7 @@ def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
         yield life, frame
 
 
-def _head(row: PlayedRow, texts: Sequence[str], life: int) -> Head:
+def _head(row: Attempt, texts: Sequence[str], life: int) -> Head:
     times = struct.unpack(f"<{len(TIMES)}d", row.times)
     return Head(
         id=row.id,
@@ -281,7 +269,7 @@ def _head(row: PlayedRow, texts: Sequence[str], life: int) -> Head:
     )
 
 
-def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, PlayedRow]]) -> Iterator[ReadTrajectory]:
+def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, Attempt]]) -> Iterator[ReadTrajectory]:
     """These rows of a frame, with their turns."""
     lengths, packed = frame.contexts
     pieces = np.split(unpacked_tokens(packed), np.cumsum(lengths)[:-1]) if lengths else []

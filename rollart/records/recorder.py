@@ -15,19 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rollart.records.format import (
-    FORMAT,
-    ROW_BYTES,
-    SUFFIX,
-    Dropped,
-    Ended,
-    Frame,
-    Life,
-    Trained,
-    TrainedGroup,
-    files_of,
-    frames_of,
-)
+from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of
+from rollart.records.rows import FORMAT, Dropped, Ended, Life, Trained, TrainedGroup
 from rollart.types import Batch, Played
 
 WRITE_S = 1.0

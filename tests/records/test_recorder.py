@@ -11,9 +11,10 @@ import pytest
 
 import rollart.records.recorder
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, ROW_BYTES, Dropped, Ended, Frame, Life, PlayedRow, files_of, frames_of
+from rollart.records.format import FOLDER, ROW_BYTES, Frame, files_of, frames_of
 from rollart.records.reader import Archive, Wanted
 from rollart.records.recorder import FileRecorder
+from rollart.records.rows import Attempt, Dropped, Ended, Life
 from rollart.types import Message, TurnNote
 from tests.contracts.recorder import RecorderBench, RecorderContract, batch, played, trajectory
 
@@ -114,7 +115,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     counts = []
     for length in [*range(0, len(whole) - 1, 13), len(whole) - 1, len(whole)]:
         path.write_bytes(whole[:length])
-        counts.append(sum(isinstance(row, PlayedRow) for frame in frames_of(path) for row in frame.rows))
+        counts.append(sum(isinstance(row, Attempt) for frame in frames_of(path) for row in frame.rows))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 3)
     assert counts[-2] == 2, "the last frame is torn"
