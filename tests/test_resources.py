@@ -216,7 +216,7 @@ def test_a_device_that_is_named_is_shared_and_nobodys_own(monkeypatch: pytest.Mo
     job = local(named, SERVERS | {"engines": {"type": "vllm", "gpus": 2}}, pool="own", device="cuda:1")
     resources.refuse_unplaceable(job)
     assert resources.visible_devices(job) == {"served-0": ("0", "2")}, "the others see all, and use cuda:1"
-    assert resources.report(job)["devices"] == {
+    assert resources.report(job).devices == {
         "served-0": ["0", "2"],
         "own-0": ["1"],
         "own-1": ["1"],
@@ -247,7 +247,7 @@ def test_more_gpus_than_there_are_is_refused_with_the_fix(
         "served-1 2), and this machine has 3, 1 of them named by other workers; lower the counts, or let workers share "
         "one by naming it (device: cuda:0)"
     )
-    assert resources.report(job)["missing"] == [str(refused.value)]
+    assert resources.report(job).missing == [str(refused.value)]
     with pytest.raises(JobError, match=r"train.device: trainer would use cuda:3, and this machine has 3 GPUs"):
         resources.refuse_unplaceable(local(EMBEDDED, device="cuda:3"))
 

@@ -56,7 +56,7 @@ def pools(arguments: argparse.Namespace) -> int:
         print_json(found)
     else:
         show_pools(found)
-    return 1 if found["missing"] else 0
+    return 1 if found.missing else 0
 
 
 def audit(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
@@ -14,6 +13,8 @@ from rollart.hardware import HARDWARE
 from rollart.launch.offers import offers
 from rollart.policy.devices import Assignment, DeviceDemand, assign
 from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.report import reports
+from rollart.report.reports import PoolsReport
 from rollart.types import Needs, Node
 
 ENV_WORKER_CPUS = 1.0
@@ -148,42 +149,37 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
         raise JobError(" ".join(missing))
 
 
-def report(job: Job) -> dict[str, Any]:
-    """All that `rollart pools` shows, as JSON values."""
+def report(job: Job) -> PoolsReport:
+    """All that `rollart pools` shows."""
     nodes = nodes_for(job)
     fits = fit(demands(job), nodes)
     order = stand_ins(offers(job))
     devices = devices_for(job)
-    return {
-        "cluster": {"type": job.cluster.type, "address": job.cluster.address},
-        "nodes": [{"name": node.name, "resources": _plain(node)} for node in nodes],
-        "pools": [
-            {
-                "name": pool.name,
-                "hardware": pool.hardware,
-                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
-                "resource": next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
-                "roles": [_row(found) for found in fits if found.demand.pool == pool.name],
-                "tasks": [task.name for task in job.tasks if task.affinity == pool.name],
-                "stand_ins": order.get(pool.name, [pool.name])[1:],
-            }
+    return PoolsReport(
+        cluster=reports.Cluster(job.cluster.type, job.cluster.address),
+        nodes=[reports.Machine(node.name, _plain(node)) for node in nodes],
+        pools=[
+            reports.Pool(
+                name=pool.name,
+                hardware=pool.hardware,
+                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                resource=next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
+                roles=[_role(found) for found in fits if found.demand.pool == pool.name],
+                tasks=[task.name for task in job.tasks if task.affinity == pool.name],
+                stand_ins=order.get(pool.name, [pool.name])[1:],
+            )
             for pool in job.pools
         ],
-        "devices": {worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
-        "missing": [*(_words(found) for found in fits if found.missing), *devices.missing],
-        "fallbacks": _fallbacks(fits, order),
-    }
+        devices={worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
+        missing=[*(_words(found) for found in fits if found.missing), *devices.missing],
+        fallbacks=_fallbacks(fits, order),
+    )
 
 
-def _row(found: Fit) -> dict[str, Any]:
-    demand = found.demand
-    return {
-        "role": demand.role,
-        "workers": demand.count,
-        "placed": found.placed,
-        "each": {"cpus": demand.needs.cpus, "gpus": demand.needs.gpus},
-        "missing": found.missing,
-    }
+def _role(found: Fit) -> reports.Role:
+    demand, placed, missing = found.demand, found.placed, found.missing
+    each = reports.Each(demand.needs.cpus, demand.needs.gpus)
+    return reports.Role(role=demand.role, workers=demand.count, placed=placed, each=each, missing=missing)
 
 
 def _words(found: Fit) -> str:

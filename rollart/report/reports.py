@@ -34,3 +34,54 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, FaultCount]
     wall_s: float
     failures: list[FailedPlan]
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    type: str
+    address: str | None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    name: str
+    resources: dict[str, float]
+
+
+class Each(msgspec.Struct, frozen=True):
+    """What one worker needs."""
+
+    cpus: float
+    gpus: float
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool is for, and how much of it can be placed."""
+
+    role: str
+    workers: int
+    placed: int
+    each: Each
+    missing: str
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    hardware: str
+    cost: float
+    resource: str
+    roles: list[Role]
+    tasks: list[str]
+    """That name this pool as their affinity."""
+    stand_ins: list[str]
+    """Pools that would serve its tasks, the first choice first."""
+
+
+class PoolsReport(msgspec.Struct, frozen=True, kw_only=True):
+    cluster: Cluster
+    nodes: list[Machine]
+    pools: list[Pool]
+    devices: dict[str, list[str]]
+    """By worker."""
+    missing: list[str]
+    """What keeps the job from being placed."""
+    fallbacks: dict[str, str]
+    """Pool without any engine -> the pool that would serve its tasks; empty where none would."""

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from msgspec import UNSET
 from rich.console import Console
@@ -19,7 +19,7 @@ from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event, task_set
 from rollart.report.fold import SummaryFold
-from rollart.report.reports import ChaosReport
+from rollart.report.reports import ChaosReport, Pool, PoolsReport, Role
 from rollart.report.summary import Play, Plays, Progress, Summary, Task
 
 DRAW_EVERY_S = 1.0
@@ -94,38 +94,28 @@ def _warn(text: str) -> None:
     Console().print(text, style="yellow", markup=False)
 
 
-def show_pools(report: dict[str, Any]) -> None:
-    console = Console()
-    nodes = Table("machine", "has", title=f"cluster: {report['cluster']['type']}", title_justify="left")
-    for node in report["nodes"]:
-        has = {key: value / 2**30 if "memory" in key else value for key, value in node["resources"].items()}
-        nodes.add_row(
-            node["name"], ", ".join(f"{key} {value:.4g}{' GiB' * ('memory' in key)}" for key, value in has.items())
-        )
-    console.print(nodes)
-    pools = Table("pool", "hardware", "role", "workers", "each needs", "tasks", "stand-ins", title="pools")
-    for pool in report["pools"]:
-        for role in pool["roles"]:
-            each = f"{role['each']['cpus']:g} CPU" + (f", {role['each']['gpus']:g} GPU" if role["each"]["gpus"] else "")
-            pools.add_row(
-                pool["name"],
-                pool["hardware"],
-                role["role"],
-                f"{role['placed']} of {role['workers']}",
-                each + (f", {pool['resource']}" if pool["resource"] else ""),
-                ", ".join(pool["tasks"]) if role["role"] == "rollout" else "",
-                ", ".join(pool["stand_ins"]) if role["role"] == "rollout" else "",
-            )
-    console.print(pools)
-    if report["devices"]:
-        devices = Table("worker", "GPUs", title="devices", title_justify="left")
-        for worker, names in report["devices"].items():
-            devices.add_row(worker, ", ".join(names))
-        console.print(devices)
-    for text in report["missing"]:
-        console.print(f"missing: {text}", style="red", markup=False)
-    for pool, other in report["fallbacks"].items():
-        console.print(f"pool {pool} has no engine: {other or 'nobody'} would serve its tasks", markup=False)
+def show_pools(report: PoolsReport) -> None:
+    has = ((node.name, ", ".join(_amount(*item) for item in node.resources.items())) for node in report.nodes)
+    _print_table(f"cluster: {report.cluster.type}", ("machine", "has"), has)
+    columns = ("pool", "hardware", "role", "workers", "each needs", "tasks", "stand-ins")
+    _print_table("pools", columns, (_role_cells(pool, role) for pool in report.pools for role in pool.roles))
+    if report.devices:
+        _print_table("devices", ("worker", "GPUs"), ((name, ", ".join(own)) for name, own in report.devices.items()))
+    for text in report.missing:
+        Console().print(f"missing: {text}", style="red", markup=False)
+    for name, other in report.fallbacks.items():
+        Console().print(f"pool {name} has no engine: {other or 'nobody'} would serve its tasks", markup=False)
+
+
+def _amount(resource: str, value: float) -> str:
+    return f"{resource} {value / 2**30:.4g} GiB" if "memory" in resource else f"{resource} {value:.4g}"
+
+
+def _role_cells(pool: Pool, role: Role) -> Iterable[str]:
+    needs = [f"{role.each.cpus:g} CPU", f"{role.each.gpus:g} GPU" if role.each.gpus else "", pool.resource]
+    served = (", ".join(pool.tasks), ", ".join(pool.stand_ins)) if role.role == "rollout" else ("", "")
+    placed = f"{role.placed} of {role.workers}"
+    return pool.name, pool.hardware, role.role, placed, ", ".join(filter(None, needs)), *served
 
 
 def show_chaos(report: ChaosReport) -> None:
