@@ -250,13 +250,13 @@ def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is no kind of event that is known here; read it with the"),
-        (b'{"n":1,"t":0.0}', "line 2: None is no kind of event that is known here; read it with the"),
-        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' that is not as .*missing required field `version`"),
+        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is not a known kind of event; read it with the"),
+        (b'{"n":1,"t":0.0}', "line 2: None is not a known kind of event; read it with the"),
+        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' of another version .*missing required field `version`"),
         (b'{"e":"push","n":1,"t":0.0,"version":"one"}', r"line 2: an event 'push' .*Expected `int`, got `str`"),
-        (b'{"e":"push","n":1,', r"line 2: is no event \(.*\); the file was damaged"),
-        (b"[1]", r"line 2: is no event \(.*\); the file was damaged"),
-        (b'{"e":"warning","text":"\xff"}', r"line 2: is no event \(.*\); the file was damaged"),
+        (b'{"e":"push","n":1,', r"line 2: is not an event \(.*\); the file was damaged"),
+        (b"[1]", r"line 2: is not an event \(.*\); the file was damaged"),
+        (b'{"e":"warning","text":"\xff"}', r"line 2: is not an event \(.*\); the file was damaged"),
     ],
 )
 def test_a_line_that_is_no_event_of_this_version_is_named(

@@ -1,4 +1,4 @@
-"""Commands that look at a job before it runs, and at a run while it goes on or after: nothing is started by them."""
+"""Commands that look at a job before it runs, or at a run during or after. They start nothing."""
 
 import argparse
 import sys
@@ -100,7 +100,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _show_again(arguments: argparse.Namespace) -> int:
-    """A run's table as at its end; of one that goes on, or was killed, as far as it went."""
+    """A run's table as at its end, or as far as it went."""
     summary = summary_again(_events_of(arguments.run_dir).parent)
     if arguments.json:
         print_json(summary)

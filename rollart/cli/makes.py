@@ -79,7 +79,7 @@ def task(arguments: argparse.Namespace) -> int:
 
 
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
-    """The same command in a process that the task may take with it."""
+    """The same command in a child process: a task that crashes ends only that."""
     import shutil
 
     from rollart.tasks.check import died

@@ -149,7 +149,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _show_worst(out: Path) -> None:
-    """One of the episodes just played, the worst: there is most to learn from it. A failed one where none is scored."""
+    """The worst of the episodes just played, since it teaches most; a failed one where none was scored."""
     try:
         archive = Archive(out)
     except JobError as error:  # a full disk, which was warned about

@@ -24,9 +24,9 @@ from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
-"""Real seconds for one plan, hundreds of times what it takes: beyond, it goes in circles."""
+"""Real seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop."""
 MAX_FAILURES = 50
-"""Failures that are told one by one."""
+"""Failures that are listed one by one."""
 
 
 def run_plans(
@@ -39,7 +39,7 @@ def run_plans(
     out: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ChaosReport:
-    """Run the plans and say what they showed. The run directories of plans that fail are kept under `out`."""
+    """Run the plans. The run directories of plans that fail are kept under `out`."""
     began_s = told_s = time.monotonic()
     work = [(path, overrides, seed, out) for seed in range(first, first + plans)]
     failures: list[FailedPlan] = []
@@ -97,7 +97,7 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
     except (
         Exception,
         _TooLong,
-    ) as error:  # a bug of ours is what chaos looks for: it counts, and the other plans go on
+    ) as error:  # a bug of ours: it counts, and the other plans go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         return _Plan(seed=seed, counts={"violations": 1}, faults={}, text=text)
@@ -105,7 +105,7 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
         signal.alarm(0)
     ended, groups = result.summary.state, result.summary.groups
     violations = list(result.violations)
-    if ended == "stopped" and not result.full:  # every other fault that is drawn can be survived
+    if ended == "stopped" and not result.full:  # a job must survive every other fault
         violations.insert(0, f"promise 8: the job stopped: {result.summary.reason}")
     if folder is not None and not violations:
         shutil.rmtree(folder)
@@ -120,8 +120,8 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
 
 
 class _TooLong(KeyboardInterrupt):
-    """Goes through an event loop, which takes any other error for a callback's own."""
+    """An event loop lets this one through; it would log any other error and go on."""
 
 
 def _too_long(number: int, frame: object) -> None:
-    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} s of real time: it goes in circles")
+    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} s of real time: an endless loop")

@@ -1,4 +1,4 @@
-"""How a run goes on: under which job, what of it was changed, and which step still belongs to an earlier one.
+"""How a run goes on: under which job, which keys were changed, and which steps belong to an earlier job.
 
 A run directory holds the job it goes on with in `job.yaml`, and every earlier one as `job-until-<n>.yaml`: the job that
 the steps before n were trained under. A step that is replayed is trained under the job it was first trained under, so
@@ -30,15 +30,15 @@ class Resumption:
     job: Job
     changes: tuple[Change, ...] = ()
     step: int = 0
-    """The first that was never trained: what is changed acts from here on."""
+    """The first step that was never trained. Changes act from here on."""
     earlier: tuple[tuple[int, Job], ...] = ()
     """(n, the job that the steps before n are replayed under), n rising."""
 
     def keep(self) -> None:
-        """Write the job, and beside it the one before. A kill in between leaves what the next resume reads alike."""
+        """Write the job, and keep the one before. After a kill in between, the next resume reads the same."""
         if self.changes:
             before = self.out / f"job-until-{self.step:08d}.yaml"
-            if not before.exists():  # one that nothing was trained under since need not be kept
+            if not before.exists():  # a job that trained nothing need not be kept
                 write_whole(before, (self.out / JOB).read_bytes())
             write_job(self.out, self.job)
 

@@ -62,7 +62,7 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def write_summary(out: Path, summary: Summary) -> None:
-    """Raises OSError; then what was there stays."""
+    """Raises OSError, and leaves the old one in place then."""
     text = orjson.dumps(summary, default=msgspec.to_builtins, option=orjson.OPT_INDENT_2)
     write_whole(out / "summary.json", text)
 
@@ -82,14 +82,14 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
 
     def written_s(out: Path) -> float:
-        """0 where there are no events; who resumes it is told."""
+        """0 where there are no events; resuming such a run is refused later."""
         return max((part.stat().st_mtime for part in event_files(out / "events.jsonl")), default=0.0)
 
     return max(found, key=written_s)
 
 
 def summary_again(out: Path) -> Summary:
-    """What a run came to, or has come to so far: as it was written at the end, or from its events."""
+    """A run's summary, as written at its end; made from its events where it is missing or older than they are."""
     events, written = out / "events.jsonl", out / "summary.json"
     summary = None
     if written.exists() and written.stat().st_mtime >= max(part.stat().st_mtime for part in event_files(events)):
@@ -110,7 +110,7 @@ def trained_s(out: Path) -> float:
 
 
 def add_control(out: Path, plays: Plays) -> dict[str, Progress]:
-    """Write into a run's summary, beside before and after, what another model reached; returns its `eval`."""
+    """Add another model's result to a run's summary, beside before and after. Returns its `eval`."""
     summary = _summary_of(out)
     rows = {task: _with_control(row, plays[task]) for task, row in summary.eval.items()}
     write_summary(out, replace(summary, eval=rows))

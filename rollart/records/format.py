@@ -5,7 +5,7 @@ So a file only ever grows, and one that was cut off anywhere is readable up to i
 msgpack: `[texts, contexts, tokens, logprobs, rows]`.
 
 - `texts`: every different text of the frame once, as a msgpack list compressed with zlib. Rows name texts by position.
-  Members of a group are shown the same, and short answers repeat: this alone makes most of the difference.
+  Members of a group see the same texts, and short answers repeat: this saves the most.
 - `contexts`: every different piece of prompt tokens once, as their lengths and all of them in a row.
 - `tokens`, `logprobs`: all sampled ones, attempt after attempt. Tokens are 16 or 24 bits each where they fit,
   log-probabilities float32.
@@ -13,8 +13,8 @@ msgpack: `[texts, contexts, tokens, logprobs, rows]`.
   `played` (one attempt), `ended` (a group ended untrained, and how), `trained` (a step, its groups' members and their
   advantages: known only later, joined when read), `dropped` (how many attempts could not be kept).
 
-Only texts are compressed: random numbers gain little from it, and compressing them took longer than all the rest
-together. The whole is flat for the same reason: what is written costs the job its time, what is read does not.
+Only texts are compressed: numbers shrink little, and compressing them took longer than everything else together. The
+layout is flat for the same reason: writing costs the job time, reading does not.
 """
 
 import struct
@@ -38,7 +38,7 @@ SUFFIX = ".rec"
 FRAME = struct.Struct("<II")
 LEVEL = 1
 ROW_BYTES = 200
-"""Of a row beside its arrays and texts, about."""
+"""About what a row takes beside its arrays and texts."""
 
 Packed = tuple[int, bytes]
 """Bytes per token, and all tokens in a row. Of three bytes, the lower two of all tokens come first, then the third."""
@@ -56,7 +56,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class _Places(dict[T, int]):
-    """Each different value and its position, given out when it is first asked for."""
+    """Each different value and its position, which it gets when it is first looked up."""
 
     def __missing__(self, value: T) -> int:
         self[value] = place = len(self)
@@ -90,7 +90,7 @@ class Frame:
         self._rows.append(msgspec.Raw(_encode(row)))
 
     def played(self, played: Played, zero_s: float) -> None:
-        """One attempt; its times count from `zero_s`. Raises for what cannot be written, and has then added no row."""
+        """One attempt. Its times count from `zero_s`. Raises for what cannot be encoded; no row is added then."""
         trajectory, turns = played.trajectory, played.trajectory.turns
         texts, contexts = self._texts, self._contexts
         numbers: list[int] = []
@@ -212,7 +212,7 @@ def unpacked_tokens(packed: Packed) -> Tokens:
 
 
 def frames_of(path: Path) -> Iterator[ReadFrame]:
-    """The frames of one file, in order. What was cut off is left out, and what follows damage."""
+    """The frames of one file, in order, up to the first that is cut off or damaged."""
     with open(path, "rb") as file:
         while len(header := file.read(FRAME.size)) == FRAME.size:
             size, check = FRAME.unpack(header)

@@ -1,7 +1,7 @@
-"""Reads a run's trajectories: joins what became of each, finds those that were asked for, and unpacks them.
+"""Reads a run's trajectories: joins each with its fate, finds those that match, and unpacks them.
 
-Fates are known only later than the trajectories, so files are gone through twice: once for the heads and the fates,
-and once more for the bodies of what was chosen.
+A fate is written after its trajectory, so files are read twice: once for heads and fates, and once for the bodies of
+those that were chosen.
 """
 
 import struct
@@ -29,7 +29,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, rename={"evaluation": "eva
 
     id: str
     life: int = 0
-    """How often the run had been started before it was played."""
+    """How often the run had been started before."""
     group: str
     task: str
     domain: str
@@ -102,7 +102,7 @@ def _as_list(array: Any) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to look for; everything where nothing is said."""
+    """What to look for. A field that is not given matches everything."""
 
     name: str | None = None
     """Of an attempt, or of a group."""
@@ -139,14 +139,14 @@ class Archive:
                 "trajectories.keep is above 0, `rollart sim` keeps none"
             )
         self.first_is_gone = int(self._files[0].stem) > 0
-        """The oldest files went, for `trajectories.total_mb`."""
+        """The oldest files were deleted, for `trajectories.total_mb`."""
         self.dropped = 0
         """Finished attempts that could not be kept."""
         self._heads: list[Head] = []
         self._read_heads()
 
     def find(self, wanted: Wanted, order: str = "newest", most: int | None = None) -> list[Head]:
-        """Those that were asked for, in this order."""
+        """Those that match, in this order."""
         found = [head for head in self._heads if wanted.takes(head)]
         match order:
             case "worst" | "best":
@@ -220,7 +220,7 @@ class Archive:
 
 
 def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) -> list[Head]:
-    """Those that were asked for: all of `wanted`, or of these the first in an order, or one by its name, or a group."""
+    """All that match `wanted`; or the first of these in an order; or one by its name; or a group."""
     if name is None or name in ORDERS:
         found = archive.find(wanted, name or order or "newest", 1 if name else None)
         if not found and name is not None:
@@ -237,7 +237,7 @@ def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) 
 
 
 def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
-    """The frames of a file with the life they were written in. None where it went since, as the oldest may."""
+    """The frames of a file, each with the life it was written in. None where the file was deleted meanwhile."""
     life = 0
     for frame in frames_of(path) if path.exists() else ():
         match frame.rows:

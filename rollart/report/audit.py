@@ -43,7 +43,7 @@ class Audit(Fold):
         self.faults: dict[str, list[int]] = {}
         """Kind -> [how often it fired, how often of these during a swap]"""
         self._job: schema.Run
-        """As the first event says, and the last change."""
+        """From the first event, and the last change."""
         self._now = Event()
         self._serving = 0
         self._target = 0
@@ -62,9 +62,9 @@ class Audit(Fold):
         self._hit: dict[str, int] = {}
         """Attempt or engine -> the last fault that happened to it; an engine's is forgotten as it goes down."""
         self._spoilt: dict[str, None] = {}
-        """Calls whose answer a fault made one that nobody may believe."""
+        """Calls whose answer a fault has spoilt: it must not be believed."""
         self._outages: dict[str, float] = {}
-        """Task -> a fault lets it fail until then."""
+        """Task -> a fault makes it fail until this time."""
         self._task_books = TaskBooks(self._broken)
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Audit(Fold):
         self._told_again: dict[int, None] = {}
         """Steps that set something aside since their replay began."""
         self._untrainable: dict[int, bool] = {}
-        """Steps that a fault gave data that cannot be trained on; may the trainer still be lost with it?"""
+        """Steps that a fault gave untrainable data -> whether the trainer may still be lost with it."""
         self._steps_done = 0
         self._stepping = -1
         self._checkpoint: tuple[int, dict[str, None]] = (0, {})
@@ -142,7 +142,7 @@ class Audit(Fold):
         self._over = "stopped"
         self.full = event.full
         if self.full and event.t - min(self._full_s.values(), default=event.t) < self._job.store_full_s - 1.0:
-            self._broken(8, "the job stopped for want of room before its time")
+            self._broken(8, "the job stopped for lack of room too early")
         if event.deadlock:
             self._broken(10, f"deadlock: {event.reason}")
 
@@ -169,7 +169,7 @@ class Audit(Fold):
         self._full_s.pop(event.what, None)
 
     def _on_trainer_down(self, event: schema.TrainerDown) -> None:
-        """A full store is nobody's death."""
+        """A full store must not count as the trainer's failure."""
         if self._untrainable.get(self._steps_done):
             self._untrainable[self._steps_done] = False
             return
@@ -243,7 +243,7 @@ class Audit(Fold):
         self._must_be_fresh(run, call)
 
     def _must_be_fresh(self, run: _Attempt, what: str) -> None:
-        """Under the live re-check, a swap stops what is too old wherever it waits: nothing of it is heard again."""
+        """Under the live re-check, a swap stops attempts that are too old, wherever they wait."""
         if self._job.recheck == "live" and not run.eval and self._too_old(run.born):
             self._broken(1, f"{what}, born {run.born}, went on under {self._serving}")
 
@@ -287,12 +287,12 @@ class Audit(Fold):
 
     @property
     def _simulated(self) -> bool:
-        """Nothing breaks that no `fault` event has announced."""
+        """Every failure is announced by a `fault` event."""
         return self._job.clock == "virtual" and not self._job.breaks
 
     def _must_have_cause(self, attempt: str, reason: str, run: _Attempt, engine: str) -> None:
-        """An attempt fails by what happened to itself, and not with an engine. One whose call was in an engine when
-        that began to hang may be over its own limit before the engine is given up; no later call may."""
+        """An attempt fails because of a fault of its own, not with an engine. One whose call was in an engine when that
+        began to hang may exceed its own limit before the engine is given up; no later call may."""
         if reason.startswith("EngineError") and run.lost < SENDS:
             self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
         hung = self._hit.get(engine, -1) > run.sent
@@ -360,7 +360,7 @@ class Audit(Fold):
             self._broken(1, f"step {step} began under version {self._serving}")
 
     def _on_step_aside(self, event: schema.StepAside) -> None:
-        """What a step left out: of its own groups, and the same whenever it is done again."""
+        """What a step left out must be of its own groups, and the same in a replay."""
         step = event.step
         names = [name for name, _ in event.trajectories]
         groups = self._written.get(step, [])
@@ -426,7 +426,7 @@ class Audit(Fold):
             self._suspended.pop(engine, None)
 
     def _on_engine_down(self, event: schema.EngineDown) -> None:
-        """An engine that computes is never given up for what one request takes."""
+        """An engine that computes is not given up because one request takes long."""
         other = event.reason.startswith("swap to") or "could not be believed" in event.reason
         if self._hit.pop(event.engine, None) is None and self._simulated and not other:
             self._broken(3, f"{event.engine} was given up ({event.reason}) though nothing happened to it")
@@ -468,7 +468,7 @@ class Audit(Fold):
         }
 
     def _on_killed(self, event: schema.Killed) -> None:
-        """All workers died with the coordinator; attempts under way never were."""
+        """All workers died with the coordinator. Attempts under way are forgotten."""
         self._runs.clear()
         self._calls.clear()
         self._versions.clear()

@@ -18,13 +18,13 @@ LATE_S = 1e-3
 @dataclass(slots=True)
 class _Task:
     failures: int = 0
-    """Groups and draws that failed, since one group was scored."""
+    """Groups and draws that failed since the last group was scored."""
     out: bool = False
     due_s: float = 0.0
     """When a probe may be made."""
     probe: str = ""
     owed: int | None = None
-    """Just back in the mix: one of so many next groups must be of this task."""
+    """Just back in the mix: one of this many next groups must be of this task."""
 
 
 class TaskBooks(Fold):
@@ -68,7 +68,7 @@ class TaskBooks(Fold):
             if waits.owed is not None:
                 waits.owed = None if other == name else waits.owed - 1
                 if waits.owed == 0:
-                    self._broken(3, f"task {other} is back in the mix, but has no share of it")
+                    self._broken(3, f"task {other} is back in the mix, but gets no groups")
 
     def _ready(self, event: schema.Ready) -> None:
         self._scored(event.group)
@@ -114,7 +114,7 @@ class TaskBooks(Fold):
         task = self._tasks[event.task]
         if not task.out or task.probe != event.group:
             self._broken(3, f"task {event.task} came back to the mix, but not by its probe")
-        # What is alive of it counts towards its share: so many others may come first.
+        # Its groups that are alive count towards its share, so groups of other tasks may come first.
         alive = sum(self._task_of[group] == event.task for group in self._alive)
         self._tasks[event.task] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event.task]))
 
@@ -124,8 +124,8 @@ class TaskBooks(Fold):
         self._task_of = {group: self._task_of[group] for group in held if group in self._task_of}
 
     def _resumed(self, event: schema.Resumed) -> None:
-        """The breakers are as in the checkpoint; probes may be made at once. Where fewer failures are allowed now, a
-        task that is in the mix has one left."""
+        """The breakers are as in the checkpoint, and probes may be made at once. Where fewer failures are allowed now,
+        a task that is in the mix has one left."""
         self._tasks = {
             name: replace(
                 task,

@@ -1,7 +1,8 @@
 """What a run's devices were reserved for and what used them, in engine seconds and in money. A part of the summary.
 
-The engine time of a call that was answered is what its engine measured. Nobody measures a call that came to nothing
-(aborted, lost with its engine, refused): it is booked at an equal part of its engine's time with the calls beside it.
+The engine time of a call that was answered is what its engine measured. A call without
+an answer (aborted, lost with its engine, refused) is not measured: it is charged an equal part of its engine's time
+with the calls that ran at the same time.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class _Engine:
     calls: int = 0
     """Under way."""
     share_s: float = 0.0
-    """What a call would have used that was under way all the time."""
+    """What a call would be charged that ran all the time."""
     at_s: float = 0.0
 
     def advance(self, now_s: float) -> float:
@@ -60,7 +61,7 @@ class CostFold:
         self._pools: dict[str, _Pool] = {}
         self._engines: dict[str, _Engine] = {}
         self._calls: dict[str, tuple[_Engine, float]] = {}
-        """By attempt: the engine that has its call, and its `share_s` when that was sent."""
+        """By attempt: the engine that runs its call, and that engine's `share_s` when the call was sent."""
         self._train = schema.TrainFacts(pool="", gpus=0, cost=0.0)
         self._trainer_paid = 0.0
         self._reward_workers = 0
@@ -72,7 +73,7 @@ class CostFold:
         """When the job's settings were changed last."""
 
     def job(self, job: schema.Run, now_s: float) -> None:
-        """The job's settings from now on; what was reserved until now is settled under those before."""
+        """The job's settings from now on. What was reserved until now is charged under the settings before."""
         for pool in self._pools.values():
             pool.reserved_s, pool.paid = self._reserved_s(pool, now_s), self._paid(pool, now_s)
             pool.engines = pool.slots = pool.prefill_gpus = 0
@@ -114,7 +115,7 @@ class CostFold:
         return cost
 
     def given_up(self, attempt: str, now_s: float) -> float:
-        """The price of the call that this attempt has under way, if any, and that comes to nothing."""
+        """The price of the call that this attempt gives up, if it has one."""
         ended = self._ended(attempt, now_s)
         return _used(*ended, ended[0].gpus) if ended is not None else 0.0
 
@@ -158,7 +159,7 @@ class CostFold:
         }
 
     def reserved(self, now_s: float) -> summary.Reserved:
-        """What everything cost, whether it was used or not."""
+        """What everything cost, used or not."""
         pools = {name: round(self._paid(pool, now_s) / HOUR_S, 4) for name, pool in self._pools.items()}
         trainer = round(self._paid_for_training(now_s) / HOUR_S, 4)
         rewards = round(self._paid_for_rewards(now_s) / HOUR_S, 4)

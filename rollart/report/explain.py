@@ -1,6 +1,6 @@
 """Why each task ran where it did: a fold over a run's events. `rollart explain`.
 
-Reads what was decided and what was predicted from the `affinity` events, and what then happened from the rest.
+Decisions and predictions come from the `affinity` events, what then happened from the others.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class TaskPlacement(msgspec.Struct, kw_only=True):
     """Pool -> what it would do with this task alone."""
     last_look: str = ""
     attempts: dict[str, int] = {}
-    """Pool -> attempts that were to stay there."""
+    """Pool -> attempts that were assigned to it."""
     calls: dict[str, int] = {}
     """Pool -> generate calls it served."""
     changes: list[Change] = []
@@ -47,7 +47,7 @@ class Placements(msgspec.Struct, kw_only=True):
     name: str | None = None
     clock: str | None = None
     looks: int = 0
-    """How often the assignment was looked at."""
+    """How often the assignment was reconsidered."""
     predicted_step_s: Mapping[str, float | None] = {}
     engines: Mapping[str, int] = {}
     tasks: dict[str, TaskPlacement] = {}

@@ -19,7 +19,7 @@ from rollart.report.summary import Summary
 ENDS = ("trained", "stale", "failed", "surplus", "filtered", "restart")
 """How a group ends; all but the first are waste."""
 WARNINGS_KEPT = 200
-"""The first ones; of the others the number. All of them are in the events."""
+"""The first ones are kept, the others counted. All are in the events."""
 MAX_PARTS = 32
 """Named parts of one reward that become metrics: the names are the user's, and trackers never forget one."""
 
@@ -54,7 +54,7 @@ class SummaryFold(Fold):
         self._task_of: dict[str, str] = {}
         """Task of every group that was admitted."""
         self._fate: dict[str, str] = {}
-        """How every group that is over ended."""
+        """How each group that is over ended."""
         self._new: dict[str, None] = {}
         """Admitted since the last checkpoint."""
         self._trained_tasks: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class SummaryFold(Fold):
         """Groups of the batch whose step has not ended."""
         self._aside_steps: dict[int, None] = {}
         self._aside_groups: dict[str, None] = {}
-        """In a batch, and set aside whole: failed in every history that has that batch."""
+        """Set aside whole: they count as failed, also after a restart that goes back to before their batch."""
         self._unwritten: dict[int, schema.Batch] = {}
         """Batches whose place in the journal is not confirmed, by step."""
         self._restarts: Counter[str] = Counter()
@@ -84,15 +84,15 @@ class SummaryFold(Fold):
         self._state = "running"
         self._reason = ""
         self._teaches: dict[str, bool] = {}
-        """Of each group that was ready and is not covered by a checkpoint: did its members earn different rewards?"""
+        """Group -> whether its members earned different rewards. Only groups that a restart may meet again."""
         self._step_of: dict[str, int] = {}
-        """Of those that were trained on."""
+        """Group -> the step that trained on it. Only groups that a restart may meet again."""
         self._metrics = Metrics()
         self._evals = EvaluationFold()
         self._weights = WeightFold(self._metrics)
         self._rewards = RewardFold()
         self.row: Mapping[str, float] | None = None
-        """Metrics of the step that just ended; whoever writes `metrics.jsonl` takes it."""
+        """Metrics of the step that just ended. The writer of `metrics.jsonl` takes it away."""
         super().__init__(self._evals, self._weights)
 
     def read(self, event: Event) -> None:
@@ -139,7 +139,7 @@ class SummaryFold(Fold):
             work.cost += cost
 
     def _on_lost(self, event: schema.Lost) -> None:
-        """The call is sent again: whatever becomes of its attempt, this part of it was for nothing."""
+        """The call is sent again: what it used so far is wasted, however its attempt ends."""
         attempt = attempt_of(event.id)
         cost, work = self._costs.given_up(attempt, event.t), self._live.get(attempt)
         if work is None:
@@ -241,7 +241,7 @@ class SummaryFold(Fold):
         task.state, task.out_reason = "in", ""
 
     def _on_step_aside(self, event: schema.StepAside) -> None:
-        """Of the batch, but not trained on. A step that is done again says so again."""
+        """In the batch, but not trained on. A step that is replayed says so again."""
         if event.step in self._aside_steps:
             return
         self._aside_steps[event.step] = None
@@ -261,7 +261,7 @@ class SummaryFold(Fold):
         self._unwritten.pop(event.step, None)
 
     def _on_step_end(self, event: schema.StepEnd | schema.Replayed) -> None:
-        """A resumed job makes again what was lost: a step that had not ended before counts then."""
+        """A replayed step counts only if it had not ended before."""
         if isinstance(event, schema.Replayed) and event.step in self._ended_steps:
             return
         self._ended_steps[event.step] = None
@@ -309,7 +309,7 @@ class SummaryFold(Fold):
         self._failures.add("trainer", "trainer", event.reason)
 
     def _on_killed(self, event: schema.Killed) -> None:
-        """The coordinator is gone, and with it every attempt under way. If it said that it ends, it was not killed."""
+        """The coordinator is gone, and every attempt under way with it. One that had said it ends was not killed."""
         if self._state == "running":
             self._restarts["coordinator"] += 1
             self._failures.add("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
@@ -323,8 +323,8 @@ class SummaryFold(Fold):
         self._live.clear()
 
     def _on_resumed(self, event: schema.Resumed) -> None:
-        """History goes back to the checkpoint: what was admitted since, and not trained on, never was."""
-        for batch in self._unwritten.values():  # killed between forming it and writing it: it will be formed again
+        """History goes back to the checkpoint: groups that were admitted since, and not trained on, are forgotten."""
+        for batch in self._unwritten.values():  # killed before it was written: it will be formed again
             for group_id, task_id in zip(batch.groups, batch.tasks, strict=True):
                 self._fate[group_id] = "restart"
                 self._trained_tasks[task_id] -= 1
@@ -345,7 +345,7 @@ class SummaryFold(Fold):
     def _on_checkpoint(self, event: schema.Checkpoint) -> None:
         self._new.clear()
         self._at_checkpoint = dict.fromkeys([*event.ready, *event.open])
-        # Whoever goes on from it meets the groups that it holds, and those of steps that are replayed; no others.
+        # A resumed run meets the groups that the checkpoint holds, and those of replayed steps; no others.
         self._step_of = {group: at for group, at in self._step_of.items() if at >= event.step}
         kept = [*self._at_checkpoint, *self._step_of]
         self._teaches = {group: self._teaches[group] for group in kept if group in self._teaches}
@@ -434,7 +434,7 @@ class SummaryFold(Fold):
         )
 
     def _cost(self) -> summary.Costs:
-        """Device-hours times price: what was reserved, and which part of it which task used."""
+        """Device-hours times price: what was reserved, and how much of that each task used."""
         used = sum(task.cost for task in self._tasks.values())
         under_way = sum(work.cost for work in self._live.values())
         idle = self._costs.engines(self._last_s) - used - under_way - self._evaluation_cost

@@ -1,6 +1,6 @@
 """Parts of the summary's fold: what fails, each task's sums, held-out play, and how long weights and rewards took.
 
-Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are told.
+Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are listed.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from rollart.report import summary
 
 FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
 MAX_REASONS = 5
-"""Told of each kind of failure."""
+"""Listed for each kind of failure."""
 
 
 class Failures:
@@ -36,13 +36,13 @@ class Failures:
 
 
 def _reasons(causes: Causes) -> list[str]:
-    """The most frequent ones, with how often each was met."""
+    """The most frequent ones, each with its count."""
     return [f"{cause.times} x {cause.text}" for cause in causes.top(MAX_REASONS)]
 
 
 @dataclass(slots=True)
 class TaskSums:
-    """What is counted of one task. Sums over scored attempts: `turns`, `tokens`, `prefill`, `rewards`."""
+    """What is counted for one task. `turns`, `tokens`, `prefill` and `rewards` are sums over its scored attempts."""
 
     share: float
     pool: str = ""
@@ -107,7 +107,7 @@ class EvaluationFold(Fold):
 
 
 def _progress(first: Mapping[str, summary.Play], last: Mapping[str, summary.Play]) -> summary.Progress:
-    """One task: sampled play, and beside it greedy play where there is any."""
+    """One task: sampled play, with greedy play inside where there is any."""
     rows = {
         play: summary.Progress(
             before=first[play].reward,
@@ -164,7 +164,7 @@ class WeightFold(Fold):
 
 
 class RewardFold:
-    """Calls of reward functions. Told by the summary, which reads the same events."""
+    """Calls of reward functions. The summary's fold calls it: both read the same events."""
 
     def __init__(self) -> None:
         self._calls = self._cold_starts = self.failed = 0

@@ -14,7 +14,7 @@ from rollart.records.reader import Head, ReadTrajectory, ReadTurn
 from rollart.types import Observation, Task
 
 CHARACTERS = 2_000
-"""Of one message, unless all is asked for."""
+"""Shown of one message, unless `--full` is given."""
 STYLES = {"assistant": "green", "system": "magenta", "tool": "cyan"}
 """By role; others are plain."""
 
@@ -81,7 +81,7 @@ def episode(
     reward: float | None,
     parts: Mapping[str, float],
 ) -> ReadTrajectory:
-    """One that was played without a model, by `who`: to be read as if it had been kept. It may have broken off."""
+    """An episode played without a model, by `who`, to be shown like one that was kept. It may have broken off."""
     after = [*observations[1:], *[Observation()] * (len(actions) + 1 - len(observations))]
     turns = [
         ReadTurn(shown=before.messages, text=action, reward=then.reward)

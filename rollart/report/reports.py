@@ -54,7 +54,7 @@ class Each(msgspec.Struct, frozen=True):
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool is for, and how much of it can be placed."""
+    """One role of a pool, and how many of its workers can be placed."""
 
     role: str
     workers: int

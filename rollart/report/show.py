@@ -187,7 +187,7 @@ def _gradients(row: Task) -> str:
 
 
 def _trouble(name: str, row: Task) -> list[str]:
-    """What there is to say about a task that fails, or teaches nothing."""
+    """Warnings about a task that fails, or whose groups carry no gradient."""
     told = []
     if row.state != "in":
         told.append(f"task {name!r} is out of the mix ({row.probes} probes): {first_line(row.out_reason)}")
@@ -207,7 +207,7 @@ def _episodes(row: Play | Progress) -> str:
 
 
 class LiveView:
-    """A reader of events that shows where a run is, also while none come. Watching never ends the run."""
+    """A reader of events that shows how far a run is, also while no events come. Its errors never end the run."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -251,12 +251,12 @@ class LiveView:
             while True:
                 self._draw(loop.time() - began_s, summary.result(), waits())
                 await asyncio.sleep(LINE_EVERY_S if self._live is None else DRAW_EVERY_S)
-        except Exception as error:  # the boundary to what only watches
+        except Exception as error:  # a display that breaks must not end the run
             what = f"{type(error).__name__}: {error}"
             print(f"rollart: the display broke and is off, the run goes on: {what}", file=sys.stderr, flush=True)
 
     def _left(self, done: int) -> str:
-        """From the pace of the last steps: the first ones hold the start-up."""
+        """From the pace of the last steps, since the first ones include the start-up."""
         if len(self._ends_s) < 2:
             return ""
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)

@@ -361,9 +361,9 @@ def test_what_became_of_groups_is_held_in_bounds_and_the_rest_is_told_of(
             keep.ended(f"g{number}", "stale")
 
     write(tmp_path, work, warn=warnings.append)
-    assert "5 rows that say what became of groups were not kept" in warnings[-1]
+    assert "5 fates of groups were not kept" in warnings[-1]
     write(tmp_path / "fast", work, warn=warnings.append, queue_bytes=3 * ROW_BYTES, write_s=NEVER_S)
-    assert "2 rows that say what became of groups were not kept" in warnings[-1]
+    assert "2 fates of groups were not kept" in warnings[-1]
 
 
 def wait_for(true: Callable[[], bool]) -> None:
