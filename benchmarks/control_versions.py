@@ -3,9 +3,9 @@
     git worktree add /tmp/before COMMIT
     python -m benchmarks.control_versions /tmp/before --json
 
-Each round runs `benchmarks.control` in both, the other one first in every second round. The ratios are of CPU
-seconds per call; above 1 means that this checkout costs more. `recorded` is with every trajectory kept, where this
-checkout can.
+Each round runs `benchmarks.control` once in both, the other one first in every second round: a pass of it and not its
+own rounds, so that both see the same minutes of the machine. The ratios are of CPU seconds per call; above 1 means
+that this checkout costs more. `recorded` is with every trajectory kept, where this checkout can.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of another version")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     here: list[dict[str, Any]] = []
@@ -50,9 +50,10 @@ def main() -> None:
 
 
 def _bench(root: Path) -> dict[str, Any]:
-    own = (root / "benchmarks" / "control.py").exists()  # else of a version whose benchmarks were commands
-    words = ["benchmarks.control"] if own else ["rollart.cli", "bench", "control"]
-    command = [sys.executable, "-m", *words, "--json"]
+    own = (root / "benchmarks" / "control.py").exists()  # else of a version whose benchmarks were part of the package
+    module = "benchmarks.control" if own else "rollart.bench.control"
+    code = f"import json, {module} as bench; bench.ROUNDS = 1; print(json.dumps(bench.measure()))"
+    command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     rows: dict[str, Any] = json.loads(done.stdout)
