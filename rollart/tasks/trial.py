@@ -15,14 +15,25 @@ from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
 
 
-def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) -> str | None:
+def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
     with tempfile.TemporaryDirectory(prefix="rollart-trial-") as folder:
         note = Path(folder) / "note"
         note.write_text("its start")
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__, str(note), use, str(seed), domain, str(draws)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    __name__,
+                    str(note),
+                    use,
+                    str(seed),
+                    domain,
+                    str(draws),
+                    str(int(held_out)),
+                ],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -36,17 +47,20 @@ def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) 
     return f"{where} ended its process ({how_it_ended(done.returncode)})" if where else None
 
 
-def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
+def main(note: Path, use: str, seed: int, domain: str, draws: int, *, held_out: bool) -> None:
     """In the child. The note says what is being called, and at the end nothing: see `rollart.tasks.check`."""
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
         task_set = load_task_set(use, seed=seed, domain=domain)
-        for index in range(draws):
-            note.write_text(f"task({index})")
-            with contextlib.suppress(Exception, SystemExit):
-                task_set.task(index)
+        calls = [("task", task_set.task), *([("held_out", task_set.held_out)] if held_out else [])]
+        for name, call in calls:
+            for index in range(draws):
+                note.write_text(f"{name}({index})")
+                with contextlib.suppress(Exception, SystemExit):
+                    call(index)
     note.write_text("")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    _, path, named, number, name_of_task, count, also_held_out = sys.argv
+    main(Path(path), named, int(number), name_of_task, int(count), held_out=also_held_out == "1")
