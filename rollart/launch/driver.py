@@ -194,9 +194,11 @@ def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for garbage cycles seldom: a run makes few, and keeps many objects that are looked through each time."""
+    """Look for garbage cycles seldom: a run makes few, and keeps many objects that are looked through each time. A
+    million is more than what the trajectories of a large step leave behind together when they go, so that in a steady
+    run their coming and going alone is no reason to look."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(1_000_000, 50, 1000)
     try:
         yield
     finally:
