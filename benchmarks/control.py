@@ -172,10 +172,10 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     summary = SummaryFold()
     log.read_by(summary.read)
     log.emit(facts(job, clock="virtual"))
-    began_s = time.process_time()
     recorder = FileRecorder(folder / FOLDER) if record else None
-    world = replace(_world(job, log, ANSWER_TOKENS), recorder=recorder)
-    await Coordinator(job, world, LogHandle(log)).run()
+    coordinator = Coordinator(job, replace(_world(job, log, ANSWER_TOKENS), recorder=recorder), LogHandle(log))
+    began_s = time.process_time()
+    await coordinator.run()
     log.close()
     if recorder is not None:
         recorder.close()

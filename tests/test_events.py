@@ -252,7 +252,10 @@ def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is not a known kind of event; read it with the"),
         (b'{"n":1,"t":0.0}', "line 2: None is not a known kind of event; read it with the"),
-        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' of another version .*missing required field `version`"),
+        (
+            b'{"e":"push","n":1,"t":0.0}',
+            r"line 2: an event 'push' of another version .*missing required field `version`",
+        ),
         (b'{"e":"push","n":1,"t":0.0,"version":"one"}', r"line 2: an event 'push' .*Expected `int`, got `str`"),
         (b'{"e":"push","n":1,', r"line 2: is not an event \(.*\); the file was damaged"),
         (b"[1]", r"line 2: is not an event \(.*\); the file was damaged"),

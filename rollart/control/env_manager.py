@@ -97,16 +97,17 @@ class TurnAgent:
 
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
+        tokenizer = session.tokenizer
         completion: Completion | None = None
         while not observation.done:
             if observation.truncated:
                 return Status.TRUNCATED
             with _RENDER:
-                context, fresh = delta(session.tokenizer, observation, completion)
+                context, fresh = delta(tokenizer, observation, completion)
             completion = await session.generate(context, fresh=fresh)
             if completion is None:
                 return Status.TRUNCATED
-            observation = await session.step(session.tokenizer.decode(completion.tokens))
+            observation = await session.step(tokenizer.decode(completion.tokens))
         return Status.DONE
 
 

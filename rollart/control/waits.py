@@ -81,7 +81,8 @@ class WaitList:
             raise
         finally:
             del self._waits[wait]
-        wait.forgive()
+        if wait.expired:
+            wait.forgive()
         return result
 
     def _expire(self) -> None:

@@ -26,6 +26,8 @@ from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from rollart.envs.process import ProcessEnvHost
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
@@ -74,8 +76,10 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
         look(check, job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)
-    sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
-    look(_refuse_reference, job)
+    evaluates = not trains or job.evaluation.first or job.evaluation.every > 0
+    sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
+    if trains:
+        look(_refuse_reference, job)
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
@@ -85,7 +89,9 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             look(_refuse_shape, job)
         tokenizer = look(_tokenizer, job)
         if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
-            found += _prompt_problems(job, {name: one for name, one in sets.items() if one is not None}, tokenizer)
+            found += _prompt_problems(
+                job, {name: one for name, one in sets.items() if one is not None}, tokenizer, evaluates=evaluates
+            )
     for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
         look(_refuse_full_disk, room)
     return found
@@ -227,18 +233,24 @@ def _model(job: Job) -> Path:
             f"model.path: {path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {path}"
         )
+    _causal_config("model.path", path)
+    return path
+
+
+def _causal_config(key: str, path: Path) -> "PreTrainedConfig":
+    """Of a causal language model whose weights are there."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the boundary to transformers, which raises whatever a config's own code does
-        raise JobError(f"model.path: {path}/config.json: {_one_line(error)}; give another model") from None
+        raise JobError(f"{key}: {path}/config.json: {_one_line(error)}; give another model") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise JobError(f"model.path: {path} is a {config.model_type}, no causal language model; give one that is")
+        raise JobError(f"{key}: {path} is a {config.model_type}, no causal language model; give one that is")
     if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
-        raise JobError(f"model.path: {path} holds no weights (*.safetensors); bring them, or give another model")
-    return path
+        raise JobError(f"{key}: {path} holds no weights (*.safetensors); bring them, or give another model")
+    return config
 
 
 def _refuse_architecture(job: Job, *, trains: bool) -> None:
@@ -247,17 +259,25 @@ def _refuse_architecture(job: Job, *, trains: bool) -> None:
     from transformers import AutoConfig
 
     from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import empty_model, prove_packed_architecture
+    from rollart.model.network import prove_packed_architecture
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
         prove_packed_architecture(config)
         if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
             prove_steps_architecture(config)
-        if trains and job.train.type == "fsdp2":
-            empty_model(config)
+        if trains:
+            _refuse_for_the_trainer(job, config)
     except JobError as error:
         raise JobError(f"model.path: {job.model.path}: {error}") from None
+
+
+def _refuse_for_the_trainer(job: Job, config: "PreTrainedConfig") -> None:
+    from rollart.model.network import empty_model, prove_packed_architecture
+
+    prove_packed_architecture(config)
+    if job.train.type == "fsdp2":
+        empty_model(config)
 
 
 def _saved_params(job: Job) -> int:
@@ -278,11 +298,19 @@ def _refuse_shape(job: Job) -> None:
 
 
 def _refuse_reference(job: Job) -> None:
-    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
+    reference = job.train.reference
+    if reference is None:
+        return
+    instead = "name another, or remove it to take the KL to model.path"
+    if not (Path(reference) / "config.json").exists():
         raise JobError(
-            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
-            "name another, or remove it to take the KL to model.path"
+            f"train.reference: {reference} is not a Hugging Face directory (it has no config.json); {instead}"
         )
+    config = _causal_config("train.reference", Path(reference))
+    try:
+        _refuse_for_the_trainer(job, config)
+    except JobError as error:
+        raise JobError(f"train.reference: {reference}: {error}") from None
 
 
 def _tokenizer(job: Job) -> "ChatTokenizer":
@@ -299,14 +327,16 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def _task_set(job: Job, position: int) -> "TaskSet":
+def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
     from rollart.tasks.load import load_task_set
     from rollart.tasks.trial import fatal_call
 
     task = job.tasks[position]
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
-    fatal = fatal_call(task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, limit_s=TRIAL_S)
+    fatal = fatal_call(
+        task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
+    )
     if fatal is not None:
         raise JobError(
             f"tasks.{position}.use: {task.use}: {fatal}, which would end this one too: os._exit, native code that "
@@ -318,8 +348,10 @@ def _task_set(job: Job, position: int) -> "TaskSet":
         raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
 
 
-def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer") -> list[str]:
-    """Tasks none of whose first environments can begin an episode that fits."""
+def _prompt_problems(
+    job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer", *, evaluates: bool
+) -> list[str]:
+    """Tasks none of whose first environments, in training or held out, can begin an episode that fits."""
     from rollart.envs.process import ProcessEnvHost
 
     async def look() -> list[str]:
@@ -333,7 +365,7 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
                     f"tasks.{position}: {problem}"
                     for position, task in enumerate(job.tasks)
                     if task.name in sets
-                    and (problem := await _prompt_problem(job, task, sets[task.name], tokenizer, host)) is not None
+                    and (problem := await _first_problem(job, task, sets[task.name], tokenizer, host, evaluates))
                 ]
             finally:
                 await host.close()
@@ -341,14 +373,29 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
     return asyncio.run(look()) if sets else []
 
 
+async def _first_problem(
+    job: Job,
+    task: TaskSettings,
+    task_set: "TaskSet",
+    tokenizer: "ChatTokenizer",
+    host: "ProcessEnvHost",
+    evaluates: bool,
+) -> str | None:
+    problem = await _prompt_problem(job, task, partial(draw, task_set, task.name), tokenizer, host)
+    if problem is None and evaluates:
+        held_out = partial(draw, task_set, task.name, held_out=True)
+        problem = await _prompt_problem(job, task, held_out, tokenizer, host)
+    return problem
+
+
 async def _prompt_problem(
-    job: Job, task: TaskSettings, task_set: "TaskSet", tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
+    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
 ) -> str | None:
     said: list[str] = []
     for index in range(FIRST_PROMPTS):
         try:
             async with asyncio.timeout(min(RESET_S, job.limits.reset_s)):
-                length = await _prompt_tokens(draw(task_set, task.name, index), tokenizer, host)
+                length = await _prompt_tokens(drawn(index), tokenizer, host)
         except TimeoutError:
             return None
         except Exception as error:  # the boundary to the task's own code, and to the chat template

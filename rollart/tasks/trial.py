@@ -55,26 +55,30 @@ def in_child(
         return Ended(code=done.returncode, during=note.read_text(), output=done.stdout)
 
 
-def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) -> str | None:
+def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
     try:
-        ended = in_child([__name__, use, str(seed), domain, str(draws)], limit_s=limit_s, quiet=True)
+        words = [__name__, use, str(seed), domain, str(draws), str(int(held_out))]
+        ended = in_child(words, limit_s=limit_s, quiet=True)
     except subprocess.TimeoutExpired:
         return None
     return f"{ended.during} ended its process ({how_it_ended(ended.code)})" if ended.during else None
 
 
-def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
+def main(note: Path, use: str, seed: int, domain: str, draws: int, *, held_out: bool) -> None:
     """In the child."""
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
         task_set = load_task_set(use, seed=seed, domain=domain)
-        for index in range(draws):
-            note.write_text(f"task({index})")
-            with contextlib.suppress(Exception, SystemExit):
-                task_set.task(index)
+        calls = [("task", task_set.task), *([("held_out", task_set.held_out)] if held_out else [])]
+        for name, call in calls:
+            for index in range(draws):
+                note.write_text(f"{name}({index})")
+                with contextlib.suppress(Exception, SystemExit):
+                    call(index)
     note.write_text("")
 
 
 if __name__ == "__main__":
-    main(Path(os.environ[NOTE]), sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    _, named, number, name_of_task, count, also_held_out = sys.argv
+    main(Path(os.environ[NOTE]), named, int(number), name_of_task, int(count), held_out=also_held_out == "1")
