@@ -107,6 +107,7 @@ class EnvManager:
         self._fleet = fleet
         self._proxy = proxy
         self._samplings: dict[tuple[str, float], Sampling] = {}
+        self._retries, self._backoff_s = job.rewards.retries, job.rewards.backoff_s
         self._live = job.rollout.recheck == "live"
         """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
@@ -260,13 +261,13 @@ class EnvManager:
                 break
             except RewardError as error:
                 run.cause = self._log.emit(schema.RewardFailed(id=run.key, reason=str(error), cause=run.cause))
-                if tries > self._job.rewards.retries or not error.retryable:
+                if tries > self._retries or not error.retryable:
                     raise
             finally:
                 self._scorers.release()
                 if run.notes is not None:
                     run.notes.scoring(asked_s, began_s, self._loop.time())
-            await asyncio.sleep(backoff_s(self._job.rewards.backoff_s, tries))
+            await asyncio.sleep(backoff_s(self._backoff_s, tries))
             tries += 1
         run.cause = self._log.emit(
             schema.Reward(
