@@ -1,9 +1,7 @@
 """Commands around jobs: `model`, `task`, `reward`."""
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
 from rollart.cli.output import print_json
 from rollart.errors import JobError
@@ -77,34 +75,24 @@ def task(arguments: argparse.Namespace) -> int:
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
     """The same command in a process that the task may take with it."""
     import shutil
-    import subprocess
-    import tempfile
 
     from rollart.tasks.check import died
+    from rollart.tasks.trial import run_noted
 
-    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
-        note = Path(folder) / "note"
-        note.write_text("its start")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "COLUMNS": str(shutil.get_terminal_size().columns),
-            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}),
-        }
-        words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note", str(note)]
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "rollart.cli", *words], env=environment, stdout=subprocess.PIPE, check=False
-        )
-        where = note.read_text()
-    if where:
-        finding = died(where, done.returncode)
+    variables = {"COLUMNS": str(shutil.get_terminal_size().columns)}
+    if sys.stdout.isatty():
+        variables["FORCE_COLOR"] = "1"
+    words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note"]
+    child = run_noted("rollart.cli", *words, variables=variables)
+    if child.where:
+        finding = died(child.where, child.code)
         if arguments.json:
             print_json([{"level": finding.level, "text": finding.text}])
         else:
             print(f"{finding.level}: {finding.text}")
         return 1
-    sys.stdout.write(done.stdout.decode(errors="replace"))
-    return done.returncode
+    sys.stdout.write(child.output)
+    return child.code
 
 
 def reward(arguments: argparse.Namespace) -> int:

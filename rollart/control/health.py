@@ -7,7 +7,6 @@ breaker is open are those that are out of the mix.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollart.causes import Causes
 from rollart.control.context import JobContext
@@ -15,6 +14,7 @@ from rollart.control.samples import zero_variance
 from rollart.events import schema
 from rollart.policy.breaker import Breaker
 from rollart.policy.mix import Mix
+from rollart.types import BreakerState
 
 FLAT_WINDOW = 20
 """Groups of a task, or two batches' worth, whose members all earned the same before we warn."""
@@ -144,10 +144,10 @@ class Health:
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, BreakerState]:
         return self._breaker.state()
 
-    def restore(self, state: Mapping[str, Any], now_s: float) -> None:
+    def restore(self, state: Mapping[str, BreakerState], now_s: float) -> None:
         self._breaker.restore(state, now_s)
         if self.out:
             self._set_out()
