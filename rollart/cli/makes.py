@@ -1,9 +1,7 @@
 """Commands around jobs: `model`, `task`, `reward`."""
 
 import argparse
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.cli.output import print_json
@@ -61,12 +59,10 @@ def model(arguments: argparse.Namespace) -> int:
 
 def task(arguments: argparse.Namespace) -> int:
     from rollart.tasks.check import check_task
-    from rollart.tasks.trial import NOTE
 
-    note = os.environ.get(NOTE)
-    if note is None:
+    if arguments.note is None:
         return _task_in_a_child(arguments)
-    checked = check_task(arguments.use, note=Path(note).write_text)
+    checked = check_task(arguments.use, note=arguments.note.write_text)
     play = checked.example
     if play is not None and not arguments.json:
         from rollart.report.reading import episode, show_trajectory
@@ -83,15 +79,15 @@ def _task_in_a_child(arguments: argparse.Namespace) -> int:
     import shutil
 
     from rollart.tasks.check import died
-    from rollart.tasks.trial import in_child
+    from rollart.tasks.trial import run_noted
 
-    words = ["rollart.cli", "task", "check", arguments.use, *(["--json"] if arguments.json else [])]
+    words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note"]
     color = {"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}
-    ended = in_child(words, variables={"COLUMNS": str(shutil.get_terminal_size().columns), **color})
-    if ended.during:
-        return _told([died(ended.during, ended.code)], as_json=arguments.json)
-    sys.stdout.write(ended.output.decode(errors="replace"))
-    return ended.code
+    child = run_noted("rollart.cli", *words, variables={"COLUMNS": str(shutil.get_terminal_size().columns), **color})
+    if child.where:
+        return _told([died(child.where, child.code)], as_json=arguments.json)
+    sys.stdout.write(child.output)
+    return child.code
 
 
 def _told(findings: "Sequence[Finding]", *, as_json: bool) -> int:

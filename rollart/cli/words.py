@@ -122,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
     task.add_argument("--json", action="store_true")
+    task.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # given to the child that plays it
     task.set_defaults(run="makes.task", extra="tasks")
 
     reward = commands.add_parser(

@@ -359,7 +359,7 @@ def _prompt_problems(
             uses = {task.name: task.use for task in job.tasks if task.name in sets}
             inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
             variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
-            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=variables)
+            host = ProcessEnvHost(uses, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
             try:
                 return [
                     f"tasks.{position}: {problem}"

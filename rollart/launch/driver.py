@@ -196,8 +196,8 @@ def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect garbage cycles seldom: a run makes few, and each collection walks its many live objects. A million is more
-    than the trajectories of a large step leave when they go, so a steady run does not collect because of them."""
+    """Collect garbage cycles seldom: a run makes few, and each collection walks its many live objects. A million is
+    more than the trajectories of a large step leave when they go, so a steady run does not collect because of them."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 1000)
     try:

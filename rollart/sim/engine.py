@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -62,44 +62,29 @@ class EngineWorld:
     faults: Faults
 
 
+@dataclass(slots=True, eq=False)
 class SimSequence:
     """One request in the engine."""
 
-    __slots__ = (
-        "began_share",
-        "busy_s",
-        "cached",
-        "future",
-        "kv",
-        "need",
-        "prefill",
-        "prefill_busy_s",
-        "prefilled",
-        "request",
-        "shift",
-        "slow_s",
-        "spans",
-        "target",
-    )
-
-    def __init__(self, request: GenerateRequest, need: int, future: "asyncio.Future[Completion]") -> None:
-        self.request = request
-        self.need = need
-        self.future = future
-        self.kv = request.prompt_tokens + need
-        self.cached = 0
-        self.prefill = 0.0
-        self.prefilled = 0
-        self.busy_s = 0.0
-        self.prefill_busy_s = 0.0
-        self.target = -1.0
-        """Step count at which its last token comes; -1 while it does not decode."""
-        self.shift = 0.0
-        """Its context length minus the step count."""
-        self.began_share = 0.0
-        self.slow_s = 0.0
-        """A fault: its last token takes so much longer, while all others go on."""
-        self.spans: list[Span] = []
+    request: GenerateRequest
+    need: int
+    """Tokens it will say."""
+    kv: int
+    future: "asyncio.Future[Completion]"
+    cached: int = 0
+    prefill: float = 0.0
+    """Tokens that are still to be computed before it decodes."""
+    prefilled: int = 0
+    busy_s: float = 0.0
+    prefill_busy_s: float = 0.0
+    target: float = -1.0
+    """Step count at which its last token comes; -1 while it does not decode."""
+    shift: float = 0.0
+    """Its context length minus the step count."""
+    began_share: float = 0.0
+    slow_s: float = 0.0
+    """A fault: its last token takes this much longer, while all others go on."""
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def said(self) -> int:
@@ -173,7 +158,7 @@ class SimEngine:
         need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
         if request.prompt_tokens + need > self._longest:
             raise RequestError(f"prompt of {request.prompt_tokens} tokens does not fit in {self._longest} of KV memory")
-        sequence = SimSequence(request, need, self._loop.create_future())
+        sequence = SimSequence(request, need, request.prompt_tokens + need, self._loop.create_future())
         self._active[request.id] = sequence
         self._waiting.append(sequence)
         self._advance()

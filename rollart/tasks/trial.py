@@ -1,8 +1,8 @@
-"""Runs a task set's code in a child process first: code that ends its process ends only that one.
+"""Runs a task set in a child process first: one that ends its process ends only that one.
 
-The child writes what it is about to call into a note, and nothing at the end: what the note says afterwards is the call
-that ended it. `rollart task check` runs the whole check so, `launch/checks.py` the loading and the first draws of a
-task set. What is merely raised is of no interest to the latter: the job meets it again.
+The child keeps a note of what it is about to call, and empties it at the end: what the note says when the child is gone
+is where it died. `fatal_call` is asked by `launch/checks.py` before a task set is loaded where the job runs; what is
+merely raised is of no interest there: it is met again. `rollart task check` runs the whole check so.
 """
 
 import contextlib
@@ -10,63 +10,54 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
 
-NOTE = "ROLLART_TASK_NOTE"
-"""In the child's environment: the path of its note."""
 
+class Noted(NamedTuple):
+    """A child that has ended."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a child ended."""
-
+    where: str
+    """What it was calling; empty where it came to its end."""
     code: int
-    during: str
-    """The call that ended it; empty where none did."""
-    output: bytes
+    output: str
 
 
-def in_child(
-    words: Sequence[str],
-    *,
-    limit_s: float | None = None,
-    quiet: bool = False,
-    variables: Mapping[str, str] | None = None,
-) -> Ended:
-    """`python -m WORDS`, with these environment variables beside ours. Raises subprocess.TimeoutExpired."""
-    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
+def run_noted(
+    module: str, *words: str, limit_s: float | None = None, variables: Mapping[str, str] | None = None
+) -> Noted:
+    """`python -m MODULE WORDS NOTE`, with our path and these environment variables. Raises TimeoutExpired."""
+    with tempfile.TemporaryDirectory(prefix="rollart-trial-") as folder:
         note = Path(folder) / "note"
         note.write_text("its start")
-        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         done = subprocess.run(
-            [sys.executable, "-P", "-m", *words],
-            env={**os.environ, "PYTHONPATH": path, NOTE: str(note), **(variables or {})},
+            [sys.executable, "-P", "-m", module, *words, str(note)],
+            env={**os.environ, "PYTHONPATH": path, **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
             timeout=limit_s,
             check=False,
         )
-        return Ended(code=done.returncode, during=note.read_text(), output=done.stdout)
+        return Noted(note.read_text(), done.returncode, done.stdout.decode(errors="replace"))
 
 
 def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
     try:
-        words = [__name__, use, str(seed), domain, str(draws), str(int(held_out))]
-        ended = in_child(words, limit_s=limit_s, quiet=True)
+        child = run_noted(__name__, use, str(seed), domain, str(draws), str(int(held_out)), limit_s=limit_s)
     except subprocess.TimeoutExpired:
         return None
-    return f"{ended.during} ended its process ({how_it_ended(ended.code)})" if ended.during else None
+    return f"{child.where} ended its process ({how_it_ended(child.code)})" if child.where else None
 
 
-def main(note: Path, use: str, seed: int, domain: str, draws: int, *, held_out: bool) -> None:
-    """In the child."""
+def main(use: str, seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
+    """In the child of `fatal_call`, which hears nothing of what is said there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
         task_set = load_task_set(use, seed=seed, domain=domain)
@@ -80,5 +71,5 @@ def main(note: Path, use: str, seed: int, domain: str, draws: int, *, held_out: 
 
 
 if __name__ == "__main__":
-    _, named, number, name_of_task, count, also_held_out = sys.argv
-    main(Path(os.environ[NOTE]), named, int(number), name_of_task, int(count), held_out=also_held_out == "1")
+    _, named, number, name_of_task, count, also_held_out, path = sys.argv
+    main(named, int(number), name_of_task, int(count), Path(path), held_out=also_held_out == "1")

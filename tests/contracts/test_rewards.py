@@ -30,7 +30,7 @@ class TestSimWorkers(RewardContract):
         async def awaited() -> None:
             log = EventLog(now)
             tasks = {"a": SimTaskSettings(reward_s=Spread(kind="lognormal", mean=2, sigma=1))}
-            simulated = SimRewards(self.settings, SimRewardSettings(), tasks, Dice(0), Faults((), log), log)
+            simulated = SimRewards(self.settings, SimRewardSettings(), tasks, Dice(0), Faults((), log))
             await work(RewardBench(backend=self.wrapped(simulated), trajectory=trajectory, places=2))
 
         run(awaited)

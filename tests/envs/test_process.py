@@ -58,7 +58,7 @@ class TestProcessEnvHost(UserEnvHostContract):
         async def work() -> None:
             async with closing(make_host(tmp_path)) as host:
                 pid = (await one_step(host, task("pid"))).messages[0].content
-                assert [int(pid)] == host.pids
+                assert [int(pid)] == host.pool.pids
                 assert (await one_step(host, task("pid"))).messages[0].content == pid
                 with pytest.raises(EnvError, match="keys"):
                     await one_step(host, task("raise"))
@@ -82,7 +82,7 @@ class TestProcessEnvHost(UserEnvHostContract):
                 await env.reset()
                 step = asyncio.ensure_future(env.step("a"))
                 await until(begun.exists)
-                os.kill(host.pids[0], signal.SIGKILL)
+                os.kill(host.pool.pids[0], signal.SIGKILL)
                 with pytest.raises(EnvError, match="SIGKILL"):
                     await asyncio.wait_for(step, SOON_S)
                 await env.close()
@@ -99,7 +99,7 @@ class TestProcessEnvHost(UserEnvHostContract):
                 with pytest.raises(EnvError, match="last words"):
                     await one_step(host, task("die"))
                 await self.plays(host)
-                os.kill(host.pids[0], signal.SIGKILL)
+                os.kill(host.pool.pids[0], signal.SIGKILL)
                 await until(lambda: len(told) == 2)
                 await self.plays(host)
                 with pytest.raises(TimeoutError):
@@ -129,7 +129,7 @@ class TestProcessEnvHost(UserEnvHostContract):
                 grandchild = int((await env.step("a")).messages[0].content)
                 await env.close()
                 assert alive(grandchild)  # a worker that behaves is not killed, nor what it started
-                worker = host.pids[0]
+                worker = host.pool.pids[0]
                 env = await host.open(task("spin"), ID)
                 await env.reset()
                 with pytest.raises(TimeoutError):
@@ -178,7 +178,7 @@ class TestProcessEnvHost(UserEnvHostContract):
                 await hung.reset()
                 step = asyncio.ensure_future(hung.step("a"))
                 await until(begun.exists)
-                print(*host.pids, grandchild, flush=True)
+                print(*host.pool.pids, grandchild, flush=True)
                 await step
 
             asyncio.run(main())

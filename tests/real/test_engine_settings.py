@@ -134,7 +134,7 @@ def test_the_variables_that_a_job_names_reach_those_who_run_user_code(
             env = await host.open(task, TrajectoryId("g0", 0, 0))
             with contextlib.suppress(RewardError):  # what it earns is not asked
                 await rewards.score(trajectory("sum", domain="slow"))
-            found = environment_of(host.pids[0]), environment_of(rewards.pids[0])
+            found = environment_of(host.pool.pids[0]), environment_of(rewards.pool.pids[0])
             await env.close()
             return found
         finally:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.config.settings import RewardSettings
 from rollart.errors import RewardError
 from rollart.ports import RewardBackend
 from rollart.rewards.local import LocalRewards
@@ -22,13 +23,13 @@ from tests.contracts.reward_functions import (
 class TestLocalRewards(RewardFunctionContract):
     def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
         return closing(
-            LocalRewards({DOMAIN: FUNCTION}, decode=decode, log_dir=tmp_path, workers=2, timeout_s=timeout_s)
+            LocalRewards(RewardSettings(workers=2, timeout_s=timeout_s), {DOMAIN: FUNCTION}, decode, tmp_path)
         )
 
     def test_a_dead_worker_is_replaced(self, tmp_path: Path) -> None:
         async def work() -> None:
             functions = {DOMAIN: FUNCTION, "lost": "no.such.module:score"}
-            async with closing(LocalRewards(functions, decode=decode, log_dir=tmp_path, workers=1)) as backend:
+            async with closing(LocalRewards(RewardSettings(workers=1), functions, decode, tmp_path)) as backend:
                 with pytest.raises(RewardError, match="status 9") as raised:
                     await backend.score(trajectory("die"))
                 assert raised.value.retryable
