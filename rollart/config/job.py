@@ -46,6 +46,11 @@ class Job(settings.Settings):
     def engine_pools(self) -> tuple[settings.PoolSettings, ...]:
         return tuple(pool for pool in self.pools if pool.engines)
 
+    @property
+    def engines(self) -> tuple[tuple[settings.PoolSettings, settings.EngineSettings], ...]:
+        """Each pool that has engines, with these."""
+        return tuple((pool, pool.engines) for pool in self.pools if pool.engines)
+
     def prefill_pool(self, pool: settings.PoolSettings) -> settings.PoolSettings | None:
         """Where the engines of this pool have their prefill workers; None where prefill is not apart."""
         if pool.engines is None or pool.engines.prefill is None:
@@ -125,7 +130,7 @@ def _name_problems(job: Job) -> Iterator[str]:
 def _pool_problems(job: Job) -> Iterator[str]:
     if not any(pool.slots for pool in job.pools):
         yield "pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}"
-    prefilling = [pool.engines.prefill.pool for pool in job.engine_pools if pool.engines and pool.engines.prefill]
+    prefilling = [engines.prefill.pool for _, engines in job.engines if engines.prefill]
     for position, pool in enumerate(job.pools):
         if not pool.engines and not pool.slots and pool.name not in (job.train.pool, *prefilling):
             yield (
@@ -145,7 +150,7 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
         )
     elif task.smallest_group > task.group_size:
         yield f"{key}.min_group_size: {task.min_group_size} is more than group_size {task.group_size}; lower it"
-    on_vllm = [pool.name for pool in job.engine_pools if pool.engines and pool.engines.type == "vllm"]
+    on_vllm = [pool.name for pool, engines in job.engines if engines.type == "vllm"]
     cut = "top_p" if task.top_p < 1 else "top_k" if task.top_k else None
     if cut and task.temperature and on_vllm:
         yield (
@@ -199,10 +204,10 @@ def _rollout_problems(job: Job) -> Iterator[str]:
         )
     if rollout.rolling and rollout.swap == "drain":
         yield "rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap"
-    engines = sum(pool.engines.count for pool in job.engine_pools if pool.engines)
-    if rollout.rolling and rollout.rolling >= engines:
+    count = sum(engines.count for _, engines in job.engines)
+    if rollout.rolling and rollout.rolling >= count:
         yield (
-            f"rollout.rolling: {rollout.rolling} at a time is all of the {engines} engines; "
+            f"rollout.rolling: {rollout.rolling} at a time is all of the {count} engines; "
             "set it to 0 (all at once) or below their number"
         )
 
