@@ -92,7 +92,7 @@ def test_shared_memory_is_refused_where_there_are_several_machines(monkeypatch: 
 
 
 WRONG = [
-    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has no effect with type local"),
+    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has an effect only with cluster.type ray"),
     ({"cluster": {"type": "ray", "address": "ray://head:10001"}}, "cluster.address: ray:// is Ray Client"),
     ({"cluster": {"type": "ray", "wait_s": 600}}, "cluster.wait_s: 600 leaves no time"),
     ({"pools": [{"name": "a", "slots": 1, "engines": {"count": 3, "most": 2}}]}, "pools.0.engines.most: 2 is less"),
@@ -216,7 +216,7 @@ def test_a_device_that_is_named_is_shared_and_nobodys_own(monkeypatch: pytest.Mo
     job = local(named, SERVERS | {"engines": {"type": "vllm", "gpus": 2}}, pool="own", device="cuda:1")
     resources.refuse_unplaceable(job)
     assert resources.visible_devices(job) == {"served-0": ("0", "2")}, "the others see all, and use cuda:1"
-    assert resources.report(job)["devices"] == {
+    assert resources.report(job).devices == {
         "served-0": ["0", "2"],
         "own-0": ["1"],
         "own-1": ["1"],
@@ -247,7 +247,7 @@ def test_more_gpus_than_there_are_is_refused_with_the_fix(
         "served-1 2), and this machine has 3, 1 of them named by other workers; lower the counts, or let workers share "
         "one by naming it (device: cuda:0)"
     )
-    assert resources.report(job)["missing"] == [str(refused.value)]
+    assert resources.report(job).missing == [str(refused.value)]
     with pytest.raises(JobError, match=r"train.device: trainer would use cuda:3, and this machine has 3 GPUs"):
         resources.refuse_unplaceable(local(EMBEDDED, device="cuda:3"))
 
@@ -306,7 +306,7 @@ def test_one_process_cannot_have_a_gpu_of_its_own_and_share_another(monkeypatch:
     resources.refuse_unplaceable(local(one, pool="own").model_copy(update=inline))
 
 
-def test_a_split_engine_needs_the_gpus_of_both_its_servers() -> None:
-    engines = {"type": "vllm", "gpus": 2, "split": {"prefill_gpus": 3, "connector": "NixlConnector"}}
-    found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
-    assert found[0].needs.gpus == 5
+def test_an_engine_needs_the_gpus_of_all_its_workers() -> None:
+    engines = {"type": "vllm", "gpus": 2, "prefill": {"workers": 2, "gpus": 3, "decoders": 4}}
+    found = demands(local({"name": "apart", "hardware": "h200", "engines": engines}))
+    assert found[0].needs.gpus == 4 * 2 + 2 * 3

@@ -6,24 +6,21 @@ port ends this attempt with a status and a reason; siblings go on. A bad rollout
 
 import asyncio
 import math
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.attempt import Run
-from rollart.control.fleet import Fleet
+from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.notes import Notes
-from rollart.control.proxy import Proxy
 from rollart.control.render import delta
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
+from rollart.control.world import World
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.admission import is_stale
 from rollart.policy.redundancy import backoff_s
-from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
+from rollart.ports import Env, Tokenizer
 from rollart.types import (
     SCORED,
     Completion,
@@ -34,56 +31,39 @@ from rollart.types import (
     Status,
     Tokens,
     Trajectory,
-    WeightVersion,
 )
+
+if TYPE_CHECKING:
+    from rollart.control.fleet import Fleet
+    from rollart.control.proxy import Proxy
 
 _STEP = boundary(EnvError, "env.step")
 _RENDER = boundary(EnvError, "what the environment said")
 _AGENT = boundary(AgentError, "agent")
 
 
-class Staleness:
-    """Tells the age of a run by what the engines serve."""
-
-    def __init__(self, fleet: Fleet, *, bound: int, live: bool) -> None:
-        """`live`: a run's age is looked at before each turn."""
-        self._fleet = fleet
-        self._bound = bound
-        self._live = live
-
-    @property
-    def serving(self) -> WeightVersion:
-        return self._fleet.serving
-
-    def stale(self, run: Run) -> bool:
-        """Before each turn. Evaluation has no bound."""
-        return self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._bound)
-
-
+@dataclass(slots=True, eq=False)
 class Session:
     """An agent's hands: the environment, the model, and the record of what happened."""
 
-    __slots__ = ("_env", "_manager", "run")
-
-    def __init__(self, manager: "EnvManager", run: Run, env: Env) -> None:
-        self._manager = manager
-        self._env = env
-        self.run = run
+    manager: "EnvManager"
+    run: Run
+    env: Env
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._manager.tokenizer
+        return self.manager.tokenizer
 
     async def reset(self) -> Observation:
-        return await self._manager.reset(self.run, self._env)
+        return await self.manager.reset(self.run, self.env)
 
     async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
         """One answer to the prompt grown by `context`; None when turns or context have run out."""
-        return await self._manager.generate(self.run, context, fresh=fresh)
+        return await self.manager.generate(self.run, context, fresh=fresh)
 
     async def step(self, action: str) -> Observation:
         """Act, and book the reward on the last turn."""
-        return await self._manager.step(self.run, self._env, action)
+        return await self.manager.step(self.run, self.env, action)
 
 
 class Agent(Protocol):
@@ -97,52 +77,40 @@ class TurnAgent:
 
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
+        tokenizer = session.tokenizer
         completion: Completion | None = None
         while not observation.done:
             if observation.truncated:
                 return Status.TRUNCATED
             with _RENDER:
-                context, fresh = delta(session.tokenizer, observation, completion)
+                context, fresh = delta(tokenizer, observation, completion)
             completion = await session.generate(context, fresh=fresh)
             if completion is None:
                 return Status.TRUNCATED
-            observation = await session.step(session.tokenizer.decode(completion.tokens))
+            observation = await session.step(tokenizer.decode(completion.tokens))
         return Status.DONE
 
 
 class EnvManager:
     """Runs attempts. Owns nothing of them after they end."""
 
-    def __init__(
-        self,
-        job: Job,
-        host: EnvHost,
-        proxy: Proxy,
-        rewards: RewardBackend,
-        tokenizer: Tokenizer,
-        staleness: Staleness,
-        supervisor: TaskSupervisor,
-        waits: Waits,
-        log: LogHandle,
-        agent: Agent | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._recorder = recorder
-        self._agent: Agent = agent or TurnAgent()
-        self._context_tokens = job.model.context_tokens
-        self._seed = job.seed
-        self._samplings: dict[tuple[str, float], Sampling] = {}
-        self._retries = job.rewards.retries
-        self._backoff_s = job.rewards.backoff_s
-        self._host = host
-        self._proxy = proxy
-        self._rewards = rewards
-        self._staleness = staleness
-        self._supervisor = supervisor
-        self._log = log
+    def __init__(self, context: JobContext, world: World, fleet: "Fleet", proxy: "Proxy") -> None:
+        job, limits, waits = context.job, context.job.limits, context.waits
+        self._context = context
+        self._job = job
+        self._log = context.log
         self._loop = asyncio.get_running_loop()
-        limits = job.limits
+        self._host = world.host
+        self._rewards = world.rewards
+        self._recorder = world.recorder
+        self._agent: Agent = world.agent or TurnAgent()
+        self.tokenizer = world.tokenizer
+        self._fleet = fleet
+        self._proxy = proxy
+        self._samplings: dict[tuple[str, float], Sampling] = {}
+        self._retries, self._backoff_s = job.rewards.retries, job.rewards.backoff_s
+        self._live = job.rollout.recheck == "live"
+        """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
         self._opening = waits.on("env.open", limits.open_s)
@@ -193,7 +161,7 @@ class EnvManager:
             with _AGENT:
                 status = await self._agent.play(Session(self, run, env))
         finally:
-            self._supervisor.spawn(self._close(run, env))
+            self._context.supervisor.spawn(self._close(run, env))
         if not run.turns and run.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status
@@ -225,15 +193,15 @@ class EnvManager:
         run.settle()
         turn = len(run.turns)
         prefix = run.prefix.extended(context, fresh=fresh)
-        room = self._context_tokens - prefix.length
+        room = self._job.model.context_tokens - prefix.length
         if room < 1 and not turn:
             raise EnvError(
                 f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
-                f"{self._context_tokens} for an answer: raise it, or let the environment say less"
+                f"{self._job.model.context_tokens} for an answer: raise it, or let the environment say less"
             )
         if turn >= settings.max_turns or room < 1:
             return None
-        if self._staleness.stale(run):
+        if self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._job.rollout.staleness):
             run.stop(Status.STALE, "too old before its next turn")
             await asyncio.sleep(0)  # the cancellation arrives here
         request = GenerateRequest(
@@ -248,7 +216,7 @@ class EnvManager:
             last=turn + 1 >= settings.max_turns,
         )
         if run.born is None:
-            run.born = self._staleness.serving
+            run.born = self._fleet.serving
         began_s = self._loop.time()
         completion, run.last_engine, run.cause, sent_s = await self._proxy.generate(
             request, run.order, run.last_engine, run.cause
@@ -273,7 +241,7 @@ class EnvManager:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop=settings.stop,
-            seed=self._seed,
+            seed=self._job.seed,
         )
         if room >= settings.max_tokens:
             self._samplings[key] = sampling
@@ -321,7 +289,7 @@ class EnvManager:
             with boundary(EnvError, "env.close"):
                 await self._closing.guard(run.key, env.close())
         except EnvError as error:
-            self._log.emit(schema.Warning(text=f"{run.key}: {error}", cause=run.cause))
+            self._context.warn(f"{run.key}: {error}", run.cause)
 
     def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)

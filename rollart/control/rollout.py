@@ -5,25 +5,23 @@ waits, at every swap. `feed` is called whenever room may have appeared; it never
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rollart.config.job import Job, advantage_of
+from rollart.config.job import advantage_of
 from rollart.control.affinity import AffinityDriver
 from rollart.control.attempt import Run
 from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
+from rollart.control.context import JobContext
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
+from rollart.control.world import World
 from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
-from rollart.ports import Recorder, TaskSet
 from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
@@ -36,27 +34,19 @@ class StopAsked(Exception):
 
 class Rollout:
     def __init__(
-        self,
-        job: Job,
-        task_sets: Mapping[str, TaskSet],
-        affinity: AffinityDriver,
-        manager: EnvManager,
-        fleet: Fleet,
-        supervisor: TaskSupervisor,
-        waits: Waits,
-        log: LogHandle,
-        recorder: Recorder | None = None,
+        self, context: JobContext, world: World, affinity: AffinityDriver, manager: EnvManager, fleet: Fleet
     ) -> None:
-        rollout = job.rollout
-        self._recorder = recorder
+        job, rollout, waits = context.job, context.job.rollout, context.waits
         self._job = job
+        self._log = context.log
+        self._warn = context.warn
+        self._supervisor = context.supervisor
+        self._recorder = world.recorder
         self._settings = {task.name: task for task in job.tasks}
-        self._task_sets = task_sets
+        self._task_sets = world.task_sets
         self._affinity = affinity
         self._manager = manager
         self._fleet = fleet
-        self._supervisor = supervisor
-        self._log = log
         self._loop = asyncio.get_running_loop()
         quotas = {task.name: task.quota for task in job.tasks}
         self.mix = Mix(
@@ -65,7 +55,7 @@ class Rollout:
             rollout.share_tolerance,
             quotas,
         )
-        self.health = Health([task.name for task in job.tasks], self.mix, job.limits, rollout.groups_per_step, log)
+        self.health = Health(context, self.mix)
         self.buffer = SampleBuffer(
             self.mix,
             bound=rollout.staleness,
@@ -155,15 +145,9 @@ class Rollout:
             if self._closed:
                 await self._holding.guard(group.id, self._when_open())
                 continue
-            run = Run(
-                TrajectoryId(group.id, number, member.attempt),
-                group.task,
-                group.settings,
-                group.order,
-                cause=group.cause,
-            )
+            id = TrajectoryId(group.id, number, member.attempt)
+            run = member.run = Run(id, group.task, group.settings, group.order, group.cause)
             member.attempt += 1
-            member.run = run
             self._running += 1
             try:
                 trajectory = await self._manager.run(run)
@@ -415,9 +399,6 @@ class Rollout:
         self._notify()
 
     # --- small things ---------------------------------------------------------------------------------------
-
-    def _warn(self, text: str) -> None:
-        self._log.emit(schema.Warning(text=text))
 
     def _notify(self) -> None:
         if self._changed is not None and not self._changed.done():

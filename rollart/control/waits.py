@@ -5,7 +5,8 @@ of its own. The watchdog reads the same lists to say who waits on what.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -23,15 +24,13 @@ class Waiting(NamedTuple):
     since_s: float
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
-    __slots__ = ("due_s", "expired", "since_s", "task", "who")
-
-    def __init__(self, who: str, since_s: float, due_s: float, task: "asyncio.Task[object]") -> None:
-        self.who = who
-        self.since_s = since_s
-        self.due_s = due_s
-        self.task = task
-        self.expired = False
+    who: str
+    since_s: float
+    due_s: float
+    task: "asyncio.Task[object]"
+    expired: bool = False
 
     def expire(self, next_s: float) -> None:
         """Cancel what is awaited; again, where it swallowed the last time."""
@@ -81,7 +80,8 @@ class WaitList:
             raise
         finally:
             del self._waits[wait]
-        wait.forgive()
+        if wait.expired:
+            wait.forgive()
         return result
 
     def _expire(self) -> None:
@@ -120,14 +120,12 @@ class Waits:
 
     def on(self, what: str, limit_s: float | None = None) -> WaitList:
         """The list of this name; made at its first use."""
-        found = self._lists.get(what)
-        if found is None:
-            found = self._lists[what] = WaitList(what, limit_s)
-        return found
+        return self._lists.setdefault(what, WaitList(what, limit_s))
 
     def oldest(self) -> list[Waiting]:
         """The longest wait of each kind, the longest of all first."""
-        return sorted(self._iter(), key=lambda waiting: (waiting.since_s, waiting.what))
+        found = [oldest for waits in self._lists.values() if (oldest := waits.oldest()) is not None]
+        return sorted(found, key=lambda waiting: (waiting.since_s, waiting.what))
 
     def counts(self) -> dict[str, int]:
         return {name: len(waits) for name, waits in self._lists.items() if len(waits)}
@@ -149,9 +147,3 @@ class Waits:
     def close(self) -> None:
         for waits in self._lists.values():
             waits.close()
-
-    def _iter(self) -> Iterator[Waiting]:
-        for waits in self._lists.values():
-            oldest = waits.oldest()
-            if oldest is not None:
-                yield oldest

@@ -1,9 +1,10 @@
 """A job as the policies see it: pools, task shares, affinity. The same for a real and a simulated run."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rollart.config.job import Job
-from rollart.hardware import HARDWARE, ModelShape, Pair
+from rollart.hardware import HARDWARE, Disaggregated, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import PoolOffer, stand_ins
@@ -11,7 +12,13 @@ from rollart.policy.prediction import PoolSpeed
 
 
 def offers(job: Job) -> list[PoolOffer]:
-    prefills = {pool.engines.prefill: pool.name for pool in job.pools if pool.engines and pool.engines.prefill}
+    prefilling: Counter[str] = Counter()
+    prefill_gpus: Counter[str] = Counter()
+    for pool in job.engine_pools:
+        other, engines = job.prefill_pool(pool), pool.engines
+        if other and engines and engines.prefill:
+            prefilling[other.name] += engines.count * engines.prefill.workers
+            prefill_gpus[other.name] += engines.count * engines.prefill.workers * engines.prefill.gpus
     return [
         PoolOffer(
             name=pool.name,
@@ -19,9 +26,10 @@ def offers(job: Job) -> list[PoolOffer]:
             engines=pool.engines.count if pool.engines else 0,
             most_engines=(pool.engines.most or pool.engines.count) if pool.engines else 0,
             engine_type=pool.engines.type if pool.engines else "",
-            gpus_per_engine=pool.engines.gpus if pool.engines else 1,
+            gpus_per_engine=pool.engines.decode_gpus if pool.engines else 1,
             env_slots=pool.slots or 0,
-            prefills_for=prefills.get(pool.name, ""),
+            prefill_workers=prefilling[pool.name],
+            prefill_gpus=prefill_gpus[pool.name],
         )
         for pool in job.pools
     ]
@@ -39,7 +47,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
     """`held`: by pool, the bytes of a parameter in its engines, where that is not as in `model`."""
     held = held or {}
     target = task_shares(job)
-    pairs = pairs_of(job)
+    apart = disaggregated(job)
     speeds = [
         PoolSpeed(
             name=pool.name,
@@ -50,9 +58,9 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
             max_batch=pool.engines.max_batch,
             chunk_tokens=job.sim.engine.chunk_tokens,
             overhead_s=job.sim.engine.overhead_s,
-            pair=pairs.get(pool.name),
+            disaggregated=apart.get(pool.name),
         )
-        for pool in job.serving_pools
+        for pool in job.engine_pools
         if pool.engines
     ]
     return Affinity(
@@ -65,18 +73,17 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
     )
 
 
-def pairs_of(job: Job) -> dict[str, Pair]:
-    """Of each pool whose engines are pairs: the half that prefills."""
-    pools = {pool.name: pool for pool in job.pools}
-    pairs: dict[str, Pair] = {}
-    for pool in job.pools:
-        if pool.engines is None or pool.engines.prefill is None:
-            continue
-        other = pools[pool.engines.prefill]
-        assert other.engines is not None
-        pairs[pool.name] = Pair(
-            hardware=HARDWARE[other.hardware],
-            gpus=other.engines.gpus,
-            link_bytes_per_s=pool.engines.kv_link_gb_s * 1e9,
-        )
-    return pairs
+def disaggregated(job: Job) -> dict[str, Disaggregated]:
+    """By pool, where its engines have prefill and decode apart."""
+    found: dict[str, Disaggregated] = {}
+    for pool in job.engine_pools:
+        other = job.prefill_pool(pool)
+        if other and pool.engines and (prefill := pool.engines.prefill):
+            found[pool.name] = Disaggregated(
+                hardware=HARDWARE[other.hardware],
+                gpus=prefill.gpus,
+                workers=prefill.workers,
+                decoders=prefill.decoders,
+                link_bytes_per_s=prefill.link_gb_s * 1e9,
+            )
+    return found

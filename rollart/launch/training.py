@@ -27,11 +27,11 @@ from rollart.launch.resume import Resumption
 from rollart.launch.rundir import alone, make_run_dir, write_summary
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.report.trackers import Tracking, trackers
 from rollart.store.journal import FileJournal
 
-Watch = Callable[[Summary, Callable[[], str]], Reader]
+Watch = Callable[[SummaryFold, Callable[[], str]], Reader]
 """Makes a reader of events that looks at the summary as it grows, and asks what the run waits for: the live view."""
 
 
@@ -70,7 +70,7 @@ async def _drive(
     job: Job, out: Path, work: Work, *, trains: bool = True, resume: Resumption | None, watch: Watch | None
 ) -> RunResult:
     loop = asyncio.get_running_loop()
-    summary = Summary()
+    summary = SummaryFold()
     running: list[Coordinator] = []
     known = _Known()
 

@@ -7,7 +7,8 @@ twice as long. While open only the probe counts; groups that were under way say 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from rollart.types import BreakerState
 
 MAX_WAIT_S = 600.0
 """Between two probes, however many have failed."""
@@ -97,15 +98,12 @@ class Breaker:
             circuit.probe = None
             circuit.due_s = now_s
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, BreakerState]:
         """For a checkpoint. Times are left out: whoever goes on has another clock, and may probe at once."""
-        return {
-            task: {"failures": circuit.failures, "open": circuit.open, "probes": circuit.probes}
-            for task, circuit in self._circuits.items()
-        }
+        return {task: BreakerState(one.failures, one.open, one.probes) for task, one in self._circuits.items()}
 
-    def restore(self, state: Mapping[str, Any], now_s: float) -> None:
+    def restore(self, state: Mapping[str, BreakerState], now_s: float) -> None:
         """What is in the mix stays there, also where fewer failures open it now: the next one does."""
         for task, saved in state.items():
-            failures = saved["failures"] if saved["open"] else min(saved["failures"], self._failures - 1)
-            self._circuits[task] = _Circuit(failures, saved["open"], saved["probes"], now_s)
+            failures = saved.failures if saved.open else min(saved.failures, self._failures - 1)
+            self._circuits[task] = _Circuit(failures, saved.open, saved.probes, now_s)

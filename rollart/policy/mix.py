@@ -8,7 +8,8 @@ A task that is out (see `breaker.py`) has no share; the others divide it in prop
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from rollart.types import MixState
 
 STARVING_SHARE = 0.8
 """A task of whose last groups this share went stale is starving."""
@@ -216,25 +217,18 @@ class Mix:
                 found.append((name, _ceil(lane.longest_s / version_s) if version_s > 0 else 1))
         return found
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, MixState]:
         """For a checkpoint: where each task stands. The buffer keeps living groups, the breaker who is out."""
         return {
-            name: {
-                "cursor": lane.cursor,
-                "returned": list(lane.returned),
-                "consumed": lane.consumed,
-                "skip": sorted(lane.skip),
-            }
+            name: MixState(lane.cursor, tuple(lane.returned), lane.consumed, tuple(sorted(lane.skip)))
             for name, lane in self._lanes.items()
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, MixState]) -> None:
         for name, saved in state.items():
             lane = self._lanes[name]
-            lane.cursor = saved["cursor"]
-            lane.returned = deque(saved["returned"])
-            lane.consumed = saved["consumed"]
-            lane.skip = set(saved["skip"])
+            lane.cursor, lane.consumed = saved.cursor, saved.consumed
+            lane.returned, lane.skip = deque(saved.returned), set(saved.skip)
 
 
 def oldest_first(born: Sequence[tuple[int, str]], count: int) -> list[str]:

@@ -20,8 +20,10 @@ class PoolOffer:
     engine_type: str = ""
     gpus_per_engine: int = 1
     env_slots: int = 0
-    prefills_for: str = ""
-    """The pool whose engines these are the other half of; they take no requests themselves."""
+    prefill_workers: int = 0
+    """Of engines whose prefill is apart and on this pool's devices."""
+    prefill_gpus: int = 0
+    """Of all of them together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +42,17 @@ def bindings(pools: Sequence[PoolOffer], train_pool: str, train_gpus: int) -> li
     """Every role on its pool, in the order of the job file, training last."""
     bound: list[Binding] = []
     for pool in pools:
-        if pool.engines:
-            devices = pool.engines * pool.gpus_per_engine
-            bound.append(
-                Binding(
-                    role="prefill" if pool.prefills_for else "rollout",
-                    pool=pool.name,
-                    hardware=pool.hardware.name,
-                    workers=pool.engines,
-                    devices=devices,
-                )
-            )
-        if pool.env_slots:
-            bound.append(
-                Binding(
-                    role="environments", pool=pool.name, hardware=pool.hardware.name, workers=pool.env_slots, devices=0
-                )
-            )
-        if pool.name == train_pool:
-            bound.append(
-                Binding(role="train", pool=pool.name, hardware=pool.hardware.name, workers=1, devices=train_gpus)
-            )
+        rows = [
+            ("rollout", pool.engines, pool.engines * pool.gpus_per_engine),
+            ("prefill", pool.prefill_workers, pool.prefill_gpus),
+            ("environments", pool.env_slots, 0),
+            ("train", int(pool.name == train_pool), train_gpus),
+        ]
+        bound += [
+            Binding(role=role, pool=pool.name, hardware=pool.hardware.name, workers=workers, devices=devices)
+            for role, workers, devices in rows
+            if workers
+        ]
     return bound
 
 
@@ -133,8 +125,8 @@ def _missing(demand: Demand, nodes: Sequence[Node]) -> str:
 
 
 def engine_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
-    """One spec per engine that takes requests, ids `<pool>-<number>`."""
-    return [_spec(pool, number) for pool in pools if not pool.prefills_for for number in range(pool.engines)]
+    """One spec per engine, ids `<pool>-<number>`."""
+    return [_spec(pool, number) for pool in pools for number in range(pool.engines)]
 
 
 def further_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
@@ -157,7 +149,7 @@ def stand_ins(pools: Sequence[PoolOffer]) -> dict[str, list[str]]:
 
     Alike: the ratio of compute to bandwidth, which decides whether prefill or decode is fast.
     """
-    serving = [pool for pool in pools if pool.engines and not pool.prefills_for]
+    serving = [pool for pool in pools if pool.engines]
 
     def apart(one: PoolOffer, other: PoolOffer) -> float:
         return abs(math.log(_intensity(one.hardware)) - math.log(_intensity(other.hardware)))

@@ -8,7 +8,7 @@ finish its trajectories in time? The shortest such period is the prediction. Use
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Disaggregated, Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -39,8 +39,8 @@ class PoolSpeed:
     """Prefill tokens beside one decode step."""
     overhead_s: float = 0.002
     """Each call, before its prefill."""
-    pair: Pair | None = None
-    """Where the engines are pairs: the half that prefills."""
+    disaggregated: Disaggregated | None = None
+    """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
 
     def with_engines(self, engines: int) -> "PoolSpeed":
         return replace(self, engines=engines)
@@ -102,14 +102,15 @@ def _computed(
         kept = hit if one.cached_tokens or not one.trajectories else 0.0
         held = max(0.0, one.context_tokens - one.decode_tokens / max(1.0, one.turns) / 2)
         computed[task] = one.new_tokens + again * (1.0 - kept) + kept * spans[task] * held
-        if pool.pair is not None:  # what the other half said is not in this one's cache
+        if pool.disaggregated is not None:  # what the decode workers said is not in the prefill workers' cache
             computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
     return computed
 
 
 def _hit_rate(pool: PoolSpeed, live: Mapping[str, float], profiles: Mapping[str, TaskProfile]) -> float:
     """Share of caches that survive until the next turn: all while they fit, none when half as many again want room."""
-    room = ROOM * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
+    decoders = pool.disaggregated.decoders if pool.disaggregated else 1
+    room = ROOM * decoders * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
     wanted = sum(count * profiles[task].context_tokens for task, count in live.items())
     return max(0.0, min(1.0, 1.0 - 2.0 * (wanted / max(1.0, room) - 1.0)))
 
@@ -156,25 +157,29 @@ def _lives(
     computed: Mapping[str, float],
 ) -> dict[str, float] | None:
     """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
-    model, pair = pool.model, pool.pair
-    prefill_s = prefill_s_per_token(model, (pair or pool).hardware, (pair or pool).gpus)
+    model, apart = pool.model, pool.disaggregated
+    workers, decoders = (apart.workers, apart.decoders) if apart is not None else (1, 1)
+    prefill_s = prefill_s_per_token(model, (apart or pool).hardware, (apart or pool).gpus)
     rates = {task: work[task] / (period_s * pool.engines) for task in tasks}
     prefilling = sum(
         rates[task] * (computed[task] * prefill_s + profiles[task].turns * pool.overhead_s) for task in tasks
     )
     decoded = sum(rates[task] * profiles[task].decode_tokens for task in tasks)
-    if prefilling >= 1.0:
+    if prefilling >= workers:
         return None
-    free = 1.0 if pair is not None else 1.0 - prefilling
+    free = 1.0 if apart is not None else 1.0 - prefilling
     context = (
         sum(rates[task] * profiles[task].decode_tokens * profiles[task].context_tokens for task in tasks) / decoded
     )
-    step_s, batch = _decode(pool, decoded, free, context)
+    step_s, batch = _decode(pool, decoded / decoders, free, context)
     if batch > min(pool.max_batch, kv_capacity_tokens(model, pool.hardware, pool.gpus) / max(1.0, context)):
         return None
-    beside_s = 0.0 if pair is not None else step_s * min(1.0, batch)
+    beside_s = 0.0 if apart is not None else step_s * min(1.0, batch)
     calls = [
-        (rates[task] * profiles[task].turns, _call_s(pool, profiles[task], computed[task], prefill_s, beside_s))
+        (
+            rates[task] * profiles[task].turns / workers,
+            _call_s(pool, profiles[task], computed[task], prefill_s, beside_s),
+        )
         for task in tasks
     ]
     queue = sum(rate * seconds for rate, seconds in calls)
@@ -184,7 +189,7 @@ def _lives(
     lives: dict[str, float] = {}
     for task, (_, call_s) in zip(tasks, calls, strict=True):
         one = profiles[task]
-        move_s = one.new_tokens * model.kv_bytes_per_token / pair.link_bytes_per_s if pair is not None else 0.0
+        move_s = one.new_tokens * model.kv_bytes_per_token / apart.link_bytes_per_s if apart is not None else 0.0
         lives[task] = one.elsewhere_s + one.turns * (wait_s + call_s) + move_s + one.decode_tokens * step_s / free
     return lives
 

@@ -49,22 +49,19 @@ class SimHost:
     """All environment slots of the job. A fault hits environments in the middle of a call, or else the next ones."""
 
     def __init__(self, slots: int, tasks: Mapping[str, SimTaskSettings], dice: Dice, faults: Faults) -> None:
-        self._room = asyncio.Semaphore(slots)
+        self.room = asyncio.Semaphore(slots)
         self._tasks = tasks
-        self._dice = dice
-        self._faults = faults
+        self.dice = dice
+        self.faults = faults
         self.busy: dict[Work, None] = {}
         for kind in ("env_crash", "env_hang", "env_slow"):
             faults.on(kind, lambda fault: faults.hit(fault, self.busy, strike))
         faults.on("failing_task", lambda fault: faults.break_task(fault, tuple(tasks)))
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
-        await self._room.acquire()
+        await self.room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(settings, task.domain, str(trajectory), self._dice, self._faults, self)
-
-    def release(self) -> None:
-        self._room.release()
+        return SimEnv(self, settings, task.domain, str(trajectory))
 
 
 def strike(work: Work, fault: FaultSettings) -> None:
@@ -79,18 +76,16 @@ def strike(work: Work, fault: FaultSettings) -> None:
 
 
 class SimEnv:
-    def __init__(
-        self, settings: SimTaskSettings, domain: str, key: str, dice: Dice, faults: Faults, host: SimHost
-    ) -> None:
+    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str) -> None:
+        self._host = host
+        self._dice = host.dice
+        self._faults = host.faults
         self._settings = settings
         self._domain = domain
         self._key = key
-        self._dice = dice
-        self._faults = faults
-        self._host = host
         self._open = True
         self._step = 0
-        self._turns = dice.count(settings.turns, f"{key}/turns")
+        self._turns = self._dice.count(settings.turns, f"{key}/turns")
         self._fails_at = self._unlucky(settings.failure, "failure")
         self._hangs_at = self._unlucky(settings.hang, "hang")
 
@@ -119,7 +114,7 @@ class SimEnv:
     async def close(self) -> None:
         if self._open:
             self._open = False
-            self._host.release()
+            self._host.room.release()
 
     def _observe(self, tokens: int) -> Observation:
         refused = self._faults.take("refused_observation", self._key) is not None

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from rollart.config.settings import RewardSettings
 from rollart.config.sim import FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError
-from rollart.events.log import EventLog
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work
 from rollart.types import Score, Trajectory
@@ -22,14 +21,12 @@ class SimRewards:
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
         faults: Faults,
-        log: EventLog,
     ) -> None:
         self._serverless = settings.type == "http"
         self._sim = sim
         self._tasks = tasks
         self._dice = dice
         self._faults = faults
-        self._log = log
         self._loop = asyncio.get_running_loop()
         self._warm: list[float] = []
         """When each idle instance became idle; the latest last."""

@@ -33,9 +33,11 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any, Literal, Self
+
+import msgspec
 
 from rollart.errors import JobError
 from rollart.types import Message, Observation, Task
@@ -180,57 +182,15 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
     def to_json(self) -> dict[str, Any]:
-        task, turns = self.task, self.turns
-        return {
-            "id": self.id,
-            "status": self.status,
-            "task": task_to_json(task),
-            "turns": [
-                {"context": turn.context, "text": turn.text, "tokens": turn.tokens, "reward": turn.reward}
-                for turn in turns
-            ],
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Raises ValueError where this is no episode."""
         try:
-            return cls(
-                id=str(value["id"]),
-                status=str(value["status"]),
-                task=task_from_json(value["task"]),
-                turns=tuple(
-                    EpisodeTurn(
-                        context=str(turn["context"]),
-                        text=str(turn["text"]),
-                        tokens=int(turn["tokens"]),
-                        reward=float(turn["reward"]),
-                    )
-                    for turn in value["turns"]
-                ),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not an episode: {type(error).__name__}: {error}") from error
-
-
-def task_to_json(task: Task) -> dict[str, Any]:
-    return {
-        "id": task.id,
-        "domain": task.domain,
-        "index": task.index,
-        "payload": dict(task.payload),
-        "seed": task.seed,
-    }
-
-
-def task_from_json(value: Mapping[str, Any]) -> Task:
-    return Task(
-        id=str(value["id"]),
-        domain=str(value["domain"]),
-        index=int(value["index"]),
-        payload=dict(value["payload"]),
-        seed=int(value["seed"]),
-    )
+            return msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not an episode: {error}") from error
 
 
 def score(episode: Episode) -> float:

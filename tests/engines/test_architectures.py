@@ -190,6 +190,17 @@ def test_the_engine_refuses_what_its_cache_cannot_hold() -> None:
         prove_steps_architecture(config)
 
 
+def test_the_engine_refuses_layers_with_different_numbers_of_key_heads() -> None:
+    model = adopt(plain_model("llama"))
+    network: Any = model
+    attention = network.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(32, 4 * attention.head_dim, bias=False))
+    attention.num_key_value_groups = 1
+    with pytest.raises(JobError, match=r"llama: its keys .*\(2, 8\).*\(4, 8\).* one size"):
+        kept_by(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
     for kind in ("qwen3", "qwen3-moe"):

@@ -198,6 +198,23 @@ def test_nobody_waits_for_an_answer_that_begins_like_its_prompt(make: Make) -> N
     assert ended == [second.id], "it is done long before the first, whose answer is the rest of its prompt"
 
 
+def test_a_prompt_that_is_prefilled_in_parts_is_computed_once(make: Make) -> None:
+    engine = make(plain_model("qwen3"), step_tokens=64)
+    engine.add(request(random_tokens(np.random.default_rng(0), 200), max_tokens=1, last=True))
+    drain(engine)
+    assert (engine.stats.computed_tokens, engine.stats.steps) == (200, 4)
+
+
+def test_there_are_as_many_slots_as_requests_that_wait_for_one() -> None:
+    rng = np.random.default_rng(0)
+    engine = make_engine(plain_model("qwen3"), kv_tokens=1 << 14)
+    for number in range(20):
+        engine.add(request(random_tokens(rng, 100), f"s{number}/0", max_tokens=5, last=True))
+    engine.step()
+    assert engine.num_running == 20
+    assert [slab.num_tokens for slab in engine.kv.slabs] == [20 * 128], "in one block"
+
+
 def test_the_last_turn_leaves_nothing_behind(make: Make) -> None:
     engine = make(plain_model("qwen3"))
     engine.add(request([9, 10, 11], max_tokens=3, last=True))

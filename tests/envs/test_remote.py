@@ -20,7 +20,7 @@ from rollart.ports import EnvHost
 from rollart.types import Observation
 from rollart.workers.handles import as_raised
 from rollart.workers.wire import pack, unpack
-from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
+from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
 from tests.setups import JOB, worker_setup
 
 
@@ -78,12 +78,12 @@ class Whole(RemoteEnvHost):
         await self.machines.close()
 
 
-class TestProcessesInWorkers(EnvHostContract):
+class TestProcessesInWorkers(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots), [slots]))
 
 
-class TestThreadsInWorkers(EnvHostContract):
+class TestThreadsInWorkers(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots, "inline"), [slots]))
 

@@ -1,9 +1,8 @@
-"""The store contract on shared memory; and buckets mapped ahead of a swap: sooner, but never anything else."""
+"""Buckets mapped ahead of a swap: sooner, but never anything else."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from rollart.store.buckets import Mapped
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest, WeightVersion
-from tests.contracts.store import StoreBench, StoreContract
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -29,25 +27,6 @@ def store() -> Iterator[ShmStore]:
     store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
     yield store
     store.close()
-
-
-class TestShmStore(StoreContract):
-    def play(self, work: Callable[[StoreBench], Awaitable[None]]) -> None:
-        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
-
-        def whole(manifest: WeightManifest) -> bool:
-            try:
-                return is_version(store.fetch(manifest), manifest.version)
-            except WeightError:
-                return False
-
-        async def main() -> None:
-            await work(StoreBench(store=store, put=lambda version: store.push(version, weights(version)), whole=whole))
-
-        try:
-            asyncio.run(main())
-        finally:
-            store.close()
 
 
 class Counting(ShmStore):
