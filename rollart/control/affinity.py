@@ -93,15 +93,11 @@ def needs(trajectory: Trajectory) -> TaskProfile:
 
 
 def _profile(profile: TaskProfile) -> schema.Profile:
+    tokens = ("prompt_tokens", "new_tokens", "cached_tokens", "prefill_tokens", "decode_tokens", "context_tokens")
     return schema.Profile(
-        prompt_tokens=round(profile.prompt_tokens, 1),
-        new_tokens=round(profile.new_tokens, 1),
-        cached_tokens=round(profile.cached_tokens, 1),
-        prefill_tokens=round(profile.prefill_tokens, 1),
-        decode_tokens=round(profile.decode_tokens, 1),
+        **{name: round(getattr(profile, name), 1) for name in tokens},
         decode_spread=round(profile.decode_spread, 3),
         turns=round(profile.turns, 2),
-        context_tokens=round(profile.context_tokens, 1),
         elsewhere_s=round(profile.elsewhere_s, 3),
         trajectories=profile.trajectories,
     )

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rollart.errors import BoundaryError, EnvError, NoRoom
@@ -39,16 +40,14 @@ class _Slot(NamedTuple):
     worker: EnvWorker
 
 
+@dataclass(slots=True, eq=False)
 class _WorkerPlace:
     """The place of one worker after another."""
 
-    __slots__ = ("free", "number", "size", "worker")
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.worker: EnvWorker | None = None
-        self.free = 0
+    number: int
+    size: int
+    worker: EnvWorker | None = None
+    free: int = 0
 
     def take(self) -> _Slot:
         assert self.worker is not None
