@@ -23,11 +23,11 @@ class AffinityDriver:
         self._write(affinity.first(), -1)
 
     def place(self, task: str) -> tuple[str, ...]:
-        """The pool for something that is no group of the rollout, then its stand-ins."""
+        """The pool for an episode of an evaluation, then its stand-ins."""
         return self._affinity.place(task)
 
     def admit(self, task: str) -> tuple[str, ...]:
-        """The pool for the next group of a task, then its stand-ins. Call `left` when the group needs it no more."""
+        """The pool for the next group of a task, then its stand-ins. Call `left` when the group has left it."""
         living = self._living.setdefault(task, Counter())
         order = self._affinity.place(task, living)
         living[order[0]] += 1

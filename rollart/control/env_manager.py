@@ -91,7 +91,7 @@ class TurnAgent:
 
 
 class EnvManager:
-    """Runs attempts. Owns nothing of them after they end."""
+    """Runs attempts. Keeps nothing of an attempt that has ended."""
 
     def __init__(self, context: JobContext, world: World, fleet: "Fleet", proxy: "Proxy") -> None:
         job, limits, waits = context.job, context.job.limits, context.waits

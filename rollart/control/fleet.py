@@ -142,7 +142,7 @@ class Fleet:
         self._changed(engines_up(self.pools), cause)
 
     async def watch(self) -> None:
-        """Look at the engines for ever; a background task."""
+        """Look at the engines again and again; a background task."""
         while True:
             await asyncio.sleep(self._look_s)
             for slot in self.slots.values():
@@ -210,7 +210,7 @@ class Fleet:
                     slot.restarts -= 1
                     await self._waiting.guard(slot.spec.id, self.freed.next())
                 elif isinstance(error, NoRoom) and (slot.further or any(view.up for view in self._views())):
-                    slot.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
+                    slot.restarts -= 1  # it waits for a machine while others serve: not its own failure
                 continue
             slot.view.up = slot.view.serving = True
             slot.still = 0

@@ -1,7 +1,7 @@
 """Feeds the rollout: admits groups while there is room, plays their members, settles them, and hands out batches.
 
-Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped wherever it
-waits, at every swap. `feed` is called whenever room may have appeared; it never waits.
+Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped at every
+swap, in an engine, an environment or a reward. `feed` is called whenever room may have appeared; it never waits.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class Rollout:
             self._admit_next(probed)
 
     def _admit_next(self, probed: str | None) -> None:
-        """The next group of the mix, or one that tries a task which is out of it."""
+        """The next group of the mix, or a probe of a task that is out of the mix."""
         name, index = (probed, self.mix.draw(probed)) if probed is not None else self.mix.next()
         group_id = f"g{self._next_group}r{self._incarnation}" if self._incarnation else f"g{self._next_group}"
         self._next_group += 1
@@ -120,7 +120,7 @@ class Rollout:
             self._admit(group_id, task)
 
     def _try_again_in(self, wait_s: float | None) -> None:
-        """A task is out of the mix, and may be tried again after so long."""
+        """A task is out of the mix, and may be tried again after this time."""
 
         async def wait(seconds: float) -> None:
             await asyncio.sleep(seconds)
@@ -393,6 +393,6 @@ class Rollout:
         self._begun = False
 
     def stop(self) -> None:
-        """Form no further batch: whoever waits for one gets StopAsked."""
+        """Form no further batch. Whoever waits for one gets StopAsked."""
         self._stopping = True
         self._changed.give()

@@ -1,8 +1,8 @@
-"""An EnvHost whose environments run in workers on other machines, so many slots in each.
+"""An EnvHost whose environments run in workers on other machines, each with several slots.
 
 The nearest worker is the one with most free slots. A worker that is lost takes its environments with it, each an
-EnvError of its own trajectory; it is started again in the background, and whoever wants to open one meanwhile goes
-elsewhere or waits. `service.py` is the other end.
+EnvError of its own trajectory; it is started again in the background, and an open meanwhile goes to another
+worker or waits. `service.py` is the other end.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ Launch = Callable[[int], Awaitable[EnvWorker]]
 
 
 class _Slot(NamedTuple):
-    """Room for one environment, in this worker and in no successor of it."""
+    """Room for one environment, in this worker and not in its successor."""
 
     place: "_WorkerPlace"
     worker: EnvWorker
@@ -57,7 +57,7 @@ class _WorkerPlace:
 
 
 class RemoteEnvHost:
-    """One worker for each number in `slots`, with so many slots. All are started at the first open."""
+    """One worker for each number in `slots`, which says how many it has. All are started at the first open."""
 
     def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
         self._launch = launch
@@ -78,7 +78,7 @@ class RemoteEnvHost:
                 self.release(slot)
                 if not slot.worker.gone:
                     raise
-                self.lost(slot)  # no fault of this environment: another worker takes it
+                self.lost(slot)  # not the fault of this environment: another worker takes it
                 continue
             except BaseException:
                 self._spawn(env.end())
@@ -146,7 +146,7 @@ class RemoteEnvHost:
         self._serve(place)
 
     def _fail(self, reason: str) -> None:
-        """Nobody can be served now, and it is no lack of machines: do not let them wait in silence."""
+        """Nobody can be served now, and not for lack of machines: do not let them wait in silence."""
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():

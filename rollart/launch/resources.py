@@ -141,7 +141,7 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
         raise JobError(
             "pools: the job cannot be placed. "
             + " ".join(f"{_words(found)}." for found in lacking)
-            + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
+            + " Add machines or lower the counts; `rollart pools JOB` shows everything"
             + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
         )
     if missing := devices_for(job, trains=trains).missing:

@@ -21,8 +21,8 @@ REPLAN_EVERY = 64
 MAX_OWED = 2.0
 """Groups that a pool can be owed, or owe: one that was passed over for long does not get all of them at once."""
 YOUNG = 4
-"""Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
-the first profiles make tasks look shorter than they are."""
+"""Until this many steps' worth were measured, looks come this many times as often. Short trajectories end first, so the
+first profiles make tasks look shorter than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ class Affinity:
         *,
         ahead: float = 1.5,
     ) -> None:
-        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step; `members`: of
-        each group of it. `order`: pool -> itself and
-        its stand-ins, best first. `ahead`: steps that a group may take."""
+        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step. `members`:
+        trajectories in a group of each task. `order`: pool -> itself and its stand-ins, best first. `ahead`: steps that
+        a group may take."""
         self._fixed = {task: pool for task, pool in tasks.items() if pool != "auto"}
         self._demand = dict(demand)
         self._members = dict(members)

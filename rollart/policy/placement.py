@@ -16,7 +16,7 @@ class PoolOffer:
     hardware: Hardware
     engines: int = 0
     most_engines: int = 0
-    """So many in all when machines join; `engines` of them from the start."""
+    """In all when machines join; `engines` of them from the start."""
     engine_type: str = ""
     gpus_per_engine: int = 1
     env_slots: int = 0

@@ -14,9 +14,9 @@ from rollart.policy.profile import TaskProfile
 EXHAUSTIVE = 256
 """Up to this many assignments of whole tasks are all tried; beyond, one task is moved at a time."""
 PARTS = (2, 4, 8, 16)
-"""A task is split in so many parts, coarse first."""
+"""Numbers of parts that a task is split into, coarse first."""
 CLEARLY = 0.005
-"""A move that gains less than this is none: predictions are no finer."""
+"""A move that gains less than this share is not made: predictions are not finer."""
 SPLIT_COST = 0.05
 """Added to the predicted step where a task is split: its groups come in lumps, and small parts are served unevenly."""
 
@@ -41,7 +41,7 @@ class Problem:
     _known: dict[tuple[str, tuple[tuple[str, float], ...]], Forecast] = field(default_factory=dict)
 
     def on(self, pool: PoolSpeed, work: Mapping[str, float]) -> Forecast:
-        """`work`: task -> share of it that this pool has."""
+        """`work`: task -> the share that this pool has."""
         key = (pool.name, tuple((task, share) for task, share in work.items() if share > 0.0))
         found = self._known.get(key)
         if found is None:

@@ -187,7 +187,7 @@ def _call_s(pool: PoolSpeed, one: TaskProfile, computed: float, prefill_s: float
 
 
 def _decode(pool: PoolSpeed, rate: float, free: float, context: float) -> tuple[float, float]:
-    """(seconds of a decode step, sequences in it) at which so many tokens a second come out in the `free` share of the
+    """(seconds of a decode step, sequences in it) at which `rate` tokens a second come out in the `free` share of the
     time; an infinite batch where they cannot."""
     model, hardware, gpus = pool.model, pool.hardware, pool.gpus
     step_s = decode_step_s(model, hardware, gpus, 1.0, context)

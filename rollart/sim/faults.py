@@ -18,7 +18,7 @@ AT_A_SWAP = 0.6
 
 
 LASTING = {"slow_answer": (1.0, 10.0), "full_store": (0.1, 10.0)}
-"""Of drawn faults of these kinds that share lasts so many times longer, or no limit would ever be passed."""
+"""By kind: the share of drawn faults that last longer, and by which factor. Without it no limit would be passed."""
 SEVERAL = ("bad_answer", "env", "reward", "refused")
 """Kinds that hit one to four times."""
 
@@ -70,7 +70,7 @@ class Faults:
         self._armed: dict[str, list[FaultSettings]] = {}
         self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
         self._outages: dict[tuple[str, str], float] = {}
-        """Task and which part of it (`draw` or `environment`) -> it fails until then."""
+        """Task and its part (`draw` or `environment`) -> when it stops failing."""
         self._swaps = 0
         log.read_by(self._watch)
 
@@ -105,7 +105,7 @@ class Faults:
         return bool(works)
 
     def break_task(self, fault: FaultSettings, tasks: Sequence[str]) -> bool:
-        """Let the draws or the environments of one task fail for a while, whoever lives or dies meanwhile."""
+        """Let the draws or the environments of one task fail for a while, also over restarts."""
         which, task = divmod(fault.target, len(tasks))
         part = ("draw", "environment")[which % 2]
         until_s = asyncio.get_running_loop().time() + fault.duration_s

@@ -9,7 +9,7 @@ A subclass says where the directory is and what else a version's folder holds.
 safetensors writes and maps the buckets. Invariants: a bucket never changes after its name appears; its digest (CRC-32)
 is checked on every fetch; a mapping outlives the dropping of its version; a push holds one bucket at a time, and the
 tensor after it, of tensors that are made when they are asked for (a sharded trainer's). The trainer pushes, engines
-fetch, and whoever ends the run closes.
+fetch, and the end of the run closes.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class BucketStore:
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
 
-        A tensor larger than `bucket_bytes` gets a bucket of its own. Raises StoreFull, leaving nothing of the version
-        behind: a part of one would take the room that is missing.
+        A tensor larger than `bucket_bytes` gets a bucket of its own. Raises StoreFull, and then removes what it has
+        written: a part of a version would take the room that is missing.
         """
         folder, what = self.folder(version), f"push of version {version} to {self._dir}"
         with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
@@ -138,7 +138,7 @@ class BucketStore:
         return self._claim is not None
 
     def close(self) -> None:
-        """Remove everything of this run, also what a killed process left behind; nothing of another live run."""
+        """Remove everything of this run, also what a killed process left behind. Other live runs keep theirs."""
         if self.claim() and self._claim is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._claim.release()
@@ -163,7 +163,7 @@ class BucketStore:
 
     def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
-        huggingface_hub wants all sizes first, and so all tensors."""
+        huggingface_hub wants all sizes first, which needs all tensors."""
         members: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors.items():

@@ -70,7 +70,7 @@ class FileStore(BucketStore):
         return super().push(version, self._untied(tensors), probe)
 
     def initial(self) -> Path:
-        """The initial model as a server may load it: its own directory, or an untied copy of it."""
+        """The initial model as a server may load it: its own directory, or an untied copy."""
         assert self._model_path is not None
         if not self._config.get(TIED):
             return self._model_path

@@ -55,7 +55,7 @@ def _write(path: Path, body: bytes) -> None:
                 os.fsync(file.fileno())
             os.replace(beside, path)
         except OSError:
-            beside.unlink(missing_ok=True)  # a part of it would take the room that is missing
+            beside.unlink(missing_ok=True)  # a part of the file would take the room that is missing
             raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
