@@ -8,7 +8,7 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.hardware import HARDWARE, decode_step_s
-from rollart.launch.offers import build_affinity
+from rollart.launch.pools import build_affinity
 from rollart.launch.shapes import experts_in, shape_from, shape_of
 
 torch = pytest.importorskip("torch")

@@ -19,22 +19,17 @@ def check(arguments: argparse.Namespace) -> int:
 
     from rollart.config.load import load_job, warnings
     from rollart.launch.checks import for_the_simulator, problems
-    from rollart.launch.offers import offers
-    from rollart.policy.placement import bindings
+    from rollart.launch.pools import bindings
 
     job = load_job(arguments.job, arguments.overrides)
-    bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
+    bound = bindings(job)
     simulated = for_the_simulator(job)
     wrong = [] if simulated else problems(job, arguments.out)
     if arguments.json:
-        rows = [
-            {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}
-            for b in bound
-        ]
         print_json(
             {
                 "job": job.model_dump(mode="json"),
-                "bindings": rows,
+                "bindings": [binding._asdict() for binding in bound],
                 "simulator_only": simulated,
                 "problems": wrong,
                 "warnings": warnings(job),

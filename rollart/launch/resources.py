@@ -11,9 +11,9 @@ from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
-from rollart.launch.offers import offers
+from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
-from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.policy.placement import Demand, Fit, fit
 from rollart.types import Needs, Node
 
 ENV_WORKER_CPUS = 1.0
@@ -152,7 +152,7 @@ def report(job: Job) -> dict[str, Any]:
     """All that `rollart pools` shows, as JSON values."""
     nodes = nodes_for(job)
     fits = fit(demands(job), nodes)
-    order = stand_ins(offers(job))
+    order = pool_stand_ins(job)
     devices = devices_for(job)
     return {
         "cluster": {"type": job.cluster.type, "address": job.cluster.address},

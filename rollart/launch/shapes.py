@@ -88,7 +88,8 @@ def saved_params(model_path: Path) -> int:
                 total += sum(prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise JobError(
-                f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); bring it again (git lfs pull)"
+                f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); fetch it again (git lfs "
+                "pull)"
             ) from None
     return total
 

@@ -92,7 +92,7 @@ class Breaker:
         return True
 
     def ended(self, task: str, group: str, now_s: float) -> None:
-        """A group ended in a way that says nothing about its task (stale, surplus): a probe may be made again at once."""
+        """A group ended in a way that says nothing about its task (stale, surplus): it may be probed again at once."""
         circuit = self._circuits[task]
         if circuit.probe == group:
             circuit.probe = None

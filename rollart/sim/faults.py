@@ -5,7 +5,7 @@ the `fault` event is written then. Adapters ask `take`; workers that can be kill
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
 from rollart.events import schema
@@ -93,17 +93,6 @@ class Faults:
         self.fired(fault, target)
         return fault
 
-    def hit(
-        self, fault: FaultSettings, busy: Mapping[Work, None], strike: Callable[[Work, FaultSettings], None]
-    ) -> bool:
-        """Let a fault happen to work under way, `fault.count` times. False where there is none."""
-        works = list(busy)
-        for number in range(min(fault.count, len(works))):
-            work = works[(fault.target + number) % len(works)]
-            self.fired(fault, work.key)
-            strike(work, fault)
-        return bool(works)
-
     def break_task(self, fault: FaultSettings, tasks: Sequence[str]) -> bool:
         """Let the draws or the environments of one task fail for a while, also over restarts."""
         which, task = divmod(fault.target, len(tasks))
@@ -133,6 +122,38 @@ class Faults:
         hook = self._hooks.get(fault.kind)
         if hook is None or not hook(fault):
             self._armed.setdefault(fault.kind, []).extend([fault] * fault.count)
+
+
+class Workplace:
+    """Where work is under way. A fault of these kinds hits it in the middle, or else the next work that begins."""
+
+    def __init__(self, faults: Faults, kinds: Sequence[str], strike: Callable[[Work, FaultSettings], None]) -> None:
+        self._faults = faults
+        self._kinds = kinds
+        self._strike = strike
+        self._busy: dict[Work, None] = {}
+        for kind in kinds:
+            faults.on(kind, self._hit)
+
+    async def do(self, work: Work) -> None:
+        for kind in self._kinds:
+            fault = self._faults.take(kind, work.key)
+            if fault is not None:
+                self._strike(work, fault)
+        self._busy[work] = None
+        try:
+            await work.wait()
+        finally:
+            del self._busy[work]
+
+    def _hit(self, fault: FaultSettings) -> bool:
+        """`fault.count` times. False where no work is under way."""
+        works = list(self._busy)
+        for number in range(min(fault.count, len(works))):
+            work = works[(fault.target + number) % len(works)]
+            self._faults.fired(fault, work.key)
+            self._strike(work, fault)
+        return bool(works)
 
 
 def draw_plan(chaos: ChaosSettings, seed: int) -> tuple[FaultSettings, ...]:

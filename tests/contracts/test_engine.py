@@ -113,7 +113,7 @@ class TestThreadedEngine(EngineContract):
             return store.push(version, named_weights(VERSIONS[version]))
 
         async def lose(manifest: WeightManifest) -> None:
-            (store._dir / manifest.buckets[1].name).unlink()
+            (store.directory / manifest.buckets[1].name).unlink()
 
         async def main() -> None:
             core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096)

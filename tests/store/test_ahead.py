@@ -106,7 +106,7 @@ def test_a_lost_bucket_that_was_mapped_in_time_is_no_loss_and_else_a_weight_erro
     manifest = counting.push(1, weights(1))
     ahead.stage(1)
     eventually(lambda: len(counting.early) == len(manifest.buckets))
-    (counting._dir / manifest.buckets[0].name).unlink()
+    (counting.directory / manifest.buckets[0].name).unlink()
     assert is_version(ahead.fetch(manifest), 1)
     with pytest.raises(WeightError, match="missing"):
         ahead.fetch(manifest)

@@ -39,7 +39,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStor
 
 
 def folder(store: BucketStore) -> Path:
-    return store._dir
+    return store.directory
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
