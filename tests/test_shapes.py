@@ -175,7 +175,7 @@ def test_an_engine_holds_the_model_in_its_own_precision(tmp_path: Path) -> None:
         }
     )
     shape = shape_from(LLAMA_8B)
-    speeds = {speed.name: speed.model for speed in build_affinity(job, shape, {"one": 4.0})._pools}
+    speeds = {speed.name: speed.model for speed in build_affinity(job, shape, {"one": 4.0}).pools}
     assert speeds["two"] == shape
     assert speeds["one"].weight_bytes == 2 * shape.weight_bytes
     assert speeds["one"].kv_bytes_per_token == 2 * shape.kv_bytes_per_token

@@ -164,7 +164,7 @@ class RemoteEnv:
     def __init__(self, host: RemoteEnvHost, slot: _Slot, key: str) -> None:
         self.key = key
         self._host = host
-        self._slot = slot
+        self.slot = slot
         self._closed = False
 
     async def reset(self) -> Observation:
@@ -180,7 +180,7 @@ class RemoteEnv:
         try:
             await self._call("close")
         finally:
-            self._host.release(self._slot)
+            self._host.release(self.slot)
 
     async def end(self) -> None:
         """Close it when nobody asks how that went."""
@@ -198,10 +198,10 @@ class RemoteEnv:
         return observation
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        worker = self._slot.worker
+        worker = self.slot.worker
         try:
             return await worker.call(EnvError, method, self.key, *arguments)
         except EnvError:
             if worker.gone:
-                self._host.lost(self._slot)
+                self._host.lost(self.slot)
             raise

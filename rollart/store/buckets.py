@@ -56,7 +56,7 @@ class BucketStore:
     def __init__(self, directory: Path, bucket_bytes: int, *, patience_s: float = 0.0) -> None:
         """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
         self.directory = directory
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._patience_s = patience_s
         self._claim: Claim | None = None
 
@@ -167,7 +167,7 @@ class BucketStore:
         members: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors.items():
-            if members and size + tensor.nbytes > self._bucket_bytes:
+            if members and size + tensor.nbytes > self.bucket_bytes:
                 yield members
                 members, size = {}, 0
             members[name] = tensor.contiguous()
@@ -205,9 +205,7 @@ class BucketStore:
             time.sleep(wait_s)
             wait_s *= 2
             with suppress(OSError):
-                os.listdir(
-                    (self.directory / bucket.name).parent
-                )  # or a client's cache may go on without it
+                os.listdir((self.directory / bucket.name).parent)  # or a client's cache may go on without it
 
 
 @contextmanager

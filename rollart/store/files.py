@@ -78,7 +78,7 @@ class FileStore(BucketStore):
         if folder.exists():
             return folder
         # Several engines may do so at once: each makes its own, and the first one's stays.
-        own = FileStore(self.directory / f"initial-{os.getpid()}", self._bucket_bytes, model_path=self._model_path)
+        own = FileStore(self.directory / f"initial-{os.getpid()}", self.bucket_bytes, model_path=self._model_path)
         with boundary(WeightError, f"untied copy of {self._model_path}"):
             own.push(0, StoredTensors(sorted(self._model_path.glob("*.safetensors"))))
             try:
