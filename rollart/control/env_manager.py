@@ -308,14 +308,14 @@ class EnvManager:
 
     def _trajectory(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
         run.settle()
-        versions = [turn.completion.spans for turn in run.turns]
+        born = run.turns[0].completion.spans[0].version if run.turns else None
         return Trajectory(
             id=run.id,
             task=run.task,
             turns=tuple(run.turns),
             status=status,
-            born=versions[0][0].version if versions else None,
-            oldest=min(span.version for spans in versions for span in spans) if versions else None,
+            born=born,
+            oldest=born,  # what was sampled under an older version than what came before it is refused (policy/answers)
             reward=None if score is None or status not in SCORED else score.value,
             reward_parts={} if score is None else score.parts,
             reason=reason,
