@@ -71,7 +71,7 @@ RAY_ELSEWHERE = ("tasks.N.latency", "cluster.check")
 """On Ray: of the wrapper of all hosts, as no environment is opened here; and what `tests/test_resources.py` shows."""
 
 REPORTS = ("rollart.launch.driver.facts", "rollart.report.show", "rollart.launch.checks")
-PLACES = ("rollart.launch.offers", "rollart.launch.resources")
+PLACES = ("rollart.launch.pools", "rollart.launch.resources")
 
 SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}

@@ -15,6 +15,7 @@ from rollart.config.settings import ClusterSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.launch import resources
+from rollart.launch.pools import Binding, bindings, engine_specs
 from rollart.launch.resources import demands
 from rollart.policy.placement import fit
 from rollart.types import Needs, Node
@@ -310,3 +311,36 @@ def test_an_engine_needs_the_gpus_of_all_its_workers() -> None:
     engines = {"type": "vllm", "gpus": 2, "prefill": {"workers": 2, "gpus": 3, "decoders": 4}}
     found = demands(local({"name": "apart", "hardware": "h200", "engines": engines}))
     assert found[0].needs.gpus == 4 * 2 + 2 * 3
+
+
+POOLS: list[dict[str, Any]] = [
+    {"name": "compute", "hardware": "h800", "engines": {"type": "vllm", "count": 2, "most": 4, "gpus": 4}},
+    {"name": "bandwidth", "hardware": "h20", "engines": {"type": "sglang"}},
+    {"name": "trainers", "hardware": "h200"},
+]
+
+
+def test_every_role_is_bound_to_its_pool_with_the_devices_it_takes() -> None:
+    assert bindings(local(*POOLS, pool="trainers", type="fsdp2", gpus=8)) == [
+        Binding(role="rollout", pool="compute", hardware="h800", workers=2, devices=8),
+        Binding(role="rollout", pool="bandwidth", hardware="h20", workers=1, devices=1),
+        Binding(role="train", pool="trainers", hardware="h200", workers=1, devices=8),
+        Binding(role="environments", pool="rooms", hardware="cpu", workers=1, devices=0),
+    ]
+
+
+def test_one_pool_may_have_every_role() -> None:
+    alone = local({"name": "all", "engines": {}, "slots": 4})
+    assert [binding.role for binding in bindings(alone) if binding.pool == "all"] == [
+        "rollout",
+        "environments",
+        "train",
+    ]
+
+
+def test_engines_are_named_after_their_pool_and_those_that_may_join_come_after() -> None:
+    job = local(*POOLS, pool="trainers")
+    specs = engine_specs(job)
+    assert [spec.id for spec in specs] == ["compute-0", "compute-1", "bandwidth-0"]
+    assert (specs[0].type, specs[0].hardware, specs[0].gpus) == ("vllm", "h800", 4)
+    assert [spec.id for spec in engine_specs(job, further=True)] == ["compute-2", "compute-3"]

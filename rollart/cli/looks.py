@@ -24,15 +24,15 @@ def check(arguments: argparse.Namespace) -> int:
     import yaml
 
     from rollart.launch.checks import for_the_simulator, problems
-    from rollart.launch.offers import offers
-    from rollart.policy.placement import bindings
+    from rollart.launch.pools import bindings
 
     job = load_job(arguments.job, arguments.overrides)
-    bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
+    bound = bindings(job)
     simulated = for_the_simulator(job)
     wrong = [] if simulated else problems(job, arguments.out)
     if arguments.json:
-        found = {"job": job.model_dump(mode="json"), "bindings": bound, "simulator_only": simulated}
+        rows = [binding._asdict() for binding in bound]
+        found = {"job": job.model_dump(mode="json"), "bindings": rows, "simulator_only": simulated}
         print_json({**found, "problems": wrong, "warnings": warnings(job)})
         return 2 if wrong else 0
     if wrong:

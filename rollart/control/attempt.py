@@ -43,7 +43,7 @@ class Run:
         self.key = str(self.id)
 
     def settle(self, reward: float = 0.0, env_s: float = 0.0) -> None:
-        """Book the last answer as a turn, with what the environment made of it."""
+        """Book the last answer as a turn, with the reward that the environment gave for it."""
         if self.said is not None:
             context, fresh, completion, generate_s, waited_s = self.said
             self.said = None

@@ -54,7 +54,7 @@ class GroupInProgress:
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
-        """The members that enter the baseline: those scored first in their places, and no more than it needs."""
+        """The members that enter the baseline: the first that were scored, up to `group_size`."""
         found = tuple(member.trajectory for member in self.members if member.trajectory is not None)
         return found[: self.settings.group_size]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.control.context import JobContext
+from rollart.control.waits import Signal
 from rollart.errors import (
     BoundaryError,
     ClusterError,
@@ -106,7 +107,8 @@ class Fleet:
         self._looks = waits.on("engine.progress", limits.progress_s)
         self._waiting = waits.on("newer weights")
         self._repair = repair
-        self._idle: list[asyncio.Future[None]] = []
+        self.freed = Signal()
+        """An engine may have become free to take requests."""
         self._changed = changed
         """Told the engines that are up, by pool, and the event that says so, when one came or went."""
 
@@ -124,18 +126,6 @@ class Fleet:
 
     # --- who takes requests -------------------------------------------------------------------------------
 
-    def changed(self) -> asyncio.Future[None]:
-        """Done when an engine may have become free to take requests."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle.append(future)
-        return future
-
-    def _wake(self) -> None:
-        idle, self._idle = self._idle, []
-        for future in idle:
-            if not future.done():
-                future.set_result(None)
-
     def down(self, slot: EngineSlot, reason: str) -> None:
         """Take a lost engine out of rotation, hand its requests back to be sent again, and revive it."""
         if not slot.view.up:
@@ -152,7 +142,7 @@ class Fleet:
         self._changed(engines_up(self.pools), cause)
 
     async def watch(self) -> None:
-        """Look at the engines for ever; a background task."""
+        """Look at the engines again and again; a background task."""
         while True:
             await asyncio.sleep(self._look_s)
             for slot in self.slots.values():
@@ -218,18 +208,18 @@ class Fleet:
                 self._log.emit(schema.EngineRetry(engine=slot.spec.id, reason=str(error), cause=cause))
                 if isinstance(error, VersionGone):
                     slot.restarts -= 1
-                    await self._waiting.guard(slot.spec.id, self.changed())
+                    await self._waiting.guard(slot.spec.id, self.freed.next())
                 elif isinstance(error, NoRoom) and (slot.further or any(view.up for view in self._views())):
-                    slot.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
+                    slot.restarts -= 1  # it waits for a machine while others serve: not its own failure
                 continue
             slot.view.up = slot.view.serving = True
             slot.still = 0
             self._tell(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
-            self._wake()
+            self.freed.give()
             return
         slot.gone = True
         self._log.emit(schema.EngineGone(engine=slot.spec.id, restarts=slot.restarts, cause=cause))
-        self._wake()
+        self.freed.give()
         if all(other.gone or (other.further and not other.view.up) for other in self.slots.values()):
             self._supervisor.fail(
                 JobStopped(
@@ -274,7 +264,7 @@ class Fleet:
         for slot in slots:
             slot.view.serving = slot.view.up
         self._log.emit(schema.Resume(engines=[slot.spec.id for slot in slots if slot.view.up]))
-        self._wake()
+        self.freed.give()
 
     async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         engine = slot.engine

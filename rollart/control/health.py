@@ -93,14 +93,14 @@ class Health:
         self._watch_flat(task, rewards)
 
     def group_ended(self, task: str, group: str, now_s: float) -> None:
-        """In a way that says nothing of its task."""
+        """It ended in a way that says nothing about its task."""
         self._breaker.ended(task, group, now_s)
 
     def batch_formed(self) -> None:
         self._tallies = {task: _Tally() for task in self._tasks}
 
     def swapped(self, version_s: float, bound: int) -> None:
-        """A version was served for so long, under this bound."""
+        """A version was served for `version_s`, under this bound."""
         for task, needed in self._mix.starving(version_s):
             if task not in self._told_starving:
                 self._told_starving[task] = None
@@ -134,7 +134,7 @@ class Health:
         return "; ".join(told) or "nothing was played"
 
     def last_words(self, filtered: int, batches: int) -> str:
-        """Why the job stops, after so many filtered groups and short batches."""
+        """Why the job stops, after this many filtered groups and short batches."""
         if self.hopeless:
             return f"no task is left, and none came back when it was tried again: {self.why()}"
         return (

@@ -69,7 +69,7 @@ class Proxy:
                 break
             if all(slot.gone for slot in fleet.slots.values()):
                 raise EngineError("no engine is left")
-            await self._queueing.guard(request.id, fleet.changed())
+            await self._queueing.guard(request.id, fleet.freed.next())
         view = route.engine
         self._log.emit(
             schema.Send(

@@ -1,7 +1,7 @@
 """Feeds the rollout: admits groups while there is room, plays their members, settles them, and hands out batches.
 
-Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped wherever it
-waits, at every swap. `feed` is called whenever room may have appeared; it never waits.
+Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped at every
+swap, in an engine, an environment or a reward. `feed` is called whenever room may have appeared; it never waits.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
+from rollart.control.waits import Signal
 from rollart.control.world import World
 from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
@@ -84,8 +85,9 @@ class Rollout:
         self._sated = False
         """Bound 0 and the batch is formed: what starts now would be too old for the next one."""
         self._swapped_s = self._loop.time()
-        self._changed: asyncio.Future[None] | None = None
-        self._opened: list[asyncio.Future[None]] = []
+        self._changed = Signal()
+        """A batch may be formed now, or the last attempt has ended."""
+        self._opened = Signal()
         self._reopened: list[OpenGroup] = []
         self._superseded: list[tuple[str, Task]] = []
 
@@ -102,7 +104,7 @@ class Rollout:
             self._admit_next(probed)
 
     def _admit_next(self, probed: str | None) -> None:
-        """The next group of the mix, or one that tries a task which is out of it."""
+        """The next group of the mix, or a probe of a task that is out of the mix."""
         name, index = (probed, self.mix.draw(probed)) if probed is not None else self.mix.next()
         group_id = f"g{self._next_group}r{self._incarnation}" if self._incarnation else f"g{self._next_group}"
         self._next_group += 1
@@ -113,12 +115,12 @@ class Rollout:
         except TaskError as error:
             self.mix.not_drawn(name)
             self._try_again_in(self.health.draw_failed(name, index, group_id, str(error), self._loop.time()))
-            self._notify()
+            self._changed.give()
         else:
             self._admit(group_id, task)
 
     def _try_again_in(self, wait_s: float | None) -> None:
-        """A task is out of the mix, and may be tried again after so long."""
+        """A task is out of the mix, and may be tried again after this time."""
 
         async def wait(seconds: float) -> None:
             await asyncio.sleep(seconds)
@@ -143,7 +145,7 @@ class Rollout:
         """One member of a group, attempt after attempt, until it is scored or the group needs it no more."""
         while group.id in self.buffer.in_progress:
             if self._closed:
-                await self._holding.guard(group.id, self._when_open())
+                await self._holding.guard(group.id, self._opened.next())
                 continue
             id = TrajectoryId(group.id, number, member.attempt)
             run = member.run = Run(id, group.task, group.settings, group.order, group.cause)
@@ -154,7 +156,7 @@ class Rollout:
             finally:
                 self._running -= 1
                 if not self._running:
-                    self._notify()
+                    self._changed.give()
             self._affinity.measure(trajectory)
             if trajectory.status is Status.FAILED:
                 self.health.attempt_failed(group.task.domain, trajectory.reason)
@@ -189,7 +191,7 @@ class Rollout:
                     )
                     self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
                     self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
-                self._notify()
+                self._changed.give()
             case Verdict.STALE:
                 self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
             case Verdict.FAILED:
@@ -228,7 +230,7 @@ class Rollout:
                     f"{self._refills} groups were filtered for one batch; it will be formed with what is there: "
                     + self.health.why()
                 )
-        self._notify()
+        self._changed.give()
 
     # --- age ------------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Rollout:
         self.slots.swapped()
         self.health.swapped(version_s, self._bound)
         self.feed()
-        self._notify()
+        self._changed.give()
 
     def _sweep(self, cause: int) -> None:
         """Stop the groups under way that are too old: in an engine, an environment or a reward."""
@@ -279,7 +281,7 @@ class Rollout:
                     groups = self._short_batch()
             if groups is not None:
                 return self._formed(step, groups)
-            await self._filling.guard(f"step {step}", self._when_changed())
+            await self._filling.guard(f"step {step}", self._changed.next())
 
     def _short_batch(self) -> list[Group]:
         groups = self.buffer.form(short=True)
@@ -324,14 +326,11 @@ class Rollout:
         """Close admission and wait until no attempt runs."""
         self._closed = True
         while self._running:
-            await self._draining.guard(f"{self._running} trajectories", self._when_changed())
+            await self._draining.guard(f"{self._running} trajectories", self._changed.next())
 
     def reopen(self) -> None:
         self._closed = False
-        opened, self._opened = self._opened, []
-        for future in opened:
-            if not future.done():
-                future.set_result(None)
+        self._opened.give()
         self.feed()
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -394,22 +393,6 @@ class Rollout:
         self._begun = False
 
     def stop(self) -> None:
-        """Form no further batch: whoever waits for one gets StopAsked."""
+        """Form no further batch. Whoever waits for one gets StopAsked."""
         self._stopping = True
-        self._notify()
-
-    # --- small things ---------------------------------------------------------------------------------------
-
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    def _when_changed(self) -> asyncio.Future[None]:
-        if self._changed is None or self._changed.done():
-            self._changed = self._loop.create_future()
-        return self._changed
-
-    def _when_open(self) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._opened.append(future)
-        return future
+        self._changed.give()

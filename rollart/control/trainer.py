@@ -2,8 +2,8 @@
 
 Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and
 is given the batches since then in order, under the same version numbers; then it goes on where it was. So is one that
-asks for it (StartAgain), but that is no failure and does not count as one. A trainer that finds no room to write is not
-lost: what it was to write is tried again.
+asks for it (StartAgain), which does not count as a failure. A trainer that finds no room to write is not lost: the
+write is tried again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
 T = TypeVar("T")
 IDLE_STEPS = 5
-"""After so many steps in a row without a token to train on the user is told."""
+"""Steps in a row without a token to train on, after which the user is told."""
 
 
 class TrainerDriver:

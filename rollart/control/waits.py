@@ -16,6 +16,25 @@ class Expired(TimeoutError):
     """A wait of ours was over its limit: what was awaited was given up, and may be well."""
 
 
+class Signal:
+    """Lets everyone go on who waits for it now; whoever waits later waits for the next time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def next(self) -> "asyncio.Future[None]":
+        """Done when it is given next."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
+
+    def give(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
 class Waiting(NamedTuple):
     """One wait, for a report."""
 

@@ -2,7 +2,7 @@
 
 A wrapper around the ports, for the `sync` mode (`rollout.stepping: batched`). Results of reset and step are held
 until every open environment has one; rewards start when no environment is open. The circle shrinks when one
-closes, so a dead environment blocks nobody for ever; a slow one blocks everybody, which is what is being compared.
+closes, so a dead environment does not block the others; a slow one does, which is what is being compared.
 """
 
 import asyncio

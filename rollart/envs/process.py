@@ -50,7 +50,7 @@ class ProcessEnvHost:
         except EnvError as error:
             if not isinstance(error.__cause__, WorkerGone):
                 raise
-            # an idle worker may have died since its last user: that is no fault of this environment
+            # an idle worker may have died since its last user: not the fault of this environment
             return await self._open(task)
 
     async def _open(self, task: Task) -> "ProcessEnv":

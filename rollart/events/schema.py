@@ -362,8 +362,7 @@ class StoreRoom(Event, tag="store.room", kw_only=True):
 class Warning(Event, tag="warning", kw_only=True):
     """Not fatal, worth reading.
 
-    By: control/rollout, control/health, control/env_manager, control/weights, control/trainer, control/room,
-        control/watchdog, launch/training
+    By: control/context, control/weights, launch/training
     Cause: from env_manager: the attempt's last event; from room and watchdog: `store.full` and `lagging`
     """
 

@@ -25,7 +25,7 @@ from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE
-from rollart.launch.offers import task_shares
+from rollart.launch.pools import task_shares
 from rollart.report.audit import Audit
 from rollart.report.fold import SummaryFold
 from rollart.report.summary import Summary

@@ -14,10 +14,10 @@ from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
-from rollart.launch.offers import build_affinity, offers
+from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
-from rollart.policy.placement import Demand, engine_specs, further_specs
+from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
@@ -100,7 +100,7 @@ def real_world(
     held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
     world = World(
         cluster=cluster,
-        engines=tuple(engine_specs(offers(job))),
+        engines=engine_specs(job),
         host=host,
         rewards=rewards,
         tokenizer=tokenizer,
@@ -108,7 +108,7 @@ def real_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
-        further_engines=tuple(further_specs(offers(job))),
+        further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
 
@@ -146,7 +146,7 @@ def _workers(
 
 def _most_wanted(job: Job) -> list[Demand]:
     """With the engines that may join."""
-    most = {offer.name: offer.most_engines for offer in offers(job)}
+    most = {pool.name: pool.engines.most or pool.engines.count for pool in job.engine_pools if pool.engines}
     return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
 
 

@@ -10,9 +10,9 @@ from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
-from rollart.launch.offers import offers
+from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
-from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.policy.placement import Demand, Fit, fit
 from rollart.report import reports
 from rollart.report.reports import PoolsReport
 from rollart.types import Needs, Node
@@ -142,7 +142,7 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
         raise JobError(
             "pools: the job cannot be placed. "
             + " ".join(f"{_words(found)}." for found in lacking)
-            + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
+            + " Add machines or lower the counts; `rollart pools JOB` shows everything"
             + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
         )
     if missing := devices_for(job, trains=trains).missing:
@@ -153,7 +153,7 @@ def report(job: Job) -> PoolsReport:
     """All that `rollart pools` shows."""
     nodes = nodes_for(job)
     fits = fit(demands(job), nodes)
-    order = stand_ins(offers(job))
+    order = pool_stand_ins(job)
     devices = devices_for(job)
     return PoolsReport(
         cluster=reports.Cluster(job.cluster.type, job.cluster.address),

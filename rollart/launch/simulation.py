@@ -21,9 +21,8 @@ from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.offers import build_affinity, disaggregated, offers
+from rollart.launch.pools import build_affinity, disaggregated, engine_specs
 from rollart.launch.rundir import make_run_dir, write_summary
-from rollart.policy.placement import engine_specs, further_specs
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
@@ -154,7 +153,7 @@ def simulated_world(
     )
     return World(
         cluster=cluster,
-        engines=tuple(engine_specs(offers(job))),
+        engines=engine_specs(job),
         host=host,
         rewards=rewards,
         tokenizer=SimTokenizer(),
@@ -162,5 +161,5 @@ def simulated_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, MODELS[sim.model]),
-        further_engines=tuple(further_specs(offers(job))),
+        further_engines=engine_specs(job, further=True),
     )

@@ -38,7 +38,7 @@ Watch = Callable[[SummaryFold, Callable[[], str]], Reader]
 WRITE_S = 1.0
 """Between two writes of new events to their file."""
 WAITS_SHOWN = 3
-"""The longest wait of so many kinds."""
+"""Kinds of waits of which the longest is shown."""
 
 
 def train(job: Job, out: Path, *, resume: Resumption | None = None, watch: Watch | None = None) -> RunResult:
@@ -159,7 +159,7 @@ def _harmless(reader: Reader) -> Reader:
         if well:
             try:
                 reader(event)
-            except Exception as error:  # the boundary to whoever watches
+            except Exception as error:  # the boundary to the display
                 well = False
                 say(f"rollart: the display broke and is off, the run goes on: {type(error).__name__}: {error}")
 

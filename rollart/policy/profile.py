@@ -46,7 +46,7 @@ class TaskProfile:
     """How many the average is of."""
 
     def straggle(self, members: int) -> float:
-        """How much longer than its mean trajectory the slowest of so many takes: about, from the spread of tokens."""
+        """About how much longer the slowest of `members` takes than the mean trajectory, from the spread of tokens."""
         return 1.0 + self.decode_spread * math.sqrt(math.log(max(1, members)))
 
     @property

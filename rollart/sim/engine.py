@@ -233,7 +233,7 @@ class SimEngine:
         self._died(self.spec.id)
 
     def hang(self, *, fronted: bool = False) -> None:
-        """It stops computing, for ever; nobody is told. `fronted`: it still answers, but to requests."""
+        """It stops computing, and nobody is told. `fronted`: it still answers everything but requests."""
         self._advance()
         self.hung, self.fronted = True, fronted
         self._cancel_timer()
@@ -243,7 +243,7 @@ class SimEngine:
         return list(self._active)
 
     def slow(self, request_id: str, seconds: float) -> str:
-        """One answer takes so much longer. Returns whose it is."""
+        """One answer takes this much longer. Returns whose it is."""
         sequence = self._active[request_id]
         sequence.slow_s += seconds
         return sequence.request.session
@@ -333,7 +333,7 @@ class SimEngine:
         return math.inf
 
     def _drop(self, sequence: SimSequence) -> None:
-        """Take an aborted sequence out of wherever it is."""
+        """Take out an aborted sequence."""
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         elif sequence.target >= 0:
@@ -487,7 +487,7 @@ class SimEngine:
 
 
 def _spoilt(completion: Completion, way: int) -> Completion:
-    """An answer as no well engine gives it."""
+    """An answer that only a broken engine gives."""
     last = completion.spans[-1]
     match way % 4:
         case 0:

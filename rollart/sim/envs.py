@@ -8,7 +8,7 @@ import numpy as np
 from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
-from rollart.sim.faults import Faults, Work
+from rollart.sim.faults import Faults, Work, Workplace
 from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
 
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -46,16 +46,14 @@ class SimTaskSet:
 
 
 class SimHost:
-    """All environment slots of the job. A fault hits environments in the middle of a call, or else the next ones."""
+    """All environment slots of the job."""
 
     def __init__(self, slots: int, tasks: Mapping[str, SimTaskSettings], dice: Dice, faults: Faults) -> None:
         self.room = asyncio.Semaphore(slots)
         self._tasks = tasks
         self.dice = dice
         self.faults = faults
-        self.busy: dict[Work, None] = {}
-        for kind in ("env_crash", "env_hang", "env_slow"):
-            faults.on(kind, lambda fault: faults.hit(fault, self.busy, strike))
+        self.work = Workplace(faults, ("env_crash", "env_hang", "env_slow"), _strike)
         faults.on("failing_task", lambda fault: faults.break_task(fault, tuple(tasks)))
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
@@ -64,7 +62,7 @@ class SimHost:
         return SimEnv(self, settings, task.domain, str(trajectory))
 
 
-def strike(work: Work, fault: FaultSettings) -> None:
+def _strike(work: Work, fault: FaultSettings) -> None:
     """Let an environment fault happen to work under way."""
     match fault.kind:
         case "env_crash":
@@ -129,12 +127,4 @@ class SimEnv:
         work = Work(self._key, seconds)
         if self._hangs_at == self._step:
             work.hang()
-        for kind in ("env_crash", "env_hang", "env_slow"):
-            fault = self._faults.take(kind, self._key)
-            if fault is not None:
-                strike(work, fault)
-        self._host.busy[work] = None
-        try:
-            await work.wait()
-        finally:
-            del self._host.busy[work]
+        await self._host.work.do(work)

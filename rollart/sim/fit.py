@@ -256,7 +256,9 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
             for event in read_events(run / "events.jsonl"):
                 fit.read(event)
         except OSError as error:
-            raise JobError(f"{run}: is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
+            raise JobError(
+                f"{run}: is not a run directory ({error.strerror}); give one, such as runs/NAME-TIME"
+            ) from None
     assert fit is not None
     return fit
 

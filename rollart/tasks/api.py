@@ -99,7 +99,7 @@ class TaskSet(ABC):
         """A new environment for this problem; randomness only from `task.seed`."""
 
     def key(self, payload: Mapping[str, Any]) -> Any:
-        """What makes a problem the same problem; equal keys fall into the same split. Default: all of it."""
+        """What makes a problem the same problem; equal keys fall into the same split. Default: the whole payload."""
         return payload
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
@@ -186,7 +186,7 @@ class Episode:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError where this is no episode."""
+        """Raises ValueError where this is not an episode."""
         try:
             return msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
@@ -213,7 +213,7 @@ def as_observation(value: object) -> Observation:
         raise ValueError(f"returned messages that are {_short(value.messages)}; give a tuple of Message")
     for message in value.messages:
         if not isinstance(message.content, str) or not isinstance(message.role, str):
-            raise ValueError(f"returned a message that is no text: {_short(message.content)}")
+            raise ValueError(f"returned a message that is not text: {_short(message.content)}")
     if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
     if not isinstance(value.info, Mapping):

@@ -56,7 +56,7 @@ def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, 
 
 
 def main(use: str, seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
-    """In the child of `fatal_call`, which hears nothing of what is said there."""
+    """In the child of `fatal_call`. What is printed here is thrown away."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")

@@ -20,7 +20,7 @@ from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
 from tests.engines.fake_sglang import KEY, FakeSglang
-from tests.engines.reference import make_engine, plain_model
+from tests.engines.reference import NO_EOS, make_engine, plain_model
 from tests.engines.remote import CONTEXT_TOKENS, Versions
 from tests.sim.engines import Bench, run
 
@@ -116,11 +116,10 @@ class TestThreadedEngine(EngineContract):
             return store.push(version, named_weights(VERSIONS[version]))
 
         async def lose(manifest: WeightManifest) -> None:
-            (store._dir / manifest.buckets[1].name).unlink()
+            (store.directory / manifest.buckets[1].name).unlink()
 
         async def main() -> None:
-            core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096)
-            core._eos = frozenset()  # answers end by length, so that long ones are long
+            core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096, eos=NO_EOS)
             if self.ahead:
                 fetched = FetchAhead(store)
                 engine = ThreadedEngine(core, fetch=fetched.fetch, stage=fetched.stage, spent_s=fetched.spent_s)

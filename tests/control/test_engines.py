@@ -430,6 +430,23 @@ def test_a_stage_that_fails_takes_that_engine_down_and_no_other() -> None:
     assert "stage: RuntimeError: cannot map memory" in played.one(schema.EngineDown).reason
 
 
+@pytest.mark.parametrize("pushed", [0, 2])
+def test_an_engine_that_comes_back_stages_what_is_on_its_way(pushed: int) -> None:
+    """And nothing before there is anything."""
+    scene = Scene(scene_job(train__steps=4))
+
+    def due(event: Event) -> bool:
+        return (
+            event.version == pushed if isinstance(event, schema.Push) else not pushed and isinstance(event, schema.Send)
+        )
+
+    scene.when(due, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished, played.error
+    _, successor = scene.engines["fast-0"]
+    assert successor.staged[0] == max(1, pushed)
+
+
 def test_a_stage_that_fails_while_an_engine_comes_back_costs_a_restart_and_not_the_job() -> None:
     scene = Scene(scene_job(train__steps=6))
 

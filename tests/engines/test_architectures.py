@@ -22,7 +22,7 @@ from transformers import (
 
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.engine import EmbeddedEngine, make_backend
-from rollart.engines.embedded.steps import prove_steps, prove_steps_architecture
+from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
 from rollart.model.agreement import prove
 from rollart.model.network import _known_cause, adopt, load_model, packed_logprobs, prove_packed_architecture

@@ -48,7 +48,7 @@ class TestLocalEngine(Given, EngineContract):
                     return store.push(version, weights)
 
                 async def lose(manifest: WeightManifest) -> None:
-                    (store._dir / manifest.buckets[0].name).unlink()
+                    (store.directory / manifest.buckets[0].name).unlink()
 
                 engine = await cluster.engine(SPEC)
                 await work(

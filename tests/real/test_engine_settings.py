@@ -75,7 +75,7 @@ def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path
         real = real_world(build_job(job(own)), out, FileJournal(out / "journal"))
         try:
             assert isinstance(real.world.cluster, LocalCluster)
-            return real.world.cluster._setup.stop_tokens
+            return real.world.cluster.setup.stop_tokens
         finally:
             await real.close()
 

@@ -12,9 +12,8 @@ from rollart.config.settings import Spread
 from rollart.errors import EngineError, JobError, RequestError
 from rollart.hardware import HARDWARE, MODELS, Disaggregated, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.launch.checks import check_supported
-from rollart.launch.offers import offers
+from rollart.launch.pools import bindings
 from rollart.launch.simulation import simulate
-from rollart.policy.placement import bindings
 from tests.sim.engines import Bench, ask, now, run
 
 MODEL = MODELS["qwen3-8b"]
@@ -228,7 +227,7 @@ def test_a_pool_can_prefill_for_itself_and_have_engines_that_do_both() -> None:
     found = result.summary.pools
     assert (found["both"].gpus, found["alone"].gpus) == (1 + 2 + 1, 1)
     assert found["alone"].tokens > 0
-    rows = bindings(offers(job(pools=pools)), "both", 8)
+    rows = bindings(job(pools=pools, train={"steps": 4, "gpus": 8, "type": "fsdp2"}))
     assert [(row.role, row.pool, row.workers, row.devices) for row in rows] == [
         *(("rollout", "both", 1, 1), ("prefill", "both", 2, 3), ("train", "both", 1, 8)),
         *(("rollout", "alone", 1, 1), ("environments", "environments", 64, 0)),

@@ -151,7 +151,7 @@ def test_a_run_in_lockstep_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "fit", str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     assert main(["sim", "fit"]) == 2
     assert "no run is named" in capsys.readouterr().err
 

@@ -1,38 +1,67 @@
-"""A job as the policies see it: pools, task shares, affinity. The same for a real and a simulated run."""
+"""A job's pools as policies and reports see them: engines, roles, task shares, affinity. The same for a real and a
+simulated run."""
 
-from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rollart.config.job import Job
 from rollart.hardware import HARDWARE, Disaggregated, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
-from rollart.policy.placement import PoolOffer, stand_ins
+from rollart.policy.placement import stand_ins
 from rollart.policy.prediction import PoolSpeed
+from rollart.types import EngineSpec
 
 
-def offers(job: Job) -> list[PoolOffer]:
-    prefilling: Counter[str] = Counter()
-    prefill_gpus: Counter[str] = Counter()
-    for pool in job.engine_pools:
-        other, engines = job.prefill_pool(pool), pool.engines
-        if other and engines and engines.prefill:
-            prefilling[other.name] += engines.count * engines.prefill.workers
-            prefill_gpus[other.name] += engines.count * engines.prefill.workers * engines.prefill.gpus
-    return [
-        PoolOffer(
-            name=pool.name,
-            hardware=HARDWARE[pool.hardware],
-            engines=pool.engines.count if pool.engines else 0,
-            most_engines=(pool.engines.most or pool.engines.count) if pool.engines else 0,
-            engine_type=pool.engines.type if pool.engines else "",
-            gpus_per_engine=pool.engines.decode_gpus if pool.engines else 1,
-            env_slots=pool.slots or 0,
-            prefill_workers=prefilling[pool.name],
-            prefill_gpus=prefill_gpus[pool.name],
+class Binding(NamedTuple):
+    """A role and where it runs."""
+
+    role: str
+    """`rollout`, `prefill`, `environments`, `train`."""
+    pool: str
+    hardware: str
+    workers: int
+    devices: int
+
+
+def bindings(job: Job) -> list[Binding]:
+    """Every role on its pool, in the order of the job file."""
+    found: list[Binding] = []
+    for pool in job.pools:
+        engines = pool.engines.count if pool.engines else 0
+        decode_gpus = engines * pool.engines.decode_gpus if pool.engines else 0
+        served = [other.engines for other in job.engine_pools if other.engines and job.prefill_pool(other) is pool]
+        prefilling = [(each.count * each.prefill.workers, each.prefill.gpus) for each in served if each.prefill]
+        rows = [
+            ("rollout", engines, decode_gpus),
+            ("prefill", sum(workers for workers, _ in prefilling), sum(workers * gpus for workers, gpus in prefilling)),
+            ("environments", pool.slots or 0, 0),
+            ("train", int(pool is job.train_pool), job.train.gpus),
+        ]
+        found += [
+            Binding(role, pool.name, pool.hardware, workers, devices) for role, workers, devices in rows if workers
+        ]
+    return found
+
+
+def engine_specs(job: Job, *, further: bool = False) -> tuple[EngineSpec, ...]:
+    """One for each engine that the job begins with, or for each that may join; ids `<pool>-<number>`."""
+    return tuple(
+        EngineSpec(
+            id=f"{pool.name}-{number}",
+            pool=pool.name,
+            type=engines.type,
+            hardware=pool.hardware,
+            gpus=engines.decode_gpus,
         )
-        for pool in job.pools
-    ]
+        for pool in job.engine_pools
+        if (engines := pool.engines) is not None
+        for number in (range(engines.count, engines.most or 0) if further else range(engines.count))
+    )
+
+
+def pool_stand_ins(job: Job) -> dict[str, list[str]]:
+    return stand_ins({pool.name: HARDWARE[pool.hardware] for pool in job.engine_pools})
 
 
 def task_shares(job: Job) -> dict[str, float]:
@@ -68,7 +97,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
         {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
         {task.name: task.group_size for task in job.tasks},
         speeds,
-        stand_ins(offers(job)),
+        pool_stand_ins(job),
         ahead=job.rollout.staleness + 0.5,
     )
 
