@@ -32,6 +32,7 @@ from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch.worker import build
 from rollart.model import network as model
+from rollart.model import scoring
 from rollart.ports import Trainer
 from rollart.store.shm import ShmStore
 from rollart.train import fsdp2
@@ -200,7 +201,7 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
 @pytest.mark.parametrize("rows", [100_000, 5], ids=["whole", "chunks"])
 def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the vocabulary projection is computed in chunks, with weights that come and go."""
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows * VOCAB)
+    monkeypatch.setattr(scoring, "LOGITS_PER_CHUNK", rows * VOCAB)
 
     async def work() -> None:
         settings = settings_in(tmp_path)
