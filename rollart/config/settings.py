@@ -367,7 +367,24 @@ class TrainSettings(Settings):
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: FromNextStep[NonNegative] = 0.0
     microbatch_tokens: Anytime[Count] = 4096
-    bf16: Annotated[bool, Fixed("the checkpoint holds its master weights by it")] = False
+    """Tokens computed in one forward and backward pass. A longer sample is computed alone."""
+    bf16: Annotated[bool | None, Fixed("the checkpoint holds its master weights by it")] = None
+    """Compute in bfloat16; gradients add up in float32. Default: on a GPU, not on a CPU."""
+    master: Anytime[Literal["float32", "stochastic"]] = "float32"
+    """With `bf16`: what updates are added to. `float32`: copies of the weights in float32. `stochastic`: the bfloat16
+    weights themselves, rounded at random, which takes 4 bytes a weight less; rounding to the nearest would lose small
+    updates. Refused with `fsdp2`, whose weights are float32."""
+    moments: Anytime[Literal["float32", "bfloat16"]] = "float32"
+    """What Adam's moments are kept in. `bfloat16` is rounded at random, and takes 4 bytes a weight less."""
+    offload: Anytime[Literal["none", "optimizer"]] = "none"
+    """`optimizer`: moments and float32 copies of weights are in the host's memory, pinned, and visit the GPU at each
+    update. Refused with `fsdp2`, and on a CPU."""
+    recompute: Anytime[Literal["none", "selective", "full"] | None] = None
+    """Layers whose activations are computed again in the backward pass, and not kept: none, every second, all. Default:
+    on a GPU the first of these whose activations of `microbatch_tokens` should fit its memory; on a CPU none."""
+    compile: Anytime[Literal["auto", "on", "off"]] = "auto"
+    """Compile the layers, which takes a minute at the start. `auto`: on a GPU, where the model has 50 million weights
+    or more, and no experts. What cannot be compiled runs as it is, with a warning."""
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
@@ -393,6 +410,30 @@ class TrainSettings(Settings):
         if self.reference is not None and not self.kl_coef:
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
+
+    @model_validator(mode="after")
+    def _memory_is_read(self) -> Self:
+        """Refuses what would save no memory."""
+        if self.master == "stochastic" and not self.uses_bf16:
+            raise ValueError(
+                "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
+                "remove it"
+            )
+        for key in ("master", "offload"):
+            if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
+        if self.offload != "none" and not self.on_gpu:
+            raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
+        return self
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def uses_bf16(self) -> bool:
+        """The `bf16` in force."""
+        return self.on_gpu if self.bf16 is None else self.bf16
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -445,10 +445,10 @@ class _Room:
 
 def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Room]:
     """What the job will hold on each disk at a time, at least. `params`: those trained, 0 where that is unknown."""
-    checkpoint = params * (14 if job.train.bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
+    checkpoint = params * (14 if job.train.uses_bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
     kept = 1 if resume else job.checkpoint.keep + 1  # a new one is whole before an old one goes
     rooms: list[_Room] = []
-    versions = params * (2 if job.train.bf16 else 4) * WEIGHT_VERSIONS
+    versions = params * (2 if job.train.uses_bf16 else 4) * WEIGHT_VERSIONS
     if out is not None:
         weights = versions if job.weights.type == "files" and job.weights.path is None else 0
         fix = "free some, give another disk, or lower checkpoint.keep"

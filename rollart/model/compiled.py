@@ -5,7 +5,6 @@ code runs uncompiled, with a warning in the log.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-log = logging.getLogger(__name__)
+from rollart.errors import JobError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 WORTH_PARAMETERS = 50_000_000
@@ -52,10 +51,13 @@ def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
     """`train.compile: auto`. Experts are looped over as the data says, and each case would be compiled by itself."""
     size = sum(param.numel() for param in model.parameters())
     experts = getattr(model.config.get_text_config(), "num_experts", None) or 0
-    return device.type == "cuda" and size >= WORTH_PARAMETERS and not experts
+    layers = hasattr(model.base_model, "layers")
+    return device.type == "cuda" and size >= WORTH_PARAMETERS and layers and not experts
 
 
-def run_layers(model: PreTrainedModel, *, recompute: str = "none", compile_: bool = False) -> None:
+def run_layers(
+    model: PreTrainedModel, *, recompute: str = "none", compile_: bool = False, dynamic: bool | None = None
+) -> None:
     """Let the layers run compiled, and compute what every so manieth one needs for its backward pass when that comes.
 
     Each layer gets a `forward` of its own. Hooks, such as those that gather a sharded layer's weights, stay outside.
@@ -63,9 +65,15 @@ def run_layers(model: PreTrainedModel, *, recompute: str = "none", compile_: boo
     if compile_:
         allow_fallback()
     every = EVERY[recompute]
-    for number, layer in enumerate(cast(nn.ModuleList, model.base_model.layers)):
+    layers = cast(nn.ModuleList, getattr(model.base_model, "layers", ()))
+    if not layers and (every or compile_):
+        raise JobError(
+            f"train.{'compile' if compile_ else 'recompute'}: the layers of {model.config.model_type} are not where "
+            "they are looked for (`layers` of its base model); remove it, or choose another model"
+        )
+    for number, layer in enumerate(layers):
         layer.__dict__.pop("forward", None)
-        forward = torch.compile(layer.forward) if compile_ else layer.forward
+        forward = torch.compile(layer.forward, dynamic=dynamic) if compile_ else layer.forward
         if every and number % every == 0:
             forward = _recomputed(forward)
         if forward is not layer.forward:

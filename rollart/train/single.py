@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.errors import TrainerError, boundary
+from rollart.model.compiled import run_layers
 from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
@@ -35,6 +36,8 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.learner import Learner, Scorer
+from rollart.train.memory import chosen_recompute, compiles
+from rollart.train.offload import HostCopy
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.step import Step, check_step
@@ -106,7 +109,8 @@ class SingleTrainer:
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest:
         """Push the current or the previous version."""
-        return store.push(version, *self._versions.of(version))
+        copy, probe = self._versions.of(version)
+        return store.push(version, copy.whole(), probe)
 
     def save(self) -> str:
         """Write a checkpoint; returns its path."""
@@ -120,14 +124,16 @@ class SingleTrainer:
         self._versions.reset(version, self._let_go)
         gc.collect()  # networks refer to themselves
         network = self._load_network(path / MODEL_DIR if reference else path)
-        optimizer = MasterAdamW(network)
+        run_layers(network, recompute=chosen_recompute(self._train, network), compile_=compiles(self._train, network))
+        optimizer = MasterAdamW(network, self._train)
         if reference:
             saved = StoredTensors(optimizer_files(path))
             torch.set_rng_state(saved.pop(RNG))
             optimizer.load(saved)
             self._checkpoints.use(path)
 
-        learner = Learner(self._settings, partial(packed_scores, network), self._reference, optimizer, self._device)
+        scorer = partial(packed_scores, network)
+        learner = Learner(self._settings, scorer, self._reference, optimizer, self._device, self._hold_back)
 
         def put_in_place() -> None:
             self._live = _Live(network, optimizer, learner)
@@ -162,13 +168,16 @@ class SingleTrainer:
             raise TrainerError(f"step {self.version} failed half-way, so the weights are of no version; restore first")
 
     def _load_network(self, path: Path) -> PreTrainedModel:
-        dtype = torch.bfloat16 if self._train.bf16 else torch.float32
+        dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
         return load_model(path, dtype, self._device)
 
-    def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
+    def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
-        weights = {name: tensor.clone() for name, tensor in self.named_tensors().items()}
-        return weights, probe(self._network) if self._settings.probe else None
+        return HostCopy.of(self.named_tensors()), probe(self._network) if self._settings.probe else None
+
+    def _hold_back(self) -> None:
+        """The weights are about to change: not before they are copied."""
+        self._versions.of(self.version)[0].hold_back()
 
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""
@@ -178,7 +187,7 @@ class SingleTrainer:
         self._network.save_pretrained(model)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
-        write_state(folder, self.version, bf16=self._train.bf16)
+        write_state(folder, self.version, bf16=self._train.uses_bf16)
 
 
 class AsyncTrainer:

@@ -419,7 +419,9 @@ def test_a_restore_holds_one_network_and_optimizer_at_a_time(
     trainer.publish(0, MemoryStore())
     reference = trainer.save()
     network = [weakref.ref(parameter) for parameter in trainer._network.parameters()]
-    moments = [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+    adam: Any = trainer._optimizer._averages
+    moments = [weakref.ref(state["exp_avg"]) for state in adam._adam.state.values()]
+    del adam
     load, alive = load_model, []
 
     def watched(*arguments: Any) -> Any:
