@@ -38,7 +38,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rollart.config.load import build_job
+from rollart.config.settings import LoraSettings
 from rollart.model import packed
+from rollart.model.adapters import Lora, add_adapters
 from rollart.model.compiled import compiled_on_cuda, run_layers
 from rollart.model.network import adopt, packed_scores
 from rollart.train.adamw import adamw_, factors
@@ -251,7 +253,7 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
     shape = SMALL if small else SHAPES[case.shape] | COMMON
     model = adopt(build(shape, device, tied=case.shape != "8b", positions=max(4096, case.longest)))
     if case.lora:
-        raise NotImplementedError("lora")
+        add_adapters(model, Lora(rank=case.lora, alpha=2.0 * case.lora, targets=LoraSettings().targets))
     recompute, compiled = chosen_recompute(train, model), compiles(train, model)
     dynamic = {"dynamic": True, "static": False, "": None}[case.shapes]
     run_layers(model, recompute=recompute, compile_=compiled, dynamic=dynamic)

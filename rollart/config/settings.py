@@ -316,6 +316,20 @@ CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters, which are trained instead of the weights they stand beside."""
+
+    rank: Count = 32
+    alpha: Positive = 64.0
+    """What an adapter gives is multiplied with alpha / rank."""
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get one, by the last part of their names; never the output layer."""
+    adapter: Place | None = None
+    """Adapters to begin with: a directory that peft has written. Default: new ones, which change nothing at first."""
+
+
 class TrainSettings(Settings):
     """The trainer."""
 
@@ -385,6 +399,9 @@ class TrainSettings(Settings):
     compile: Anytime[Literal["auto", "on", "off"]] = "auto"
     """Compile the layers, which takes a minute at the start. `auto`: on a GPU, where the model has 50 million weights
     or more, and no experts. What cannot be compiled runs as it is, with a warning."""
+    lora: Annotated[LoraSettings | None, Fixed("the checkpoint holds adapters of this shape")] = None
+    """Train low-rank adapters, and leave the weights as they are: no gradients and no optimizer state of those, and
+    only adapters travel to the engines. Refused with `fsdp2`, and with engines that are not `embedded`."""
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
@@ -422,6 +439,8 @@ class TrainSettings(Settings):
         for key in ("master", "offload"):
             if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
+        if self.type == "fsdp2" and self.lora is not None:
+            raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
         if self.offload != "none" and not self.on_gpu:
             raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
         return self

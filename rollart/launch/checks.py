@@ -76,6 +76,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     look(_refuse_reward_url, job)
     sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
     look(_refuse_reference, job)
+    look(_refuse_adapter, job)
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
@@ -86,7 +87,8 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
         tokenizer = look(_tokenizer, job)
         if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
             found += _prompt_problems(job, {name: one for name, one in sets.items() if one is not None}, tokenizer)
-    for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
+    trained = (params or 0) if trains and job.train.lora is None else 0
+    for room in _rooms(job, out if writable else None, trained, resume=resume):
         look(_refuse_full_disk, room)
     return found
 
@@ -128,6 +130,11 @@ def check_supported(job: Job) -> None:
                     f"pools.{pool.name}.engines.device: {pool.engines.device}, but the pool's hardware is cpu, where a "
                     "server computes on none; remove it, or name the hardware"
                 )
+        if pool.engines.type != "embedded" and job.train.lora is not None:
+            raise JobError(
+                f"train.lora: {pool.engines.type} engines (pool {pool.name!r}) are not given adapters yet; set "
+                "engines.type to embedded, or remove train.lora"
+            )
         if pool.engines.type != "embedded" and job.weights.type != "files":
             raise JobError(
                 f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
@@ -269,6 +276,15 @@ def _refuse_reference(job: Job) -> None:
         raise JobError(
             f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
             "name another, or remove it to take the KL to model.path"
+        )
+
+
+def _refuse_adapter(job: Job) -> None:
+    given = job.train.lora.adapter if job.train.lora is not None else None
+    if given is not None and not (Path(given) / "adapter_config.json").exists():
+        raise JobError(
+            f"train.lora.adapter: {given} holds no adapters (it has no adapter_config.json); give a directory that "
+            "peft has written, or remove it to begin with new ones"
         )
 
 

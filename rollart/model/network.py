@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollart.errors import JobError, WeightError
+from rollart.model.adapters import (
+    are_adapters,
+    base_of,
+    forget_base,
+    has_adapters,
+    merge_adapters_,
+    read_adapters,
+)
 from rollart.model.agreement import EPSILONS, FLOOR, own_attention, prove, prove_architecture
 from rollart.model.compiled import run_plainly
 from rollart.model.packed import fold
@@ -89,11 +97,18 @@ def device_named(name: str, number: int = 0) -> torch.device:
 def load_model(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a Hugging Face causal LM directory, in evaluation mode. JobError for what we would compute wrongly."""
-    prove_packed_architecture(AutoConfig.from_pretrained(str(path)))
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=ATTENTION)
+    """Load a Hugging Face causal LM directory, in evaluation mode; where it holds adapters (peft), the model that they
+    are of, with them merged into it. JobError for what we would compute wrongly."""
+    path = Path(path)
+    source = base_of(path) if has_adapters(path) else path
+    prove_packed_architecture(AutoConfig.from_pretrained(str(source)))
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
-    return adopt(model)
+    adopted = adopt(model)
+    if has_adapters(path):
+        merge_adapters_(adopted, read_adapters(path)[1])
+        forget_base(adopted)
+    return adopted
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -281,8 +296,12 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into the live model in place. All or nothing: a missing, unknown or misshapen tensor is a
-    WeightError before the first byte is written. A tied tensor may be given under either name, or both."""
+    """Copy weights into the live model in place; or, where adapters are given, merge those into what it was loaded
+    with. All or nothing: a missing, unknown or misshapen tensor is a WeightError before the first byte is written. A
+    tied tensor may be given under either name, or both."""
+    if are_adapters(weights):
+        merge_adapters_(model, weights)
+        return
     own = named_weights(model)
     tied = model.all_tied_weights_keys
     given = {name: tensor for name, tensor in weights.items() if name not in tied}
@@ -298,3 +317,4 @@ def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             raise WeightError(f"{name} has shape {tuple(given[name].shape)}, the model needs {tuple(tensor.shape)}")
     for name, tensor in own.items():
         tensor.copy_(given[name])
+    forget_base(model)

@@ -21,7 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollart.errors import TrainerError, boundary
+from rollart.errors import JobError, TrainerError, boundary
+from rollart.model.adapters import (
+    adapter_tensors,
+    add_adapters,
+    load_adapters_,
+    read_adapters,
+    same_shape,
+    write_adapters,
+)
 from rollart.model.compiled import run_layers
 from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
@@ -68,6 +76,7 @@ class SingleTrainer:
         self._settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
         self._device = device_named(self._train.device)
+        self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
@@ -84,8 +93,9 @@ class SingleTrainer:
         return self._versions.current
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live weights by name, as the network names them; tied ones once."""
-        return named_weights(self._network)
+        """What is published: the live weights by name, as the network names them; tied ones once. With LoRA the
+        adapters alone."""
+        return named_weights(self._network) if self._lora is None else adapter_tensors(self._network)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One step on version `batch.step`. What cannot be trained on is set aside; a batch of which nothing is left,
@@ -123,7 +133,7 @@ class SingleTrainer:
         path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
         gc.collect()  # networks refer to themselves
-        network = self._load_network(path / MODEL_DIR if reference else path)
+        network = self._load_policy(path / MODEL_DIR if reference else None)
         run_layers(network, recompute=chosen_recompute(self._train, network), compile_=compiles(self._train, network))
         optimizer = MasterAdamW(network, self._train)
         if reference:
@@ -167,6 +177,19 @@ class SingleTrainer:
         if self._half_done:
             raise TrainerError(f"step {self.version} failed half-way, so the weights are of no version; restore first")
 
+    def _load_policy(self, saved: Path | None) -> PreTrainedModel:
+        """The network that is trained: as it was saved, or from the beginning."""
+        if self._lora is None:
+            return self._load_network(saved or self._settings.model_path)
+        network = self._load_network(self._settings.model_path)
+        add_adapters(network, self._lora, seed=self._settings.job.seed)
+        if (folder := saved or self._settings.adapter_path) is not None:
+            written, tensors = read_adapters(folder)
+            if not same_shape(written, self._lora):
+                raise JobError(f"{folder}: its adapters are {written}, and train.lora asks for {self._lora}")
+            load_adapters_(network, tensors, folder)
+        return network
+
     def _load_network(self, path: Path) -> PreTrainedModel:
         dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
         return load_model(path, dtype, self._device)
@@ -184,7 +207,10 @@ class SingleTrainer:
         model = folder / MODEL_DIR
         model.mkdir()
         copy_other_files(self._settings.model_path, model)
-        self._network.save_pretrained(model)
+        if self._lora is None:
+            self._network.save_pretrained(model)
+        else:
+            write_adapters(model, self._network, self._lora, str(self._settings.model_path.absolute()))
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
         write_state(folder, self.version, bf16=self._train.uses_bf16)
