@@ -1,13 +1,15 @@
 """Attention over sequences of different lengths in one call: on a CPU the formula, on CUDA flash attention."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 
+from rollart.errors import JobError
 from rollart.model import network
-from rollart.model.compiled import run_layers
+from rollart.model.compiled import run_layers, run_plainly
 from rollart.model.network import packed_scores
 from rollart.model.packed import ALIGNED_TOKENS, fold
 from rollart.model.varlen import VarlenPlan
@@ -59,12 +61,41 @@ def test_a_varlen_row_is_aligned_by_a_sequence_that_nobody_asks_for() -> None:
     assert found.tokens_F[found.place_T].tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_layers_give_the_same_to_the_last_bit(recompute: str) -> None:
+def test_recomputed_layers_give_the_same_to_the_last_bit_and_keep_less() -> None:
     ours, tokens = our_model(plain_model("qwen3")), packed(LENGTHS)
-    logprobs, grads = run(ours, tokens, LENGTHS)
-    run_layers(ours, recompute=recompute)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        found, found_grads = run(ours, tokens, LENGTHS)
-    torch.testing.assert_close((found, found_grads), (logprobs, grads), atol=0, rtol=0)
+    expected = run(ours, tokens, LENGTHS)
+    kept_bytes: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept_bytes[-1] += tensor.nbytes
+        return tensor
+
+    for recompute in ("none", "selective", "full"):
+        run_layers(ours, recompute=recompute)
+        kept_bytes.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            scores = packed_scores(ours, tokens, LENGTHS)
+        del scores
+        torch.testing.assert_close(run(ours, tokens, LENGTHS), expected, atol=0, rtol=0)
+    assert kept_bytes[0] > 1.3 * kept_bytes[1] > 1.3 * 1.3 * kept_bytes[2]
+
+
+def test_a_copy_of_a_model_runs_its_own_layers() -> None:
+    """Layers that were told how to run must not run the original's weights."""
+    ours, tokens = our_model(plain_model("qwen3")), packed(LENGTHS)
+    run_layers(ours, recompute="full")
+    copied = run_plainly(deepcopy(ours))
+    with torch.no_grad():
+        before = packed_scores(copied, tokens, LENGTHS).logprobs_T
+        for param in ours.parameters():
+            param.zero_()
+        torch.testing.assert_close(packed_scores(copied, tokens, LENGTHS).logprobs_T, before, atol=0, rtol=0)
+
+
+def test_layers_that_are_not_found_are_refused() -> None:
+    ours = our_model(plain_model("qwen3"))
+    model: Any = ours.base_model
+    model.blocks = model._modules.pop("layers")
+    run_layers(ours)
+    with pytest.raises(JobError, match=r"train.recompute: the layers of qwen3"):
+        run_layers(ours, recompute="full")
