@@ -4,10 +4,11 @@
     python benchmarks/gpu_train.py check
 
 Each case is a Qwen3 shape with random weights, and options after a colon: `tokens` (of the step, 16384), `longest` (of
-a sample, 4096), `folded` (share of each sample that is common to eight), `recompute`, `compile`, `moments`, `master`,
-`offload`, `lora` (rank), `shapes` (dynamic, static: of the compiled layers). All samples of a step are one
-micro-batch of mixed lengths, and every token but the first of a sample is trained on, by the trainer's own code:
-`Learner.updates`, one optimizer update. `check` compares with a CPU in float32 what a GPU computes.
+a sample, 4096), `folded` (share of each sample that is common to eight), `recompute`, `layers` (recomputed, exactly),
+`compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes` (dynamic, static: of the compiled layers). All
+samples of a step are one micro-batch of mixed lengths, and every token but the first of a sample is trained on, by the
+trainer's own code: `Learner.updates`, one optimizer update. `check` compares what the device computes with a CPU in
+float32.
 
 MFU is (6 N + attention) / seconds / 790 TFLOP/s, the card's measured matrix rate. N counts the head and not the lookup
 of embeddings; attention counts the half that causal attention needs, forward and twice backward. What is recomputed
@@ -46,7 +47,7 @@ from rollart.model.network import adopt, packed_scores
 from rollart.train.adamw import adamw_, factors
 from rollart.train.learner import Learner
 from rollart.train.losses import Totals
-from rollart.train.memory import chosen_recompute, compiles
+from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings
 from rollart.train.step import RankWork
@@ -79,12 +80,14 @@ class Case:
     longest: int = 4096
     folded: float = 0.0
     recompute: str = ""
+    layers: int = -1
+    """Recompute exactly so many."""
     compile: str = "auto"
     moments: str = "float32"
     master: str = "float32"
     offload: str = "none"
     lora: int = 0
-    shapes: str = ""
+    shapes: str = "dynamic"
     seed: int = 0
 
     @classmethod
@@ -149,9 +152,9 @@ def say(text: str) -> None:
 
 
 def release() -> None:
-    gc.collect()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -254,9 +257,9 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
     model = adopt(build(shape, device, tied=case.shape != "8b", positions=max(4096, case.longest)))
     if case.lora:
         add_adapters(model, Lora(rank=case.lora, alpha=2.0 * case.lora, targets=LoraSettings().targets))
-    recompute, compiled = chosen_recompute(train, model), compiles(train, model)
-    dynamic = {"dynamic": True, "static": False, "": None}[case.shapes]
-    run_layers(model, recompute=recompute, compile_=compiled, dynamic=dynamic)
+    recompute, compiled = recomputed_layers(train, model), compiles(train, model)
+    recompute = case.layers if case.layers >= 0 else recompute
+    run_layers(model, recompute=recompute, compile_=compiled, dynamic=case.shapes == "dynamic")
     optimizer = MasterAdamW(model, train)
     learner = Learner(settings, partial(packed_scores, model), None, optimizer, device)
     samples = samples_of(case, shape["vocab_size"])
@@ -266,7 +269,7 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
     lengths = [len(sample.tokens) for sample in samples]
     say(
         f"{case.shape}: built in {time.perf_counter() - began:.1f} s; {len(samples)} samples of {min(lengths)} to "
-        f"{max(lengths)} tokens; recompute {recompute}, compiled {compiled}"
+        f"{max(lengths)} tokens; {recompute} layers recomputed, compiled {compiled}"
     )
     seconds: list[float] = []
     report = None
@@ -351,9 +354,9 @@ def check(device: torch.device) -> dict[str, Any]:
     for name, folded, options in (
         ("plain", False, {}),
         ("folded", True, {}),
-        ("recomputed", True, {"recompute": "full"}),
+        ("recomputed", True, {"recompute": 4}),
         ("compiled", True, {"compile_": True}),
-        ("compiled, not folded", False, {"compile_": True, "recompute": "selective"}),
+        ("compiled, not folded", False, {"compile_": True, "recompute": 2}),
     ):
         try:
             model = adopt(build(shape, device, tied=True, positions=4096))
@@ -402,21 +405,21 @@ def apart(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[
 def adamw_apart(device: torch.device) -> dict[str, Any]:
     """Our AdamW on this device beside the same on a CPU, after some steps: they round by the same coins."""
     differences: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for masters in (True, False):
         ends = []
         for place in (torch.device("cpu"), device):
             generator = torch.Generator().manual_seed(0)
-            weight = torch.randn(100_003, generator=generator).to(place, dtype)
-            copy = weight if dtype == torch.bfloat16 else weight.bfloat16()
+            weight = torch.randn(100_003, generator=generator).to(place, torch.bfloat16)
+            low = torch.zeros(len(weight), dtype=torch.int16, device=place) if masters else None
             first, second = (torch.zeros(len(weight), dtype=torch.bfloat16, device=place) for _ in range(2))
             step = compiled_on_cuda(adamw_, place)
             for number in range(1, 6):
                 grad = torch.randn(len(weight), generator=generator).to(place)
                 shared = factors(number, lr=1e-3, weight_decay=0.1, eps=1e-8, clip=0.5).to(place)
                 seed = torch.full((), number, dtype=torch.int32, device=place)
-                step(weight, first, second, grad, shared, seed, copy)
+                step(weight, low, first, second, grad, shared, seed)
             ends.append((weight.float().cpu(), first.float().cpu(), second.float().cpu()))
-        differences[str(dtype)] = [
+        differences["float32 masters" if masters else "stochastic"] = [
             round(float(((one - other).abs() > 1e-6).float().mean()), 6) for one, other in zip(*ends, strict=True)
         ]
     return differences

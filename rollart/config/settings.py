@@ -385,17 +385,17 @@ class TrainSettings(Settings):
     bf16: Annotated[bool | None, Fixed("the checkpoint holds its master weights by it")] = None
     """Compute in bfloat16; gradients add up in float32. Default: on a GPU, not on a CPU."""
     master: Anytime[Literal["float32", "stochastic"]] = "float32"
-    """With `bf16`: what updates are added to. `float32`: copies of the weights in float32. `stochastic`: the bfloat16
-    weights themselves, rounded at random, which takes 4 bytes a weight less; rounding to the nearest would lose small
-    updates. Refused with `fsdp2`, whose weights are float32."""
+    """With `bf16`: what updates are added to. `float32`: the weights in float32. `stochastic`: the bfloat16 weights
+    themselves, rounded at random, which takes 2 bytes a weight less (on a CPU 4); rounding to the nearest would lose
+    small updates. Refused with `fsdp2`, whose weights are float32."""
     moments: Anytime[Literal["float32", "bfloat16"]] = "float32"
     """What Adam's moments are kept in. `bfloat16` is rounded at random, and takes 4 bytes a weight less."""
     offload: Anytime[Literal["none", "optimizer"]] = "none"
-    """`optimizer`: moments and float32 copies of weights are in the host's memory, pinned, and visit the GPU at each
-    update. Refused with `fsdp2`, and on a CPU."""
+    """`optimizer`: moments, and what weights have in float32 beyond bfloat16, are in the host's memory, pinned, and
+    visit the GPU at each update. Refused with `fsdp2`, and on a CPU."""
     recompute: Anytime[Literal["none", "selective", "full"] | None] = None
-    """Layers whose activations are computed again in the backward pass, and not kept: none, every second, all. Default:
-    on a GPU the first of these whose activations of `microbatch_tokens` should fit its memory; on a CPU none."""
+    """Layers whose activations are computed again in the backward pass, and not kept. `selective`: as many as a GPU has
+    no memory for, at `microbatch_tokens`; on a CPU half of them. Default: `selective` on a GPU, `none` on a CPU."""
     compile: Anytime[Literal["auto", "on", "off"]] = "auto"
     """Compile the layers, which takes a minute at the start. `auto`: on a GPU, where the model has 50 million weights
     or more, and no experts. What cannot be compiled runs as it is, with a warning."""
@@ -428,6 +428,14 @@ class TrainSettings(Settings):
             raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("bf16") is None:
+            return value | {"bf16": value.get("device", "cpu") != "cpu"}
+        return value
+
     @model_validator(mode="after")
     def _memory_is_read(self) -> Self:
         """Refuses what would save no memory."""
@@ -441,18 +449,14 @@ class TrainSettings(Settings):
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
-        if self.offload != "none" and not self.on_gpu:
+        if self.offload != "none" and self.device == "cpu":
             raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
         return self
 
     @property
-    def on_gpu(self) -> bool:
-        return self.device != "cpu"
-
-    @property
     def uses_bf16(self) -> bool:
         """The `bf16` in force."""
-        return self.on_gpu if self.bf16 is None else self.bf16
+        return bool(self.bf16)
 
     @property
     def clip_range(self) -> tuple[float, float]:

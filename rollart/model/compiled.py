@@ -18,8 +18,6 @@ from rollart.errors import JobError
 Function = TypeVar("Function", bound=Callable[..., Any])
 WORTH_PARAMETERS = 50_000_000
 """A network smaller than this is trained before its compiling is over."""
-EVERY = {"none": 0, "selective": 2, "full": 1}
-"""`train.recompute`: every so manieth layer is computed again in the backward pass."""
 
 
 def compiled_on_cuda(function: Function, device: torch.device) -> Function:
@@ -56,17 +54,17 @@ def worth_compiling(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def run_layers(
-    model: PreTrainedModel, *, recompute: str = "none", compile_: bool = False, dynamic: bool | None = None
+    model: PreTrainedModel, *, recompute: int = 0, compile_: bool = False, dynamic: bool | None = True
 ) -> None:
-    """Let the layers run compiled, and compute what every so manieth one needs for its backward pass when that comes.
+    """Let the layers run compiled, for all lengths at once; and let the first `recompute` of them compute what their
+    backward pass needs when that comes. (The first: what the last ones keep is free again the soonest.)
 
     Each layer gets a `forward` of its own. Hooks, such as those that gather a sharded layer's weights, stay outside.
     """
     if compile_:
         allow_fallback()
-    every = EVERY[recompute]
     layers = cast(nn.ModuleList, getattr(model.base_model, "layers", ()))
-    if not layers and (every or compile_):
+    if not layers and (recompute or compile_):
         raise JobError(
             f"train.{'compile' if compile_ else 'recompute'}: the layers of {model.config.model_type} are not where "
             "they are looked for (`layers` of its base model); remove it, or choose another model"
@@ -74,10 +72,15 @@ def run_layers(
     for number, layer in enumerate(layers):
         layer.__dict__.pop("forward", None)
         forward = torch.compile(layer.forward, dynamic=dynamic) if compile_ else layer.forward
-        if every and number % every == 0:
+        if number < recompute:
             forward = _recomputed(forward)
         if forward is not layer.forward:
             layer.__dict__["forward"] = forward
+
+
+def forget_compiled() -> None:
+    """Before other networks are loaded: compiled code may hold on to the ones that it was made for."""
+    torch._dynamo.reset()
 
 
 def run_plainly(model: PreTrainedModel) -> PreTrainedModel:

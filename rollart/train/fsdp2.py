@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import StoreFull, TrainerError, writing
-from rollart.model.compiled import run_layers
+from rollart.model.compiled import forget_compiled, run_layers
 from rollart.model.directory import INDEX, copy_other_files
 from rollart.model.network import (
     PROBE_LENGTH,
@@ -52,7 +52,7 @@ from rollart.train.checkpoints import (
 )
 from rollart.train.gathering import Gathered, Shard, follow, own_rows, spread
 from rollart.train.learner import Learner, Scorer
-from rollart.train.memory import chosen_recompute, compiles
+from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import Store
@@ -186,10 +186,11 @@ class ShardedTrainer:
         version = saved_version(reference) if reference else 0
         path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
+        forget_compiled()
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
         network = sharded.network
-        run_layers(network, recompute=chosen_recompute(self._train, network), compile_=compiles(self._train, network))
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
         optimizer = MasterAdamW(network, self._train)
         if reference:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))

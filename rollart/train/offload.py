@@ -15,20 +15,15 @@ IN_FLIGHT = 2
 """Tensors whose state is on its way back while the next is computed. Each takes room on the device."""
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory; pinned where it comes from a GPU."""
-    return _pinned(tensor).copy_(tensor.detach())
-
-
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """To the device and back. Always the same two: torch keeps freed memory for the stream that it was taken for."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
-def stream(held: Mapping[str, tuple[Tensor, ...]], work: Callable[..., None], device: torch.device) -> None:
-    """`work(name, *tensors)` for each, with those on the host brought to the device and back: the next while one is
-    computed, and no more than a few at a time. All of it is back when the device has done all of its work."""
+def stream(held: Mapping[str, tuple[Tensor | None, ...]], work: Callable[..., None], device: torch.device) -> None:
+    """`work(name, *tensors)` for each, with its tensors brought from the host to the device and back: the next while
+    one is computed, and no more than a few at a time. All of it is back when the device has done all of its work."""
     if device.type != "cuda":
         for name, tensors in held.items():
             work(name, *tensors)
@@ -36,12 +31,12 @@ def stream(held: Mapping[str, tuple[Tensor, ...]], work: Callable[..., None], de
     compute, (fetching, storing) = torch.cuda.current_stream(device), _streams(device)
     fetching.wait_stream(compute)
     under_way: deque[torch.cuda.Event] = deque()
-    fetched: deque[tuple[str, list[Tensor], torch.cuda.Event]] = deque()
+    fetched: deque[tuple[str, list[Tensor | None], torch.cuda.Event]] = deque()
     names = list(held)
 
     def fetch(name: str) -> None:
         with torch.cuda.stream(fetching):
-            here = [tensor if tensor.is_cuda else tensor.to(device, non_blocking=True) for tensor in held[name]]
+            here = [None if tensor is None else tensor.to(device, non_blocking=True) for tensor in held[name]]
             fetched.append((name, here, fetching.record_event()))
 
     fetch(names[0])
@@ -56,7 +51,7 @@ def stream(held: Mapping[str, tuple[Tensor, ...]], work: Callable[..., None], de
         storing.wait_event(compute.record_event())
         with torch.cuda.stream(storing):
             for host, changed in zip(held[name], here, strict=True):
-                if changed is not host:
+                if host is not None and changed is not None:
                     changed.record_stream(compute)
                     changed.record_stream(storing)
                     host.copy_(changed, non_blocking=True)

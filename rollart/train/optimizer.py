@@ -2,13 +2,13 @@
 
 Owns: master weights, accumulated gradients and the optimizer's moments.
 Invariant: gradients add up in float32 and updates are computed in float32, whatever the network computes in. Where the
-network is float32 its own parameters are the masters. Where it is bfloat16 they are copies, and the network gets each
-update rounded; or there are none (`train.master: stochastic`), and each update is rounded at random. Called by the
-trainer.
+network is float32 its own parameters are the masters. Where it is bfloat16 they are kept beside it, and the network
+gets each update rounded; or there are none (`train.master: stochastic`), and each update is rounded at random. Called
+by the trainer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from rollart.config.settings import TrainSettings
 from rollart.model.compiled import compiled_on_cuda
 from rollart.model.varlen import on_device
-from rollart.train.adamw import adamw_, factors
-from rollart.train.offload import on_host, stream
+from rollart.train.adamw import adamw_, factors, joined, split
+from rollart.train.offload import stream
 
 MASTER, STEP = "master", "step"
 AVERAGES = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,6 @@ class MasterAdamW:
 
     def __init__(self, network: nn.Module, train: TrainSettings) -> None:
         self._params = {name: param for name, param in network.named_parameters() if param.requires_grad}
-        self._masters: dict[str, Tensor] = dict(self._params)
         self._sums: dict[str, Tensor] = {}
         """Gradients, of what the network does not hold in float32 itself."""
         self._grad_clip = 0.0
@@ -44,17 +43,13 @@ class MasterAdamW:
         for name, param in self._params.items():
             if param.dtype != torch.float32:
                 param.register_post_accumulate_grad_hook(self._take_gradient(name))  # type: ignore[no-untyped-call]
-                if train.master == "float32":
-                    self._masters[name] = param.detach().float().clone()
-        offload = train.offload == "optimizer"
-        if offload:
-            own = {name: on_host(master) for name, master in self._masters.items() if master is not self._params[name]}
-            self._masters |= own
+        plain = train.master == "float32" and train.moments == "float32" and train.offload == "none"
+        on_gpu_in_bf16 = any(param.is_cuda and param.dtype != torch.float32 for param in self._params.values())
         self._averages: _Averages
-        if train.master == "float32" and train.moments == "float32" and not offload:
-            self._averages = _TorchAverages(self._masters)
+        if plain and not on_gpu_in_bf16:
+            self._averages = _TorchAverages(self._params)
         else:
-            self._averages = _OwnAverages(self._masters, DTYPES[train.moments], offload=offload)
+            self._averages = _OwnAverages(self._params, train)
 
     def tune(self, train: TrainSettings) -> None:
         """For the updates to come; called before the first."""
@@ -82,30 +77,23 @@ class MasterAdamW:
         """One AdamW update of the masters, copied into the network."""
         grads = self._gradients()
         if grads:
-            self._averages.update(grads, self._params, lr, self._clip)
+            self._averages.update(grads, lr, self._clip)
         self.zero()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a restore needs beside the network: moments, and masters where they are copies."""
-        masters = {
-            f"{MASTER}/{name}": master.detach()
-            for name, master in self._masters.items()
-            if master is not self._params[name]
-        }
-        return masters | self._averages.tensors()
+        """All that a restore needs beside the network: moments, and masters where they are more than its weights."""
+        return self._averages.tensors()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave, whatever precision it was kept in. Raises ValueError where it is of another
         network."""
-        known = {f"{key}/{name}" for key in (MASTER, *AVERAGES, STEP) for name in self._masters}
+        known = {f"{key}/{name}" for key in (MASTER, *AVERAGES, STEP) for name in self._params}
         if strange := sorted(set(tensors) - known):
             raise ValueError(f"optimizer state holds {strange[0]!r}, which this network does not have")
         for name, param in self._params.items():
-            if (copy := tensors.get(f"{MASTER}/{name}")) is not None:
-                self._masters[name].copy_(copy)
-                if self._masters[name] is not param:
-                    param.copy_(copy)
+            if (master := tensors.get(f"{MASTER}/{name}")) is not None:
+                self._averages.load_master(name, master)
             if (first := tensors.get(f"{AVERAGES[0]}/{name}")) is not None:
                 if first.shape != param.shape:
                     raise ValueError(f"optimizer state of {name!r} is not of shape {tuple(param.shape)}")
@@ -130,30 +118,35 @@ class MasterAdamW:
 
 
 class _Averages(Protocol):
-    """Adam's moments, where they are, and the update that is made with them."""
+    """Adam's moments and the masters of a network's parameters, and the update that is made with them."""
 
     def tune(self, weight_decay: float, eps: float) -> None: ...
 
-    def update(self, grads: Mapping[str, Tensor], params: Mapping[str, Tensor], lr: float, clip: float) -> None:
-        """Of the masters, and of the network's parameters where those are others. Gradients count `clip` times."""
+    def update(self, grads: Mapping[str, Tensor], lr: float, clip: float) -> None:
+        """Of the masters, and of the network. Gradients count `clip` times."""
 
     def tensors(self) -> dict[str, Tensor]: ...
+
+    def load_master(self, name: str, master: Tensor) -> None: ...
 
     def load(self, name: str, moments: Mapping[str, Tensor]) -> None: ...
 
 
 class _TorchAverages:
-    """In float32 on the masters' device: torch's own fused AdamW."""
+    """All in float32, beside the network: torch's own fused AdamW."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self._masters = masters
-        self._adam = torch.optim.AdamW(list(masters.values()), lr=0.0, fused=True)
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+        self._masters = {
+            name: param if param.dtype == torch.float32 else param.detach().float() for name, param in params.items()
+        }
+        self._adam = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=True)
 
     def tune(self, weight_decay: float, eps: float) -> None:
         for group in self._adam.param_groups:
             group["weight_decay"], group["eps"] = weight_decay, eps
 
-    def update(self, grads: Mapping[str, Tensor], params: Mapping[str, Tensor], lr: float, clip: float) -> None:
+    def update(self, grads: Mapping[str, Tensor], lr: float, clip: float) -> None:
         if clip < 1:
             for grad in grads.values():
                 grad.mul_(clip)
@@ -163,73 +156,116 @@ class _TorchAverages:
             group["lr"] = lr
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
-        for name, param in params.items():
-            if self._masters[name] is not param:
-                param.copy_(self._masters[name])
+        for name, master in self._copies():
+            self._params[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        held = {name: self._adam.state.get(master, {}) for name, master in self._masters.items()}
-        return {
-            f"{key}/{name}": state[key].detach() for name, state in held.items() for key in (*AVERAGES, STEP) if state
-        }
+        found = {f"{MASTER}/{name}": master for name, master in self._copies()}
+        for name, master in self._masters.items():
+            state = self._adam.state.get(master, {})
+            found |= {f"{key}/{name}": state[key].detach() for key in (*AVERAGES, STEP) if key in state}
+        return found
+
+    def load_master(self, name: str, master: Tensor) -> None:
+        self._masters[name].copy_(master)
+        self._params[name].copy_(self._masters[name])
 
     def load(self, name: str, moments: Mapping[str, Tensor]) -> None:
-        device = self._masters[name].device
-        self._adam.state[self._masters[name]] = {
-            key: value.to(device, torch.float32, copy=True) for key, value in moments.items()
+        master = self._masters[name]
+        self._adam.state[master] = {
+            key: value.to(master.device, torch.float32, copy=True) for key, value in moments.items()
         }
+
+    def _copies(self) -> list[tuple[str, Tensor]]:
+        """The masters that are not the network's own parameters."""
+        return [(name, master) for name, master in self._masters.items() if master is not self._params[name]]
+
+
+class _Held(NamedTuple):
+    """Of one parameter; sharded where that is, and on the host where it is offloaded."""
+
+    low: Tensor | None
+    """What its float32 master has beyond bfloat16."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 class _OwnAverages:
-    """In the precision that is asked for, on the device or on the host."""
+    """In the precision that is asked for, on the device or on the host; masters in 2 bytes more than the weights."""
 
-    def __init__(self, masters: Mapping[str, Tensor], dtype: torch.dtype, *, offload: bool) -> None:
-        self._masters = masters
-        self._dtype = dtype
-        self._offload = offload
-        self._held: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, params: Mapping[str, Tensor], train: TrainSettings) -> None:
+        self._params = params
+        self._dtype = DTYPES[train.moments]
+        self._masters = train.master == "float32"
+        self._offload = train.offload == "optimizer"
+        self._held: dict[str, _Held] = {}
+        """From the first update, or a load, on."""
         self._step = 0
         self._weight_decay, self._eps = 0.0, 1e-8
-        self._seeds = {name: 2 * place for place, name in enumerate(masters)}
+        self._seeds = {name: 2 * place for place, name in enumerate(params)}
 
     def tune(self, weight_decay: float, eps: float) -> None:
         self._weight_decay, self._eps = weight_decay, eps
 
-    def update(self, grads: Mapping[str, Tensor], params: Mapping[str, Tensor], lr: float, clip: float) -> None:
+    def update(self, grads: Mapping[str, Tensor], lr: float, clip: float) -> None:
         self._step += 1
-        for name in grads:
-            if name not in self._held:
-                self.load(name, {key: torch.zeros_like(params[name], dtype=self._dtype) for key in AVERAGES})
-        device = next(iter(params.values())).device
-        shared = on_device(
-            factors(self._step, lr=lr, weight_decay=self._weight_decay, eps=self._eps, clip=clip), device
-        )
-        step = compiled_on_cuda(adamw_, device)
+        device = next(iter(self._params.values())).device
+        numbers = factors(self._step, lr=lr, weight_decay=self._weight_decay, eps=self._eps, clip=clip)
+        shared, step = on_device(numbers, device), compiled_on_cuda(adamw_, device)
 
-        def one(name: str, master: Tensor, first: Tensor, second: Tensor) -> None:
+        def one(name: str, low: Tensor | None, first: Tensor, second: Tensor) -> None:
             seed = torch.full((), self._step * SEEDS_PER_STEP + self._seeds[name], dtype=torch.int32, device=device)
-            weight = _flat(master)
-            copy = weight if master is params[name] else _flat(params[name])
-            step(weight, _flat(first), _flat(second), _flat(grads[name]), shared, seed, copy)
+            rest = None if low is None else _flat(low)
+            step(_flat(self._params[name]), rest, _flat(first), _flat(second), _flat(grads[name]), shared, seed)
 
-        held = {name: (self._masters[name], *self._held[name]) for name in grads}
+        held = {name: self._of(name) for name in grads}
         if self._offload:
             stream(held, one, device)
-            return
-        for name, tensors in held.items():
-            one(name, *tensors)
+        else:
+            for name, state in held.items():
+                one(name, *state)
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {
-            f"{key}/{name}": held[place] for name, held in self._held.items() for place, key in enumerate(AVERAGES)
-        }
-        return found | {f"{STEP}/{name}": torch.tensor(float(self._step)) for name in self._held}
+        found: dict[str, Tensor] = {}
+        for name, held in self._held.items():
+            found |= {f"{AVERAGES[0]}/{name}": held.exp_avg, f"{AVERAGES[1]}/{name}": held.exp_avg_sq}
+            found[f"{STEP}/{name}"] = torch.tensor(float(self._step))
+            if held.low is not None:
+                low = held.low.to(self._params[name].device)
+                found[f"{MASTER}/{name}"] = joined(self._params[name].detach(), low).cpu()
+        return found
+
+    def load_master(self, name: str, master: Tensor) -> None:
+        """A weight that has no master beside it gets what is nearest to it."""
+        low = self._of(name).low
+        weight = self._params[name]
+        if weight.dtype != torch.bfloat16:
+            weight.copy_(master)
+            return
+        high, rest = split(master.to(weight.device, torch.float32))
+        weight.copy_(high)
+        if low is not None:
+            low.copy_(rest)
 
     def load(self, name: str, moments: Mapping[str, Tensor]) -> None:
-        master = self._masters[name]
-        first, second = (moments[key].to(master.device, self._dtype, copy=True) for key in AVERAGES)
-        self._held[name] = (on_host(first), on_host(second)) if self._offload else (first, second)
-        self._step = int(moments[STEP]) if STEP in moments else self._step
+        held = self._of(name)
+        held.exp_avg.copy_(moments[AVERAGES[0]])
+        held.exp_avg_sq.copy_(moments[AVERAGES[1]])
+        self._step = int(moments[STEP])
+
+    def _of(self, name: str) -> _Held:
+        if name not in self._held:
+            param = self._params[name].detach()
+            low = None
+            if self._masters and param.dtype == torch.bfloat16:
+                low = self._zeros(param, torch.int16)
+            self._held[name] = _Held(low, self._zeros(param, self._dtype), self._zeros(param, self._dtype))
+        return self._held[name]
+
+    def _zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._offload:
+            return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
+        return torch.zeros_like(like, dtype=dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from rollart.model.adapters import (
     same_shape,
     write_adapters,
 )
-from rollart.model.compiled import run_layers
+from rollart.model.compiled import forget_compiled, run_layers
 from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
@@ -44,7 +44,7 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.learner import Learner, Scorer
-from rollart.train.memory import chosen_recompute, compiles
+from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.offload import HostCopy
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
@@ -132,9 +132,10 @@ class SingleTrainer:
         version = saved_version(reference) if reference else 0
         path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
+        forget_compiled()
         gc.collect()  # networks refer to themselves
         network = self._load_policy(path / MODEL_DIR if reference else None)
-        run_layers(network, recompute=chosen_recompute(self._train, network), compile_=compiles(self._train, network))
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
         optimizer = MasterAdamW(network, self._train)
         if reference:
             saved = StoredTensors(optimizer_files(path))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rollart.config.settings import TrainSettings
-from rollart.train.adamw import _noise, _rounded
+from rollart.train.adamw import _noise, _rounded, joined, split
 from rollart.train.offload import HostCopy, stream
 from rollart.train.optimizer import MasterAdamW
 
@@ -87,6 +87,9 @@ def test_state_kept_otherwise_is_taken_over() -> None:
     step(model, adam, 0)
     coarse = optimizer(model, moments="bfloat16")
     coarse.load(adam.tensors())
+    for name, param in model.named_parameters():
+        assert torch.equal(coarse.tensors()[f"master/{name}"], adam.tensors()[f"master/{name}"]), "to the last bit"
+        assert torch.equal(param, adam.tensors()[f"master/{name}"].bfloat16())
     fine = optimizer(model)
     fine.load(coarse.tensors())
     for name, tensor in adam.tensors().items():
@@ -108,6 +111,13 @@ def test_rounding_at_random_loses_no_update_that_is_too_small_to_see() -> None:
         adam.update(lr=2.0**-8 / 100)  # Adam's step is the rate, where gradients are all alike
     assert float(model.weight.detach().float().mean()) == pytest.approx(1 - 2.0**-8, abs=5e-4)
     assert MasterAdamW(model, train).tensors() == {}, "no copy of the weights"
+
+
+def test_a_master_in_two_parts_is_the_master() -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-20, 20).repeat(250)
+    high, low = split(values)
+    assert torch.equal(joined(high, low), values)
+    torch.testing.assert_close(high, values.bfloat16(), atol=0, rtol=0)
 
 
 def test_rounding_at_random_is_fair() -> None:
