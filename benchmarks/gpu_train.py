@@ -4,11 +4,11 @@
     python benchmarks/gpu_train.py check
 
 Each case is a Qwen3 shape with random weights, and options after a colon: `tokens` (of the step, 16384), `longest` (of
-a sample, 4096), `folded` (share of each sample that is common to eight), `recompute`, `layers` (recomputed, exactly),
-`compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes` (dynamic, static: of the compiled layers). All
-samples of a step are one micro-batch of mixed lengths, and every token but the first of a sample is trained on, by the
-trainer's own code: `Learner.updates`, one optimizer update. `check` compares what the device computes with a CPU in
-float32.
+a sample, 4096), `even` (1: all samples are as long as the longest), `folded` (share of each that is common to eight),
+`recompute`, `layers` (recomputed, exactly), `compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes`
+(dynamic, static: of the compiled layers). All samples of a step are one micro-batch of mixed lengths, and every token
+but the first of a sample is trained on, by the trainer's own code: `Learner.updates`, one optimizer update. `check`
+compares what the device computes with a CPU in float32.
 
 MFU is (6 N + attention) / seconds / 790 TFLOP/s, the card's measured matrix rate. N counts the head and not the lookup
 of embeddings; attention counts the half that causal attention needs, forward and twice backward. What is recomputed
@@ -78,6 +78,7 @@ class Case:
     shape: str
     tokens: int = 16_384
     longest: int = 4096
+    even: int = 0
     folded: float = 0.0
     recompute: str = ""
     layers: int = -1
@@ -197,9 +198,8 @@ def lengths_of(case: Case) -> list[int]:
 def samples_of(case: Case, vocab_size: int) -> list[Sample]:
     rng = np.random.default_rng(case.seed)
     lengths = lengths_of(case)
-    if case.folded:
-        each = case.tokens // max(1, case.tokens // case.longest)
-        lengths = [each] * (case.tokens // each)
+    if case.folded or case.even:
+        lengths = [case.longest] * (case.tokens // case.longest)
     beginnings = rng.integers(0, vocab_size, (len(lengths) // 8 + 1, case.longest))
     samples = []
     for number, length in enumerate(lengths):

@@ -242,7 +242,9 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
         trainer.end_step()
         reference = trainer.save()
         old += [weakref.ref(param) for param in trainer._sharded.parameters()]
-        old += [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+        averages: Any = trainer._optimizer._averages
+        old += [weakref.ref(state["exp_avg"]) for state in averages._adam.state.values()]
+        del averages
         assert old
         assert trainer.restore(reference) == 1
     finally:
@@ -636,7 +638,8 @@ def test_what_a_bf16_trainer_says_of_the_probe_is_not_rounded(tmp_path: Path) ->
         plain: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
         async with alone(settings, tmp_path) as bench:
             for version in range(2):
-                weights, probe = single._versions.of(version)
+                copy, probe = single._versions.of(version)
+                weights = copy.whole()
                 manifest = await bench.trainer.publish(version)
                 ours = bench.store.fetch(manifest)
                 for published, found in ((weights, probe), (ours, manifest.probe)):
