@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rollart.config.load import build_job
 from rollart.config.settings import EngineSettings
@@ -157,3 +158,32 @@ def test_what_cannot_act_is_refused(model_path: Path, tmp_path: Path) -> None:
         check_supported(job)
     with pytest.raises(JobError, match=r"no linear layer 'nope'; it has down_proj, gate_proj"):
         SingleTrainer(trainer_settings(model_path, tmp_path, lora={"targets": ["nope"]}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_reads_ours_and_we_read_peft_s(settings: TrainerSettings, model_path: Path, tmp_path: Path) -> None:
+    """Where peft is installed; no extra of ours asks for it."""
+    peft: Any = pytest.importorskip("peft")
+
+    def said(model: Any) -> Tensor:
+        with torch.no_grad():
+            logits = model(TOKENS[None]).logits[0]
+        return logits.log_softmax(-1)[:-1].gather(1, TOKENS[1:, None])[:, 0]
+
+    def ours(model: Any) -> Tensor:
+        with torch.no_grad():
+            return packed_logprobs(model, TOKENS, [len(TOKENS)])[1:]
+
+    trainer = SingleTrainer(settings)
+    train(trainer, 2)
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    read = peft.PeftModel.from_pretrained(base, str(Path(trainer.save()) / "model")).eval()
+    torch.testing.assert_close(said(read), ours(trainer._network), atol=2e-6, rtol=1e-5)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=LORA["targets"])
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), config).eval()
+    for name, param in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    made.save_pretrained(tmp_path / "theirs")
+    begun = SingleTrainer(changed(settings, lora=LORA | {"adapter": str(tmp_path / "theirs")}))
+    torch.testing.assert_close(ours(begun._network), said(made), atol=2e-6, rtol=1e-5)
