@@ -397,8 +397,8 @@ class TrainSettings(Settings):
     """Layers whose activations are computed again in the backward pass, and not kept. `selective`: as many as a GPU has
     no memory for, at `microbatch_tokens`; on a CPU half of them. Default: `selective` on a GPU, `none` on a CPU."""
     compile: Anytime[Literal["auto", "on", "off"]] = "auto"
-    """Compile the layers, which takes a minute at the start. `auto`: on a GPU, where the model has 50 million weights
-    or more, and no experts. What cannot be compiled runs as it is, with a warning."""
+    """Compile the layers, which takes some ten seconds at the start. `auto`: with `single` on a GPU, where the model
+    has 50 million weights or more, and no experts. What cannot be compiled runs as it is, with a warning."""
     lora: Annotated[LoraSettings | None, Fixed("the checkpoint holds adapters of this shape")] = None
     """Train low-rank adapters, and leave the weights as they are: no gradients and no optimizer state of those, and
     only adapters travel to the engines. Refused with `fsdp2`, and with engines that are not `embedded`."""

@@ -18,7 +18,7 @@ EAGER = 1.6
 
 def compiles(train: TrainSettings, network: PreTrainedModel) -> bool:
     if train.compile == "auto":
-        return worth_compiling(network, network.device)
+        return train.type == "single" and worth_compiling(network, network.device)
     return train.compile == "on"
 
 
@@ -60,8 +60,8 @@ def _head_bytes(train: TrainSettings, network: PreTrainedModel) -> float:
     """Logits that are kept, a block of them with its gradient, and the head's gradient twice."""
     config: Any = network.config.get_text_config()
     total_bytes = torch.cuda.mem_get_info(network.device)[1]
-    logits = min(train.microbatch_tokens * config.vocab_size * network.dtype.itemsize, KEPT_SHARE * total_bytes)
-    gradients = 2 * config.vocab_size * config.hidden_size * network.dtype.itemsize
+    logits = min(train.microbatch_tokens * config.vocab_size * _itemsize(train), KEPT_SHARE * total_bytes)
+    gradients = 2 * config.vocab_size * config.hidden_size * _itemsize(train)
     return float(logits + 1.5 * CHUNK_SHARE * total_bytes + gradients)
 
 
@@ -73,5 +73,10 @@ def _layer_bytes(train: TrainSettings, network: PreTrainedModel) -> tuple[float,
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     whole = 6 * hidden + 2 * head_size * (heads + 2 * kv_heads) + 3 * inner
-    tokens_bytes = train.microbatch_tokens * network.dtype.itemsize
+    tokens_bytes = train.microbatch_tokens * _itemsize(train)
     return float(tokens_bytes * whole * (1 if compiles(train, network) else EAGER)), float(tokens_bytes * hidden)
+
+
+def _itemsize(train: TrainSettings) -> int:
+    """Of what is computed in, which sharded weights are cast to."""
+    return 2 if train.uses_bf16 else 4

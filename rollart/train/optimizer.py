@@ -42,7 +42,7 @@ class MasterAdamW:
         """What the accumulated gradients are to be multiplied with."""
         for name, param in self._params.items():
             if param.dtype != torch.float32:
-                param.register_post_accumulate_grad_hook(self._take_gradient(name))  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(_take_gradient(self._sums, name))  # type: ignore[no-untyped-call]
         plain = train.master == "float32" and train.moments == "float32" and train.offload == "none"
         on_gpu_in_bf16 = any(param.is_cuda and param.dtype != torch.float32 for param in self._params.values())
         self._averages: _Averages
@@ -103,18 +103,20 @@ class MasterAdamW:
         found = {name: self._sums.get(name, param.grad) for name, param in self._params.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
-    def _take_gradient(self, name: str) -> Callable[[Tensor], None]:
-        """A hook that adds a parameter's fresh gradient to its sum, in float32."""
 
-        def take(param: Tensor) -> None:
-            assert param.grad is not None
-            if name in self._sums:
-                self._sums[name].add_(param.grad)
-            else:
-                self._sums[name] = param.grad.float()
-            param.grad = None
+def _take_gradient(sums: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's fresh gradient to its sum, in float32. It knows nothing but the sums: Python
+    cannot free a parameter whose hook leads back to it."""
 
-        return take
+    def take(param: Tensor) -> None:
+        assert param.grad is not None
+        if name in sums:
+            sums[name].add_(param.grad)
+        else:
+            sums[name] = param.grad.float()
+        param.grad = None
+
+    return take
 
 
 class _Averages(Protocol):

@@ -198,15 +198,19 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("rows", [100_000, 5], ids=["whole", "chunks"])
-def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the vocabulary projection is computed in chunks, with weights that come and go."""
+@pytest.mark.parametrize(
+    ("rows", "recompute"), [(100_000, "none"), (5, "none"), (5, "full")], ids=["whole", "chunks", "recomputed"]
+)
+def test_one_rank_gives_what_one_device_gives(
+    rows: int, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the vocabulary projection is computed in chunks, and layers twice, with weights that come and go."""
     monkeypatch.setattr(scoring, "LOGITS_PER_CHUNK", rows * VOCAB)
 
     async def work() -> None:
-        settings = settings_in(tmp_path)
+        settings = settings_in(tmp_path, recompute=recompute)
         async with alone(settings, tmp_path) as bench:
-            await compare_with_single(bench, settings)
+            await compare_with_single(bench, changed(settings, recompute="none"))
 
     asyncio.run(work())
 

@@ -411,10 +411,11 @@ def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("train", [{}, {"bf16": True}, {"bf16": True, "recompute": "full"}], ids=str)
 def test_a_restore_holds_one_network_and_optimizer_at_a_time(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+    train: dict[str, Any], settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = SingleTrainer(settings)
+    trainer = SingleTrainer(changed(settings, **train))
     trainer.train_step(make_batch(0, random_samples(0, 4)))
     trainer.publish(0, MemoryStore())
     reference = trainer.save()
