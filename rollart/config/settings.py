@@ -172,7 +172,9 @@ class SplitSettings(Settings):
     """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "cores")
+EMBEDDED_ONLY = ("kv_tokens", "memory", "step_tokens", "keep_kv", "draft_tokens", "cores")
+CPU_KV_TOKENS, CPU_DRAFT_TOKENS, CUDA_MEMORY = 65_536, 15, 0.6
+"""Defaults of the embedded engine that depend on its device."""
 
 
 class EngineSettings(Settings):
@@ -193,15 +195,19 @@ class EngineSettings(Settings):
     Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
     kv_link_gb_s: Positive = 25.0
     """Of such a pair: the link that its KV travels over, GB/s."""
-    kv_tokens: Count = 65_536
-    """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    kv_tokens: Count | None = None
+    """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. Not read by
+    `rollart sim`, which has the hardware's memory."""
+    memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    """`embedded` on CUDA: the engine's share of the card's memory, weights included; the cache takes what they leave.
+    Default: 0.6. Refused beside `kv_tokens`. Not read by `rollart sim`."""
     step_tokens: Count = 2048
     """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
     """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
-    draft_tokens: Annotated[int, Field(ge=0)] = 15
+    draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
-    same. 0 turns it off."""
+    same. 0 turns it off. Default: 15 on a CPU; on CUDA there are none, and other values are refused."""
     device: str = "cpu"
     """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
     `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
@@ -216,11 +222,31 @@ class EngineSettings(Settings):
     url: str | None = None
     """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in, whatever the trainer does."""
+    """What the engine computes in, whatever the trainer does. Default: bfloat16 where `device` names a GPU."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
     split: SplitSettings | None = None
     """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("dtype") is None and str(value.get("device", "")).startswith("cuda"):
+            return value | {"dtype": "bfloat16"}
+        return value
+
+    @property
+    def cpu_kv_tokens(self) -> int:
+        return self.kv_tokens or CPU_KV_TOKENS
+
+    @property
+    def memory_share(self) -> float:
+        return self.memory or CUDA_MEMORY
+
+    @property
+    def most_draft_tokens(self) -> int:
+        return CPU_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
     @model_validator(mode="after")
     def _all_is_read(self) -> Self:
@@ -229,6 +255,13 @@ class EngineSettings(Settings):
             if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "vllm or sglang" if embedded else "embedded"
                 raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+        on_cuda = self.device.startswith("cuda")
+        if embedded and on_cuda and self.draft_tokens:
+            raise ValueError("engines.draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
+        if self.memory is not None and not on_cuda:
+            raise ValueError("engines.memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if self.memory is not None and self.kv_tokens is not None:
+            raise ValueError("engines.memory: beside kv_tokens, which bounds the same cache; remove one of them")
         if embedded and self.step_tokens < self.max_batch:
             raise ValueError(
                 f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "

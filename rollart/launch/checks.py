@@ -183,10 +183,11 @@ def refuse_long_contexts(job: Job) -> None:
         )
     for pool in job.engine_pools:
         assert pool.engines is not None
-        if pool.engines.type == "embedded" and asked > pool.engines.kv_tokens:
+        bound = pool.engines.kv_tokens or (pool.engines.cpu_kv_tokens if pool.engines.device == "cpu" else asked)
+        if pool.engines.type == "embedded" and asked > bound:
             raise JobError(
                 f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens "
-                f"{pool.engines.kv_tokens}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
+                f"{bound}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
             )
 
 

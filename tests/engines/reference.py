@@ -77,13 +77,18 @@ def our_model(plain: PreTrainedModel) -> PreTrainedModel:
     return ours
 
 
-def make_engine(plain: PreTrainedModel, **settings: Any) -> EmbeddedEngine:
+def make_engine(
+    plain: PreTrainedModel, *, paged: bool = False, on: str = "cpu", dtype: torch.dtype = torch.float32, **settings: Any
+) -> EmbeddedEngine:
     max_batch = min(256, settings.get("step_tokens", 256))
+    model = our_model(plain)
+    torch.nn.Module.to(model, on, dtype)
     return EmbeddedEngine(
-        our_model(plain),
+        model,
         EngineSettings(**{"max_batch": max_batch, **settings}),
         eos=frozenset({EOS}),
         decode=lambda tokens: "".join(chr(ord("A") + token) for token in tokens),
+        paged=paged,
     )
 
 

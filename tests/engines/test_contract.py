@@ -4,6 +4,9 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 
+import pytest
+import torch
+
 from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.model.network import named_weights
 from rollart.store.prefetch import FetchAhead
@@ -19,6 +22,8 @@ SOON_S = 60.0
 
 class TestThreadedEngine(EngineContract):
     ahead = False
+    paged = False
+    on = "cpu"
 
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=4096)
@@ -31,7 +36,7 @@ class TestThreadedEngine(EngineContract):
             (store._dir / manifest.buckets[1].name).unlink()
 
         async def main() -> None:
-            core = make_engine(MODELS[0], max_batch=MAX_BATCH, kv_tokens=4096)
+            core = make_engine(MODELS[0], paged=self.paged, on=self.on, max_batch=MAX_BATCH, kv_tokens=4096)
             core._eos = frozenset()  # answers end by length, so that long ones are long
             if self.ahead:
                 fetched = FetchAhead(store)
@@ -55,3 +60,13 @@ class TestThreadedEngine(EngineContract):
 
 class TestThreadedEngineFetchingAhead(TestThreadedEngine):
     ahead = True
+
+
+class TestThreadedEngineOnPages(TestThreadedEngine):
+    paged = True
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestThreadedEngineOnCuda(TestThreadedEngine):
+    paged = True
+    on = "cuda"
