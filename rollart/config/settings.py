@@ -417,8 +417,8 @@ class TrainSettings(Settings):
     """Compute in bfloat16; gradients add up in float32. Default: on a GPU, not on a CPU."""
     master: Anytime[Literal["float32", "stochastic"]] = "float32"
     """With `bf16`: what updates are added to. `float32`: the weights in float32. `stochastic`: the bfloat16 weights
-    themselves, rounded at random, which takes 2 bytes a weight less (on a CPU 4); rounding to the nearest would lose
-    small updates. Refused with `fsdp2`, whose weights are float32."""
+    themselves, rounded at random, which takes 2 to 4 bytes a weight less; rounding to the nearest would lose small
+    updates. Refused with `fsdp2`, whose weights are float32."""
     moments: Anytime[Literal["float32", "bfloat16"]] = "float32"
     """What Adam's moments are kept in. `bfloat16` is rounded at random, and takes 4 bytes a weight less."""
     offload: Anytime[Literal["none", "optimizer"]] = "none"

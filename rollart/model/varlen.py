@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD_MULTIPLE, HEAD_MAX = 8, 256
-"""Head sizes that flash attention takes."""
+HEAD_MULTIPLE, HEAD_MIN, HEAD_MAX = 8, 64, 256
+"""Head sizes that flash attention takes; none smaller than was compared with the formula on a GPU."""
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -24,7 +24,7 @@ def flash_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and head_size % HEAD_MULTIPLE == 0
-        and head_size <= HEAD_MAX
+        and HEAD_MIN <= head_size <= HEAD_MAX
     )
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from rollart.config.settings import TrainSettings
 from rollart.model.compiled import worth_compiling
 from rollart.model.scoring import CHUNK_SHARE, KEPT_SHARE
+from rollart.train.optimizer import MANY_WEIGHTS
 
 SPARE = 0.04
 """The share of the card that is left to fragments, libraries and kernels."""
@@ -48,12 +49,14 @@ def _room_bytes(device: torch.device) -> float:
 
 def _optimizer_bytes(train: TrainSettings, network: PreTrainedModel) -> int:
     """Gradients, moments, and what masters have beyond bfloat16."""
+    own = [param for param in network.parameters() if param.requires_grad]
+    weights = sum((param.to_local() if isinstance(param, DTensor) else param).numel() for param in own)
     each = 4
     if train.offload == "none":
         each += 8 if train.moments == "float32" else 4
-        each += 2 if network.dtype != torch.float32 and train.master == "float32" else 0
-    own = [param for param in network.parameters() if param.requires_grad]
-    return each * sum((param.to_local() if isinstance(param, DTensor) else param).numel() for param in own)
+        if network.dtype != torch.float32 and train.master == "float32":
+            each += 2 if weights >= MANY_WEIGHTS else 4
+    return each * weights
 
 
 def _head_bytes(train: TrainSettings, network: PreTrainedModel) -> float:

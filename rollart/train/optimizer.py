@@ -26,6 +26,9 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLIP_EPS = 1e-6
 """Added to the norm, as torch does."""
+MANY_WEIGHTS = 1 << 30
+"""On a GPU in bfloat16: from so many on, masters are kept in 2 bytes beside the weights. With fewer the memory matters
+less than torch's fused update, which starts a few kernels where ours starts one for each tensor."""
 SEEDS_PER_STEP = 1 << 16
 """More than twice the tensors of any network."""
 
@@ -44,9 +47,10 @@ class MasterAdamW:
             if param.dtype != torch.float32:
                 param.register_post_accumulate_grad_hook(_take_gradient(self._sums, name))  # type: ignore[no-untyped-call]
         plain = train.master == "float32" and train.moments == "float32" and train.offload == "none"
-        on_gpu_in_bf16 = any(param.is_cuda and param.dtype != torch.float32 for param in self._params.values())
+        in_bf16 = [param for param in self._params.values() if param.is_cuda and param.dtype != torch.float32]
+        many = sum(param.numel() for param in in_bf16) >= MANY_WEIGHTS
         self._averages: _Averages
-        if plain and not on_gpu_in_bf16:
+        if plain and not many:
             self._averages = _TorchAverages(self._params)
         else:
             self._averages = _OwnAverages(self._params, train)
