@@ -8,9 +8,9 @@ import math
 from rollart.types import Completion, GenerateRequest
 
 ROUNDING = 1e-3
-"""A log-probability may be so much above 0: a certain token, as the engine rounded it."""
+"""How far above 0 a log-probability may be: a certain token, as the engine rounded it."""
 MAX_REFUSED = 8
-"""An engine of which so many answers in a row were refused is broken."""
+"""Refused answers in a row after which an engine counts as broken."""
 
 
 def wrong_with(request: GenerateRequest, completion: Completion) -> str:

@@ -154,7 +154,7 @@ def test_every_problem_has_a_line_of_its_own(model: Path, here: Path, capsys: py
     said = lines_of(raw, here, capsys)
     keys = ["train.cores", "tasks.0.use", "tasks.1.use", "tasks.2.use", "model.path"]
     assert [line.split(": ")[1] for line in said] == keys
-    assert "there is no module no_such_module" in said[1]
+    assert "no module no_such_module was found" in said[1]
 
 
 def other_model(model: Path, to: Path, **config: Any) -> Path:
@@ -253,7 +253,7 @@ def test_a_weight_file_that_is_not_whole_is_refused(
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
     file.write_bytes({"pointer": pointer, "empty": b"", "cut off": whole[:-1], "head cut off": whole[:100]}[content])
     (said,) = lines_of(job(here / "broken"), here, capsys, command)
-    assert said.startswith(f"rollart: model.path: {file} is no whole safetensors file (")
+    assert said.startswith(f"rollart: model.path: {file} is not a whole safetensors file (")
     assert said.endswith("; bring it again (git lfs pull)")
 
 

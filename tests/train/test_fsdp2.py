@@ -324,7 +324,7 @@ def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
         for size in ("4k", "40k"):  # no room for a folder; for a part of it
             with small_disk(checkpoints, size), pytest.raises(StoreFull, match="No space left"):
                 await bench.trainer.save()
-        with small_disk(bench.store._dir, "8k"), pytest.raises(StoreFull, match="No space left"):
+        with small_disk(bench.store.directory, "8k"), pytest.raises(StoreFull, match="No space left"):
             await bench.trainer.publish(0)
         assert not bench.trainer._lost
         [batch] = batches(1)
