@@ -24,8 +24,8 @@ from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
-"""CPU seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop. Seconds of the
-clock would also count while the machine is busy or the process is paused."""
+"""CPU seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop. Seconds of
+the clock would also count while the machine is busy or the process is paused."""
 MAX_FAILURES = 50
 """Failures that are listed one by one."""
 
