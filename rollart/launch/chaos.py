@@ -24,7 +24,8 @@ from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
-"""Real seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop."""
+"""CPU seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop. Seconds of
+the clock would also count while the machine is busy or the process is paused."""
 MAX_FAILURES = 50
 """Failures that are listed one by one."""
 
@@ -90,8 +91,8 @@ class _Plan:
 def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
     path, overrides, seed, out = work
     folder = out / f"seed-{seed}" if out is not None else None
-    signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(PLAN_LIMIT_S)
+    signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, PLAN_LIMIT_S)
     try:
         result = simulate(plan_job(path, overrides, seed), folder)
     except (
@@ -102,7 +103,7 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
         return _Plan(seed=seed, counts={"violations": 1}, faults={}, text=text)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     ended, groups = result.summary.state, result.summary.groups
     violations = list(result.violations)
     if ended == "stopped" and not result.full:  # a job must survive every other fault
@@ -124,4 +125,4 @@ class _TooLong(KeyboardInterrupt):
 
 
 def _too_long(number: int, frame: object) -> None:
-    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} s of real time: an endless loop")
+    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} CPU seconds: an endless loop")

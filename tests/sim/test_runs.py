@@ -1,8 +1,10 @@
 """Whole jobs on the virtual clock: determinism, the staleness matrix, the five modes, the shares."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rollart.config.load import load_job
 from rollart.config.settings import MODES
 from rollart.events import schema
 from rollart.events.log import read_events
+from rollart.launch import chaos
 from rollart.launch.chaos import plan_job
 from rollart.launch.driver import RunResult
 from rollart.launch.simulation import simulate
@@ -240,3 +243,26 @@ def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
 def test_plans_that_once_broke_a_promise(seed: int) -> None:
     """A task back while much of it is alive; two outages of one task that overlap; a trainer lost in a repair."""
     finished(simulate(plan_job(JOB, (), seed)))
+
+
+def test_a_plan_that_loops_for_ever_is_ended_and_one_that_was_paused_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "PLAN_LIMIT_S", 0.2)
+    before = signal.getsignal(signal.SIGPROF)
+
+    def loops(*_: object) -> None:
+        while True:
+            pass
+
+    def paused(*_: object) -> None:
+        time.sleep(0.5)
+        raise ValueError("after the pause")
+
+    try:
+        for run, text in ((loops, "0.2 CPU seconds: an endless loop"), (paused, "after the pause")):
+            monkeypatch.setattr(chaos, "plan_job", lambda *_: None)
+            monkeypatch.setattr(chaos, "simulate", run)
+            row = chaos._run_plan((JOB, (), 0, None))
+            assert row.counts == {"violations": 1}
+            assert text in row.text
+    finally:
+        signal.signal(signal.SIGPROF, before)
