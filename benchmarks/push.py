@@ -52,19 +52,19 @@ def _run(overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         result = simulate(load_job(JOB, overrides), out)
-        if result.summary["state"] != "finished" or result.violations:
-            raise JobError(f"{' '.join(overrides)}: {result.summary['reason']} {result.violations}")
+        if result.summary.state != "finished" or result.violations:
+            raise JobError(f"{' '.join(overrides)}: {result.summary.reason} {result.violations}")
         ends = [event for event in read_events(out / "events.jsonl") if isinstance(event, schema.StepEnd)]
     counted = len(ends) - SKIPPED_STEPS
     summary = result.summary
     run = {
         "step_s": round((ends[-1].t - ends[SKIPPED_STEPS - 1].t) / counted, 1),
-        "all_steps_s": round(summary["step_time_s"]["mean"], 1),
+        "all_steps_s": round(summary.step_time_s.mean, 1),
         "train_s": round(statistics.fmean(event.train_s for event in ends), 1),
-        "push_s": round(summary["weights"]["push_s"], 1),
-        "exposed_s": round(summary["weights"]["exposed_s"], 2),
-        "max_steps": summary["staleness"]["max_steps"],
-        "stale": summary["waste"]["stale"]["trajectories"],
+        "push_s": round(summary.weights.push_s, 1),
+        "exposed_s": round(summary.weights.exposed_s, 2),
+        "max_steps": summary.staleness.max_steps,
+        "stale": summary.waste.stale.trajectories,
     }
     print(f"{' '.join(overrides)}: {run}", file=sys.stderr, flush=True)
     return run

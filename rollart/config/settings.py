@@ -31,7 +31,7 @@ Correction = Literal["bypass", "decoupled", "none"]
 WeightLevel = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
 
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, int | str]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
     "sync+": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "asynchronous"},
     "one-off": {"staleness": 1, "swap": "drain", "recheck": "batch", "stepping": "asynchronous"},
@@ -163,16 +163,27 @@ class RolloutSettings(Settings):
     """The job stops after this many short batches in a row."""
 
 
-class SplitSettings(Settings):
-    """Prefill and decode of one vLLM engine on two servers; their cache travels by vLLM's own connector."""
+class PrefillSettings(Settings):
+    """Prefill and decode apart: each engine is then several workers, which load weights together and fail together."""
 
+    pool: str | None = None
+    """The pool whose devices prefill. Default: this one. On the cluster `ray` another pool must name the same machines:
+    all workers of an engine run on one."""
+    workers: Count = 1
+    """Prefill workers of each engine."""
+    gpus: Count = 1
+    """GPUs of one prefill worker."""
+    decoders: Count = 1
+    """Decode workers of each engine, with `engines.gpus` and `engines.max_batch` each."""
     connector: str = "NixlConnector"
-    """`kv_connector` of vLLM's `--kv-transfer-config`."""
-    prefill_gpus: Count = 1
-    """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
+    """`vllm`: `kv_connector` of its `--kv-transfer-config`. Not read by `rollart sim`."""
+    link_gb_s: Positive = 25.0
+    """The link over which a prefill worker sends the cache, GB/s. `rollart sim` simulates it, affinity reckons with
+    it; a real run has the link that it has."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "step_tokens", "keep_kv", "draft_tokens", "cores")
+CPU_KV_TOKENS, CPU_DRAFT_TOKENS, CUDA_MEMORY = 65_536, 15, 0.6
+"""Defaults of the embedded engine that depend on its device."""
 
 
 class EngineSettings(Settings):
@@ -188,20 +199,22 @@ class EngineSettings(Settings):
     one; more are refused by `rollart train`."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
-    prefill: str | None = None
-    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
-    Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
-    kv_link_gb_s: Positive = 25.0
-    """Of such a pair: the link that its KV travels over, GB/s."""
-    kv_tokens: Count = 65_536
-    """`embedded`: bound of the cache, in tokens. Not read by `rollart sim`, which has the hardware's memory."""
+    prefill: PrefillSettings | None = None
+    """Prefill on workers of its own. `rollart train` has it for `vllm` engines only, `rollart sim` for all. Not tried
+    on real devices yet."""
+    kv_tokens: Count | None = None
+    """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. Not read by
+    `rollart sim`, which has the hardware's memory."""
+    memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    """`embedded` on CUDA: the engine's share of the card's memory, weights included; the cache takes what they leave.
+    Default: 0.6. Refused beside `kv_tokens`. Not read by `rollart sim`."""
     step_tokens: Count = 2048
     """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
     """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
-    draft_tokens: Annotated[int, Field(ge=0)] = 15
+    draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
-    same. 0 turns it off."""
+    same. 0 turns it off. Default: 15 on a CPU; on CUDA there are none, and other values are refused."""
     device: str = "cpu"
     """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
     `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
@@ -216,33 +229,57 @@ class EngineSettings(Settings):
     url: str | None = None
     """`vllm`, `sglang`: attach to this server instead of starting one; its key in ROLLART_ENGINE_TOKEN."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in, whatever the trainer does."""
+    """What the engine computes in, whatever the trainer does. Default: bfloat16 where `device` names a GPU."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
-    split: SplitSettings | None = None
-    """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("dtype") is None and str(value.get("device", "")).startswith("cuda"):
+            return value | {"dtype": "bfloat16"}
+        return value
+
+    @property
+    def cpu_kv_tokens(self) -> int:
+        return self.kv_tokens or CPU_KV_TOKENS
+
+    @property
+    def memory_share(self) -> float:
+        return self.memory or CUDA_MEMORY
+
+    @property
+    def most_draft_tokens(self) -> int:
+        return CPU_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
     @model_validator(mode="after")
-    def _all_is_read(self) -> Self:
-        embedded = self.type == "embedded"
-        for key in ("python", "url", "args") if embedded else EMBEDDED_ONLY:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                kind = "vllm or sglang" if embedded else "embedded"
-                raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
-        if embedded and self.step_tokens < self.max_batch:
+    def _fits(self) -> Self:
+        on_cuda = self.device.startswith("cuda")
+        if self.type == "embedded" and on_cuda and self.draft_tokens:
+            raise ValueError(".draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
+        if self.memory is not None and not on_cuda:
+            raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if self.memory is not None and self.kv_tokens is not None:
+            raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
+        if self.type == "embedded" and self.step_tokens < self.max_batch:
             raise ValueError(
-                f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
+                f".step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
                 f"{self.max_batch}; raise it, or lower max_batch"
             )
-        if self.split is not None and self.type != "vllm":
-            raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
-        if self.url is not None:
-            if self.count > 1:
-                raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args", "split", "device"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
+        if self.url is not None and self.count > 1:
+            raise ValueError(".url: names one server; set count to 1, and give each further one a pool")
         return self
+
+    @property
+    def decode_gpus(self) -> int:
+        """GPUs of one engine that decode; where prefill is not apart, all."""
+        return self.gpus * (self.prefill.decoders if self.prefill else 1)
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of one engine, its prefill workers included."""
+        return self.decode_gpus + (self.prefill.workers * self.prefill.gpus if self.prefill else 0)
 
 
 class PoolSettings(Settings):
@@ -293,12 +330,6 @@ class RewardSettings(Settings):
     def _has_url(self) -> Self:
         if self.type == "http" and not self.url:
             raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
-        if self.type == "local" and self.url:
-            raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
-        if self.type == "http" and self.environment:
-            raise ValueError("rewards.environment: has no effect with type http, whose server has its own; remove it")
-        if self.type == "local" and self.call_cost:
-            raise ValueError("rewards.call_cost: local workers are paid by the hour; set rewards.cost, or remove it")
         return self
 
 
@@ -314,6 +345,20 @@ CLIP_RANGES: dict[str, tuple[float, float]] = {
 DEFAULT_WEIGHT_CAP = 2.0
 CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters, which are trained instead of the weights they stand beside."""
+
+    rank: Count = 32
+    alpha: Positive = 64.0
+    """What an adapter gives is multiplied with alpha / rank."""
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get one, by the last part of their names; never the output layer."""
+    adapter: Place | None = None
+    """Adapters to begin with: a directory that peft has written. Default: new ones, which change nothing at first."""
 
 
 class TrainSettings(Settings):
@@ -367,7 +412,27 @@ class TrainSettings(Settings):
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: FromNextStep[NonNegative] = 0.0
     microbatch_tokens: Anytime[Count] = 4096
-    bf16: Annotated[bool, Fixed("the checkpoint holds its master weights by it")] = False
+    """Tokens computed in one forward and backward pass. A longer sample is computed alone."""
+    bf16: Annotated[bool | None, Fixed("the checkpoint holds its master weights by it")] = None
+    """Compute in bfloat16; gradients add up in float32. Default: on a GPU, not on a CPU."""
+    master: Anytime[Literal["float32", "stochastic"]] = "float32"
+    """With `bf16`: what updates are added to. `float32`: the weights in float32. `stochastic`: the bfloat16 weights
+    themselves, rounded at random, which takes 2 to 4 bytes a weight less; rounding to the nearest would lose small
+    updates. Refused with `fsdp2`, whose weights are float32."""
+    moments: Anytime[Literal["float32", "bfloat16"]] = "float32"
+    """What Adam's moments are kept in. `bfloat16` is rounded at random, and takes 4 bytes a weight less."""
+    offload: Anytime[Literal["none", "optimizer"]] = "none"
+    """`optimizer`: moments, and what weights have in float32 beyond bfloat16, are in the host's memory, pinned, and
+    visit the GPU at each update. Refused with `fsdp2`, and on a CPU."""
+    recompute: Anytime[Literal["none", "selective", "full"] | None] = None
+    """Layers whose activations are computed again in the backward pass, and not kept. `selective`: as many as a GPU has
+    no memory for, at `microbatch_tokens`; on a CPU half of them. Default: `selective` on a GPU, `none` on a CPU."""
+    compile: Anytime[Literal["auto", "on", "off"]] = "auto"
+    """Compile the layers, which takes some ten seconds at the start. `auto`: with `single` on a GPU, where the model
+    has 50 million weights or more, and no experts. What cannot be compiled runs as it is, with a warning."""
+    lora: Annotated[LoraSettings | None, Fixed("the checkpoint holds adapters of this shape")] = None
+    """Train low-rank adapters, and leave the weights as they are: no gradients and no optimizer state of those, and
+    only adapters travel to the engines. Refused with `fsdp2`, and with engines that are not `embedded`."""
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
@@ -378,21 +443,57 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _loss_is_read(self) -> Self:
-        """Refuses what the loss would not read."""
-        for key in ("eps_low", "eps_high"):
-            if getattr(self, key) is not None and self.algorithm == "rloo":
-                raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
-        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm != "cispo":
+        """Refuses values that would do nothing; keys that would are refused in `unused.py`."""
+        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm not in ("cispo", "rloo"):
             raise ValueError(
                 f"train.eps_low: {self.eps_low:g} has no effect with algorithm {self.algorithm}: ratios are above 0, "
                 f"and never get down to 1 - eps_low; give less than 1, such as {CLIP_RANGES[self.algorithm][0]:g}"
             )
-        if self.length_constant is not None and self.algorithm != "dr_grpo":
-            raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
-        self._clip_acts()
-        if self.reference is not None and not self.kl_coef:
-            raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
+        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
+        clips = self.correction == "bypass" or self.updates_per_step > 1
+        if (given or self.algorithm in CLIPPING) and not clips and self.algorithm != "rloo":
+            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
+            raise ValueError(
+                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
+                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
+            )
+        top = 1 + self.clip_range[1]
+        if self.correction == "bypass" and self.weight_cap is not None and self.weight_cap < top < math.inf:
+            raise ValueError(
+                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
+                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
+            )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("bf16") is None:
+            return value | {"bf16": value.get("device", "cpu") != "cpu"}
+        return value
+
+    @model_validator(mode="after")
+    def _memory_is_read(self) -> Self:
+        """Refuses what would save no memory."""
+        if self.master == "stochastic" and not self.uses_bf16:
+            raise ValueError(
+                "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
+                "remove it"
+            )
+        for key in ("master", "offload"):
+            if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
+        if self.type == "fsdp2" and self.lora is not None:
+            raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.offload != "none" and self.device == "cpu":
+            raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
+        return self
+
+    @property
+    def uses_bf16(self) -> bool:
+        """The `bf16` in force."""
+        return bool(self.bf16)
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -409,37 +510,6 @@ class TrainSettings(Settings):
         beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
         return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
-    def _clip_acts(self) -> None:
-        """Refuses what was asked for and would do nothing."""
-        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
-        if (given or self.algorithm in CLIPPING) and self.correction != "bypass" and self.updates_per_step == 1:
-            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
-            raise ValueError(
-                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
-                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
-            )
-        self._weights_act()
-
-    def _weights_act(self) -> None:
-        if self.weight_level == "sequence" and self.correction != "decoupled":
-            raise ValueError(
-                f"train.weight_level: sequence has no effect with train.correction {self.correction}; set "
-                "train.correction to decoupled, or remove it"
-            )
-        if self.weight_floor and self.over_cap != "mask":
-            raise ValueError("train.weight_floor: has no effect without train.over_cap mask; set that, or remove it")
-        if self.correction == "none" and (self.weight_cap is not None or self.over_cap == "mask"):
-            key = "weight_cap" if self.weight_cap is not None else "over_cap"
-            raise ValueError(f"train.{key}: has no effect with train.correction none; remove it")
-        if self.weight_cap is None:
-            return
-        top = 1 + (self.eps_high or CLIP_RANGES.get(self.algorithm, (0.0, 0.0))[1])
-        if self.correction == "bypass" and self.weight_cap < top:
-            raise ValueError(
-                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
-                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
-            )
-
 
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
@@ -452,13 +522,9 @@ class WeightSettings(Settings):
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _path_is_read(self) -> Self:
+    def _is_there(self) -> Self:
         if self.type == "mooncake":
             raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
-        if self.path is not None and self.type != "files":
-            raise ValueError(
-                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
-            )
         return self
 
 

@@ -1,6 +1,7 @@
 """Weights change under running work: nothing is lost, nothing goes back, nothing grows too old."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -322,7 +323,9 @@ def test_a_task_that_nearly_always_goes_stale_is_named_with_the_bound_it_needs()
     texts = [event.text for event in played.of(schema.Warning) if "nearly all of its groups go stale" in event.text]
     assert len(texts) == 1, "once"
     assert "task 'a'" in texts[0]
-    assert "rollout.staleness of about" in texts[0]
+    needed = re.search(r"rollout\.staleness of about (\d+),", texts[0])
+    assert needed is not None
+    assert int(needed[1]) > 20, "a group took 1,000 s, and versions come every few"
 
 
 def test_long_and_short_tasks_share_the_batches_as_they_should() -> None:

@@ -77,13 +77,27 @@ def our_model(plain: PreTrainedModel) -> PreTrainedModel:
     return ours
 
 
-def make_engine(plain: PreTrainedModel, **settings: Any) -> EmbeddedEngine:
+NO_EOS: frozenset[int] = frozenset()
+"""Answers end by length, so that long ones are long."""
+
+
+def make_engine(
+    plain: PreTrainedModel,
+    *,
+    eos: frozenset[int] = frozenset({EOS}),
+    paged: bool = False,
+    on: str = "cpu",
+    **settings: Any,
+) -> EmbeddedEngine:
     max_batch = min(256, settings.get("step_tokens", 256))
+    model = our_model(plain)
+    torch.nn.Module.to(model, on)
     return EmbeddedEngine(
-        our_model(plain),
+        model,
         EngineSettings(**{"max_batch": max_batch, **settings}),
-        eos=frozenset({EOS}),
+        eos=eos,
         decode=lambda tokens: "".join(chr(ord("A") + token) for token in tokens),
+        paged=paged,
     )
 
 

@@ -20,7 +20,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine, make_backend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
 from rollart.model.agreement import prove
@@ -189,12 +190,23 @@ def test_the_engine_refuses_what_its_cache_cannot_hold() -> None:
         prove_steps_architecture(config)
 
 
+def test_the_engine_refuses_layers_with_different_numbers_of_key_heads() -> None:
+    model = adopt(plain_model("llama"))
+    network: Any = model
+    attention = network.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(32, 4 * attention.head_dim, bias=False))
+    attention.num_key_value_groups = 1
+    with pytest.raises(JobError, match=r"llama: its keys .*\(2, 8\).*\(4, 8\).* one size"):
+        kept_by(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
     for kind in ("qwen3", "qwen3-moe"):
         model = adopt(cast_to(plain_model(kind, num_hidden_layers=4, initializer_range=0.05), dtype))
-        engine = EmbeddedEngine(model)
-        prove_steps(model, *kept_by(model), engine._hidden, engine._project)
+        for paged in (False, True):
+            prove_steps(model, make_backend(model, EngineSettings(), None, paged))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,9 +1,16 @@
-"""How servers are started: loopback only, the key not on vLLM's command line, the job's settings all there."""
+"""How servers are started: loopback only, the key not on vLLM's command line, the job's settings all there.
 
+And what vLLM is asked for; `test_vllm.py` asks a real one.
+"""
+
+import asyncio
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rollart.engines import sglang, vllm
+from rollart.engines.embedded.segments import Segment
+from rollart.types import Sampling
 
 
 def options(line: list[str]) -> dict[str, str]:
@@ -32,6 +39,24 @@ def test_vllm() -> None:
     ], "nothing of ours but what runs in servers"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables["OMP_NUM_THREADS"] == "3"
+
+
+def test_vllm_is_asked_for_the_whole_distribution() -> None:
+    """A server's own defaults, such as a model's generation_config.json gives it, would leave a part of it."""
+    asked: list[dict[str, Any]] = []
+
+    class Answers:
+        async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            asked.append(body)
+            return {}
+
+    http: Any = Answers()
+    sampling = Sampling(max_tokens=9, temperature=0.7)
+    segment = Segment(id="a", prompt=[1, 2], max_tokens=9, sampling=sampling, seed=5, eos=(3,), version=4)
+    asyncio.run(vllm.VllmServer(http).prefill(segment))
+    (body,) = asked
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert (body["temperature"], body["seed"], body["stop_token_ids"]) == (0.7, 5, [3])
 
 
 def test_sglang() -> None:

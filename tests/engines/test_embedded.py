@@ -1,5 +1,7 @@
 """The embedded engine against a plain transformers forward: across turns, evictions, preemptions and swaps."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,19 @@ import torch
 from transformers import DynamicCache
 
 from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.kv import KvCache
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.model.network import named_weights
 from rollart.types import Completion, Finish, GenerateRequest, Span, Tokens
-from tests.engines.reference import EOS, KINDS, check, drain, make_engine, plain_model, random_tokens, request
+from tests.engines.reference import EOS, KINDS, NO_EOS, check, drain, make_engine, plain_model, random_tokens, request
+
+Make = Callable[..., EmbeddedEngine]
+
+
+@pytest.fixture(params=["slabs", "pages"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """An engine with either back end."""
+    return partial(make_engine, paged=request.param == "pages")
 
 
 def play(
@@ -37,9 +48,9 @@ def play(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_agrees_with_transformers_across_turns(kind: str, temperature: float) -> None:
+def test_agrees_with_transformers_across_turns(make: Make, kind: str, temperature: float) -> None:
     plain = plain_model(kind)
-    engine = make_engine(plain, step_tokens=48)
+    engine = make(plain, step_tokens=48)
     for asked, got in play(engine, sessions=6, turns=4, delta=40, answer=30, temperature=temperature):
         check(asked, got, {0: plain})
         assert got.finish in (Finish.STOP, Finish.LENGTH)
@@ -55,9 +66,9 @@ def test_agrees_with_transformers_across_turns(kind: str, temperature: float) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_agrees_after_evictions_and_preemptions(kind: str) -> None:
+def test_agrees_after_evictions_and_preemptions(make: Make, kind: str) -> None:
     plain = plain_model(kind)
-    engine = make_engine(plain, kv_tokens=500, step_tokens=64)
+    engine = make(plain, kv_tokens=500, step_tokens=64)
     played = play(engine, sessions=6, turns=4, delta=40, answer=40, temperature=1.0)
     for asked, got in played:
         check(asked, got, {0: plain})
@@ -67,10 +78,9 @@ def test_agrees_after_evictions_and_preemptions(kind: str) -> None:
     assert engine.num_preempted > 0
 
 
-def test_the_oldest_request_is_never_preempted() -> None:
+def test_the_oldest_request_is_never_preempted(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make_engine(plain, kv_tokens=600)
-    engine._eos = frozenset()
+    engine = make(plain, kv_tokens=600, eos=NO_EOS)
     asked = [request(random_tokens(rng, 90), f"s{i}/0", max_tokens=200, last=True) for i in range(4)]
     for call in asked:
         engine.add(call)
@@ -86,21 +96,20 @@ def test_the_oldest_request_is_never_preempted() -> None:
         check(call, got, {0: plain})
 
 
-def test_a_lone_request_may_use_the_whole_cache() -> None:
+def test_a_lone_request_may_use_the_whole_cache(make: Make) -> None:
     plain = plain_model("qwen3")
-    engine = make_engine(plain, kv_tokens=300)
+    engine = make(plain, kv_tokens=304, eos=NO_EOS)
     asked = request(random_tokens(np.random.default_rng(0), 100), max_tokens=1000, temperature=1.0, seed=4)
-    engine._eos = frozenset()
     engine.add(asked)
     got = drain(engine)[asked.id]
     check(asked, got, {0: plain})
     assert got.finish is Finish.LENGTH
-    assert len(got.tokens) == 200
+    assert len(got.tokens) == 204
 
 
-def test_a_rewritten_history_uses_only_what_is_still_true() -> None:
+def test_a_rewritten_history_uses_only_what_is_still_true(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make_engine(plain)
+    engine = make(plain)
     first = request(random_tokens(rng, 50), "s/0", max_tokens=5)
     engine.add(first)
     drain(engine)
@@ -114,9 +123,9 @@ def test_a_rewritten_history_uses_only_what_is_still_true() -> None:
         assert got.cached_tokens == cached
 
 
-def test_a_group_computes_its_prompt_once() -> None:
+def test_a_group_computes_its_prompt_once(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make_engine(plain, step_tokens=64)
+    engine = make(plain, step_tokens=64)
     prompt = random_tokens(rng, 100)
     group = [request(prompt, f"g{member}/0", max_tokens=6, temperature=1.0) for member in range(8)]
     for asked in group:
@@ -133,10 +142,9 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert 50 <= done[other.id].cached_tokens < 80
 
 
-def test_a_group_in_flight_is_rebuilt_once_after_a_swap() -> None:
+def test_a_group_in_flight_is_rebuilt_once_after_a_swap(make: Make) -> None:
     old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
-    engine = make_engine(old)
-    engine._eos = frozenset()
+    engine = make(old, eos=NO_EOS)
     prompt = random_tokens(rng, 100)
     group = [request(prompt, f"g{member}/0", max_tokens=12, temperature=1.0) for member in range(8)]
     for asked in group:
@@ -151,10 +159,9 @@ def test_a_group_in_flight_is_rebuilt_once_after_a_swap() -> None:
     assert engine.stats.computed_tokens - before < 100 + 8 * 13
 
 
-def test_what_was_kept_over_a_swap_is_not_shared() -> None:
+def test_what_was_kept_over_a_swap_is_not_shared(make: Make) -> None:
     old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
-    engine = make_engine(old, keep_kv=True)
-    engine._eos = frozenset()
+    engine = make(old, keep_kv=True, eos=NO_EOS)
     prompt = random_tokens(rng, 100)
     engine.add(request(prompt, "before/0", max_tokens=5, temperature=1.0))
     engine.step()
@@ -165,19 +172,17 @@ def test_what_was_kept_over_a_swap_is_not_shared() -> None:
         got = drain(engine)[asked.id]
         check(asked, got, {1: new})
         assert got.cached_tokens == cached
-    # Idle, it still has keys of the old weights.
-    assert "before" in engine.kv._parked
+    # Idle, the first still has keys of the old weights.
+    assert engine.kv.num_parked == 3
 
 
-def test_nobody_waits_for_an_answer_that_begins_like_its_prompt() -> None:
+def test_nobody_waits_for_an_answer_that_begins_like_its_prompt(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
     prompt = random_tokens(rng, 20)
-    engine = make_engine(plain, draft_tokens=0)
-    engine._eos = frozenset()
+    engine = make(plain, draft_tokens=0, eos=NO_EOS)
     engine.add(request(prompt, "ahead/0", last=True, max_tokens=40, temperature=0.0))
     answer = drain(engine)["ahead/0"].tokens
-    engine = make_engine(plain, draft_tokens=0)
-    engine._eos = frozenset()
+    engine = make(plain, draft_tokens=0, eos=NO_EOS)
     first = request(prompt, "first/0", max_tokens=40, temperature=0.0)
     second = request(np.concatenate([prompt, answer]), "second/1", max_tokens=2, temperature=0.0)
     engine.add(first)
@@ -188,40 +193,55 @@ def test_nobody_waits_for_an_answer_that_begins_like_its_prompt() -> None:
     assert ended == [second.id], "it is done long before the first, whose answer is the rest of its prompt"
 
 
-def test_the_last_turn_leaves_nothing_behind() -> None:
-    engine = make_engine(plain_model("qwen3"))
+def test_a_prompt_that_is_prefilled_in_parts_is_computed_once(make: Make) -> None:
+    engine = make(plain_model("qwen3"), step_tokens=64)
+    engine.add(request(random_tokens(np.random.default_rng(0), 200), max_tokens=1, last=True))
+    drain(engine)
+    assert (engine.stats.computed_tokens, engine.stats.steps) == (200, 4)
+
+
+def test_there_are_as_many_slots_as_requests_that_wait_for_one() -> None:
+    rng = np.random.default_rng(0)
+    engine = make_engine(plain_model("qwen3"), kv_tokens=1 << 14)
+    for number in range(20):
+        engine.add(request(random_tokens(rng, 100), f"s{number}/0", max_tokens=5, last=True))
+    engine.step()
+    assert engine.num_running == 20
+    assert isinstance(engine.kv, KvCache)
+    assert [slab.num_tokens for slab in engine.kv.slabs] == [20 * 128], "in one block"
+
+
+def test_the_last_turn_leaves_nothing_behind(make: Make) -> None:
+    engine = make(plain_model("qwen3"))
     engine.add(request([9, 10, 11], max_tokens=3, last=True))
     drain(engine)
     assert engine.kv.num_parked == 0
-    assert not any(slab.seqs for slab in engine.kv.slabs)
+    assert engine.num_running == 0
 
 
-def test_long_prompts_are_prefilled_beside_decoding() -> None:
+def test_long_prompts_are_prefilled_beside_decoding(make: Make) -> None:
     plain, rng = plain_model("llama"), np.random.default_rng(0)
-    engine = make_engine(plain, step_tokens=32)
-    engine._eos = frozenset()
+    engine = make(plain, step_tokens=32, eos=NO_EOS)
     quick = request(random_tokens(rng, 4), "quick/0", max_tokens=12, temperature=0.0)
     slow = request(random_tokens(rng, 200), "slow/0", max_tokens=4, temperature=0.0)
     engine.add(quick)
     engine.step()
     engine.add(slow)
     done: dict[str, Completion] = {}
-    steps = 0
     while engine.busy:
-        steps += 1
         done |= dict(engine.step())
         if quick.id not in done:
             assert engine.stats.computed_tokens <= 32 * engine.stats.steps
-    assert steps == 11  # 200 tokens in chunks of 31 while the other decodes: 7 steps, the last of which samples
+    # One alone; 200 tokens in chunks of 31 while the other decodes: 7 steps, the last of which samples.
+    assert engine.stats.steps == 1 + 11
     for asked in (quick, slow):
         check(asked, done[asked.id], {0: plain})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_span_of_a_swap_agrees_with_its_own_weights(kind: str) -> None:
+def test_each_span_of_a_swap_agrees_with_its_own_weights(make: Make, kind: str) -> None:
     models = {version: plain_model(kind, seed=version) for version in range(3)}
-    engine = make_engine(models[0], step_tokens=64)
-    engine._eos = frozenset()
+    engine = make(models[0], step_tokens=64, eos=NO_EOS)
     rng = np.random.default_rng(1)
     idle = request(random_tokens(rng, 20), "idle/0", max_tokens=2)
     engine.add(idle)
@@ -251,10 +271,9 @@ def test_each_span_of_a_swap_agrees_with_its_own_weights(kind: str) -> None:
     check(again, got, models)
 
 
-def test_keep_kv_goes_on_with_the_old_cache() -> None:
+def test_keep_kv_goes_on_with_the_old_cache(make: Make) -> None:
     old, new = plain_model("qwen3", seed=0), plain_model("qwen3", seed=1)
-    engine = make_engine(old, keep_kv=True)
-    engine._eos = frozenset()
+    engine = make(old, keep_kv=True, eos=NO_EOS)
     asked = request(random_tokens(np.random.default_rng(0), 20), max_tokens=10, temperature=0.0)
     engine.add(asked)
     for _ in range(4):
@@ -271,9 +290,9 @@ def test_keep_kv_goes_on_with_the_old_cache() -> None:
     np.testing.assert_allclose(got.logprobs[4:], expected.numpy(), atol=1e-4)
 
 
-def test_a_failed_swap_leaves_the_old_weights_serving() -> None:
+def test_a_failed_swap_leaves_the_old_weights_serving(make: Make) -> None:
     plain = plain_model("qwen3")
-    engine = make_engine(plain)
+    engine = make(plain)
     asked = request([*range(10, 30)], max_tokens=12)
     engine.add(asked)
     engine.step()
@@ -286,10 +305,9 @@ def test_a_failed_swap_leaves_the_old_weights_serving() -> None:
     assert {version for version, _ in got.spans} == {0} == {engine.version}
 
 
-def test_abort_frees_the_slot_at_once() -> None:
+def test_abort_frees_the_slot_at_once(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make_engine(plain, max_batch=3)
-    engine._eos = frozenset()
+    engine = make(plain, max_batch=3, eos=NO_EOS)
     asked = [request(random_tokens(rng, 20), f"s{i}/0", max_tokens=12, temperature=1.0) for i in range(5)]
     for call in asked:
         engine.add(call)
@@ -312,9 +330,9 @@ def test_abort_frees_the_slot_at_once() -> None:
     assert not engine.busy
 
 
-def test_requests_of_one_session_may_overlap() -> None:
+def test_requests_of_one_session_may_overlap(make: Make) -> None:
     plain = plain_model("qwen3")
-    engine = make_engine(plain)
+    engine = make(plain)
     asked = [request([*range(10, 30 + i)], f"s/{i}", max_tokens=5 + i, temperature=0.0) for i in range(3)]
     for call in asked:
         engine.add(call)
@@ -335,23 +353,23 @@ def test_requests_of_one_session_may_overlap() -> None:
         (request([9, 10_000]), "valid token ids"),
     ],
 )
-def test_what_cannot_be_served_is_refused(wrong: GenerateRequest, said: str) -> None:
-    engine = make_engine(plain_model("qwen3"), kv_tokens=256)
+def test_what_cannot_be_served_is_refused(make: Make, wrong: GenerateRequest, said: str) -> None:
+    engine = make(plain_model("qwen3"), kv_tokens=256)
     # Another engine may have that version; no engine can serve the rest.
     with pytest.raises(EngineError if wrong.min_version else RequestError, match=said):
         engine.add(wrong)
     assert not engine.busy
 
 
-def test_an_id_in_flight_is_refused() -> None:
-    engine = make_engine(plain_model("qwen3"))
+def test_an_id_in_flight_is_refused(make: Make) -> None:
+    engine = make(plain_model("qwen3"))
     engine.add(request([9, 10]))
     with pytest.raises(EngineError, match="already in flight"):
         engine.add(request([9, 10]))
 
 
-def test_time_is_shared_out() -> None:
-    engine = make_engine(plain_model("qwen3"))
+def test_time_is_shared_out(make: Make) -> None:
+    engine = make(plain_model("qwen3"))
     played = play(engine, sessions=3, turns=2, delta=20, answer=10)
     assert sum(got.busy_s for _, got in played) == pytest.approx(engine.stats.step_s)
     assert engine.stats.sampled_tokens == sum(len(got.tokens) for _, got in played)

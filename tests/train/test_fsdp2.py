@@ -32,6 +32,7 @@ from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch.worker import build
 from rollart.model import network as model
+from rollart.model import scoring
 from rollart.ports import Trainer
 from rollart.store.shm import ShmStore
 from rollart.train import fsdp2
@@ -197,15 +198,19 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("rows", [100_000, 5], ids=["whole", "chunks"])
-def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the vocabulary projection is computed in chunks, with weights that come and go."""
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows * VOCAB)
+@pytest.mark.parametrize(
+    ("rows", "recompute"), [(100_000, "none"), (5, "none"), (5, "full")], ids=["whole", "chunks", "recomputed"]
+)
+def test_one_rank_gives_what_one_device_gives(
+    rows: int, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the vocabulary projection is computed in chunks, and layers twice, with weights that come and go."""
+    monkeypatch.setattr(scoring, "LOGITS_PER_CHUNK", rows * VOCAB)
 
     async def work() -> None:
-        settings = settings_in(tmp_path)
+        settings = settings_in(tmp_path, recompute=recompute)
         async with alone(settings, tmp_path) as bench:
-            await compare_with_single(bench, settings)
+            await compare_with_single(bench, changed(settings, recompute="none"))
 
     asyncio.run(work())
 
@@ -241,7 +246,9 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
         trainer.end_step()
         reference = trainer.save()
         old += [weakref.ref(param) for param in trainer._sharded.parameters()]
-        old += [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+        averages: Any = trainer._optimizer._averages
+        old += [weakref.ref(state["exp_avg"]) for state in averages._adam.state.values()]
+        del averages
         assert old
         assert trainer.restore(reference) == 1
     finally:
@@ -324,7 +331,7 @@ def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
         for size in ("4k", "40k"):  # no room for a folder; for a part of it
             with small_disk(checkpoints, size), pytest.raises(StoreFull, match="No space left"):
                 await bench.trainer.save()
-        with small_disk(bench.store._dir, "8k"), pytest.raises(StoreFull, match="No space left"):
+        with small_disk(bench.store.directory, "8k"), pytest.raises(StoreFull, match="No space left"):
             await bench.trainer.publish(0)
         assert not bench.trainer._lost
         [batch] = batches(1)
@@ -481,6 +488,8 @@ class Waiting:
     def __init__(self, answers: dict[str, Any]) -> None:
         self._answers = answers
         self._stop = asyncio.Event()
+        self.given_up: list[str] = []
+        """Calls that nobody waits for any more."""
 
     @property
     def pid(self) -> int | None:
@@ -492,7 +501,11 @@ class Waiting:
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         if method not in self._answers:
-            await self._stop.wait()
+            try:
+                await self._stop.wait()
+            except asyncio.CancelledError:
+                self.given_up.append(method)
+                raise
             raise error("its process has ended")
         return self._answers[method]
 
@@ -524,6 +537,19 @@ def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_
     step = Step(batch, settings, Aside(settings.set_aside_path), vocab_size=VOCAB, ranks=2)
     left = [sample for rank in range(2) for share in step.shares(rank) for part in share.parts for sample in part]
     assert len(left) == 1, "the one sample of that rank's micro-batch is not tried a second time"
+
+
+def test_a_call_that_is_given_up_is_given_up_on_every_rank(tmp_path: Path) -> None:
+    async def work() -> None:
+        ranks = [Waiting({}), Waiting({})]
+        push = asyncio.create_task(RankedTrainer(settings_in(tmp_path), ranks).publish(0))
+        await asyncio.sleep(0.01)
+        push.cancel()
+        await asyncio.wait([push])
+        await asyncio.sleep(0.01)
+        assert [rank.given_up for rank in ranks] == [["publish"], ["publish"]]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_what_a_trainer_noted_is_no_loss_on_the_other_side_of_its_process_either() -> None:
@@ -635,7 +661,8 @@ def test_what_a_bf16_trainer_says_of_the_probe_is_not_rounded(tmp_path: Path) ->
         plain: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
         async with alone(settings, tmp_path) as bench:
             for version in range(2):
-                weights, probe = single._versions.of(version)
+                copy, probe = single._versions.of(version)
+                weights = copy.whole()
                 manifest = await bench.trainer.publish(version)
                 ours = bench.store.fetch(manifest)
                 for published, found in ((weights, probe), (ours, manifest.probe)):

@@ -62,12 +62,12 @@ class _Layer:
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = None if attention.q_proj.bias is None else _fuse([projection.bias for projection in projections])
+        bias = None if attention.q_proj.bias is None else fuse([projection.bias for projection in projections])
         self.input_norm: Tensor = module.input_layernorm.weight
         self.mlp_norm: Tensor = module.post_attention_layernorm.weight
-        self.qkv = _Matrix(_fuse([projection.weight for projection in projections]), bias)
+        self.qkv = _Matrix(fuse([projection.weight for projection in projections]), bias)
         self.out = _Matrix(attention.o_proj.weight)
-        self.gate_up = _Matrix(_fuse([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        self.gate_up = _Matrix(fuse([mlp.gate_proj.weight, mlp.up_proj.weight]))
         self.down = _Matrix(mlp.down_proj.weight)
         self.head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
         self.norm_HD: Tensor | None = None
@@ -143,22 +143,31 @@ class DenseForward:
         return self._head(hidden_TH).float()
 
 
+def fixed_rope(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") in FIXED_ROPES
+
+
+def plain_decoder(model: PreTrainedModel) -> bool:
+    """Whether a model is of the usual dense kind, which is computed here and in `paged/forward.py`."""
+    config: Any = model.config
+    base: Any = model.base_model
+    return (
+        config.model_type in KINDS
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and fixed_rope(config)
+        and base.layers[0].self_attn.o_proj.bias is None
+    )
+
+
 @torch.no_grad()
 def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | None:
     """The fast forward of a model it is right for; None for any other. The model's weights may become views."""
-    config: Any = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if (
-        config.model_type not in KINDS
-        or config.hidden_act != "silu"
-        or getattr(config, "mlp_bias", False)
-        or rope.get("rope_type", "default") not in FIXED_ROPES
-    ):
-        return None
-    base: Any = model.base_model
-    if base.layers[0].self_attn.o_proj.bias is not None:
+    if not plain_decoder(model):
         return None
     dense = DenseForward(model, max_context)
+    config = model.config
     tokens_T = torch.arange(min(8, config.vocab_size, max_context), device=model.device)
     plan = PackedPlan([len(tokens_T)], model.device)
     ours, theirs = dense(tokens_T, plan.positions_T, plan), forward_hidden(model, tokens_T, plan.positions_T, plan)
@@ -174,7 +183,7 @@ def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | No
     return dense
 
 
-def _fuse(parameters: list[nn.Parameter]) -> Tensor:
+def fuse(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor with all their rows; they become views of it, so that writing to them writes to it."""
     fused = torch.cat([parameter.detach() for parameter in parameters])
     first = 0

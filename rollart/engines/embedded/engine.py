@@ -1,14 +1,17 @@
 """The embedded engine: continuous batching over a transformers model on the CPU or one CUDA device.
 
 `EmbeddedEngine` is synchronous and knows no asyncio: whoever owns it calls `add`, `abort` and `swap` between steps, and
-`step` in a loop while it is `busy`. One step = schedule, one flat forward pass, sample, finish. It owns the model, the
-cache and all requests in flight.
+`step` in a loop while it is `busy`. One step = schedule, one flat forward pass, sample, finish; where the back end
+overlaps them, a step is launched before the results of the one before it are taken, so a request that ended is computed
+for one token too many, which is dropped. Swaps and aborts first take the results of the step under way. The engine owns
+the model, the cache and all requests in flight.
 
 Weights change only between steps. What was sampled before keeps its version (the completion's spans say where they
 changed); the cache of requests in flight is computed again under the new weights, or kept (`keep_kv`); that of idle
 sessions is dropped.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,24 +23,27 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from rollart.config.settings import EngineSettings
-from rollart.engines.embedded.attention import StepPlan
-from rollart.engines.embedded.dense import dense_forward
+from rollart.engines.embedded.backend import Backend, Launched
 from rollart.engines.embedded.drafts import Drafts
-from rollart.engines.embedded.kv import KvCache
-from rollart.engines.embedded.sampler import sample
+from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged.runner import PagedBackend
 from rollart.engines.embedded.scheduler import Scheduler
 from rollart.engines.embedded.sequence import Sequence
+from rollart.engines.embedded.slabs import SlabBackend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.stops import Decode, StopFinder
-from rollart.errors import EngineError, RequestError
-from rollart.model.agreement import LENGTHS
-from rollart.model.network import AttentionPlan, device_named, forward_hidden, load_model, load_weights_, project
+from rollart.errors import EngineError, JobError, RequestError
+from rollart.model.network import device_named, load_model, load_weights_
 from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
 
 GUESSED_LOGITS = 2**26
 """Bound of the logits that guesses add to a step: with a large vocabulary they are the most memory it takes."""
 
+WORKSPACE = 1 << 30
+"""Bytes for captured graphs and what the matrix library keeps."""
+
 DEFAULTS = EngineSettings()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,33 +70,35 @@ class EmbeddedEngine:
         version: WeightVersion = 0,
         eos: frozenset[int] | None = None,
         decode: Decode | None = None,
+        paged: bool | None = None,
     ) -> None:
         """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only;
-        `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not."""
-        config = model.config.get_text_config()
+        `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not.
+        `paged` chooses the back end; by default pages on CUDA, slabs elsewhere."""
         self._model = model
-        self._shape, self._num_query_heads = kept_by(model)
-        self._vocab_size: int = config.vocab_size
+        self._vocab_size: int = model.config.get_text_config().vocab_size
         self._id = engine_id
-        self._settings = settings
         self._keep_kv = settings.keep_kv
         self.version = version
         self._eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
-        positions = getattr(config, "max_position_embeddings", None) or 1 << 62
-        self._max_context = min(settings.kv_tokens, positions, max_context or 1 << 62)
-        self.kv = KvCache(self._shape, settings.kv_tokens, self._max_context)
-        self._dense = dense_forward(model, max(self._max_context, *LENGTHS))  # the proof's sequences fit in any case
-        """None where only transformers' own code will do."""
+        self._backend = make_backend(model, settings, max_context, paged)
+        self._max_context = self._backend.max_context
+        self.kv = self._backend.memory
+        self._draft_tokens = 0 if self._backend.overlaps else settings.most_draft_tokens
         self._drafts = Drafts()
         self._scheduler = Scheduler(
             self.kv,
             self._drafts,
             max_batch=settings.max_batch,
             step_tokens=settings.step_tokens,
-            draft_tokens=settings.draft_tokens,
-            guesses=GUESSED_LOGITS // model.config.vocab_size,
+            draft_tokens=self._draft_tokens,
+            guesses=GUESSED_LOGITS // self._vocab_size,
         )
+        self._under_way: Launched | None = None
+        """The step whose results were not taken yet."""
+        self._began = 0.0
+        """When the device was free for the step under way."""
         self._live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []
         """Completions that came about between steps; the next step hands them out."""
@@ -133,7 +141,7 @@ class EmbeddedEngine:
             eos=eos,
             decode=decode,
         )
-        prove_steps(model, engine._shape, engine._num_query_heads, engine._hidden, engine._project)
+        prove_steps(model, engine._backend)
         return engine
 
     @property
@@ -191,6 +199,7 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; its slot is free at once. Unknown ids are ignored."""
+        self._drain()
         seq = self._live.get(request_id)
         if seq is not None:
             self._scheduler.remove(seq)
@@ -201,9 +210,9 @@ class EmbeddedEngine:
     def swap(self, version: WeightVersion, weights: Mapping[str, Tensor]) -> SwapReport:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
         started = time.perf_counter()
+        self._drain()
         load_weights_(self._model, weights)
-        if self._dense is not None:
-            self._dense.refresh()
+        self._backend.refresh()
         self.version = version
         rebuilt = 0
         for seq in self._live.values():
@@ -224,75 +233,99 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Completion]]:
         """Run one batch; returns what ended since the last step."""
+        if self._under_way is not None and self.kv.short_of(self._scheduler.running):
+            self._drain()  # whoever gives way must know all its tokens
+        launched = self._launch()
+        self._drain()
+        self._under_way = launched
+        if not self._backend.overlaps:
+            self._drain()
         ended, self._ended = self._ended, []
-        started = time.perf_counter()
+        return ended
+
+    def _launch(self) -> Launched | None:
+        """Begin a step, and count on what it will give. None where there is nothing to compute."""
         num_tokens = self._scheduler.schedule()
         if num_tokens == 0:
-            return ended
-        plan = StepPlan(self.kv.slabs, self._shape, self._num_query_heads)
-        hidden_TH = self._hidden(plan.tokens_T, plan.positions_T, plan)
-        asked: list[tuple[Sequence, int]] = []
-        rows: list[int] = []
-        end = 0
-        for seq in plan.seqs:
-            end += seq.take
+            return None
+        if self._under_way is None:
+            self._began = time.perf_counter()
+        launched = self._backend.launch(self._scheduler.running)
+        for seq in launched.seqs:
             known = seq.take - seq.draft
-            seq.length += known
-            if seq.length == seq.total:
-                asked += [(seq, ahead) for ahead in range(seq.draft + 1)]
-                rows += range(end - seq.draft - 1, end)
-            if known > 1 or not seq.logprobs:
+            if known > 1 or seq.total == seq.prompt_tokens:
                 seq.prefilled += known
-        finished = self._draw(hidden_TH, asked, rows) if asked else []
-        step_s = time.perf_counter() - started
-        token_s = step_s / num_tokens
-        for seq in plan.seqs:
-            seq.busy_s += seq.take * token_s
+            seq.length += known
+        for seq, ahead in launched.asked:
+            if ahead == 0:
+                seq.expect()
         self.stats.steps += 1
         self.stats.computed_tokens += num_tokens
-        self.stats.step_s += step_s
-        for seq, finish in finished:
+        return launched
+
+    def _drain(self) -> None:
+        """Take the results of the step under way; what ended by them is handed out by the next step."""
+        launched, self._under_way = self._under_way, None
+        if launched is None:
+            return
+        tokens, logprobs = launched.result()
+        now = time.perf_counter()
+        step_s, self._began = now - self._began, now
+        # Who ended a step ago pays nothing for the token too many.
+        paying = [(seq, take) for seq, take in zip(launched.seqs, launched.takes, strict=True) if seq.placed]
+        if num_tokens := sum(take for _, take in paying):
+            self.stats.step_s += step_s
+        for seq, take in paying:
+            seq.busy_s += take * step_s / num_tokens
+        for seq, finish in self._take(launched.asked, tokens, logprobs):
+            seq.cut_short()
             self._scheduler.remove(seq)
             if seq.request.last:
                 self.kv.release(seq)
             else:
                 self.kv.park(seq)
-            self._end(seq, finish, ended)
-        return ended
+            self._end(seq, finish, self._ended)
 
-    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        if self._dense is not None:
-            return self._dense(tokens_T, positions_T, plan)
-        return forward_hidden(self._model, tokens_T, positions_T, plan)
-
-    def _project(self, hidden_TH: Tensor) -> Tensor:
-        return project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
-
-    def _draw(
-        self, hidden_TH: Tensor, asked: list[tuple[Sequence, int]], rows: list[int]
+    def _take(
+        self, asked: list[tuple[Sequence, int]], tokens: list[int], logprobs: list[float]
     ) -> list[tuple[Sequence, Finish]]:
-        """Sample for these sequences, from these rows; keep guesses as far as they came out. Returns who is done."""
-        if len(rows) < len(hidden_TH):
-            hidden_TH = hidden_TH.index_select(0, torch.tensor(rows, device=hidden_TH.device))
-        tokens, logprobs = sample(self._project(hidden_TH), asked)
+        """Give these tokens to their sequences; of guesses as many as came out. Returns who is done."""
         finished: list[tuple[Sequence, Finish]] = []
         first = 0
         while first < len(asked):
             seq, last = asked[first][0], first + asked[first][0].draft
-            for row in range(first, last + 1):
-                came_out = row < last and tokens[row] == seq.buffer[seq.total]
-                seq.append(tokens[row], logprobs[row])
-                finish = self._finish(seq)
-                if finish is not None:
-                    finished.append((seq, finish))
-                if finish is not None or not came_out:
-                    break
-            seq.length = seq.total - 1
-            self.stats.sampled_tokens += row + 1 - first
-            if self._settings.draft_tokens:
-                self._drafts.learn(seq, tokens[first : row + 1])
+            if seq.in_flight:  # else it ended a step ago, and this one is one too many
+                row = self._take_guesses(seq, tokens, logprobs, first, last, finished)
+                self.stats.sampled_tokens += row + 1 - first
+                if self._draft_tokens:
+                    self._drafts.learn(seq, tokens[first : row + 1])
             first = last + 1
         return finished
+
+    def _take_guesses(
+        self,
+        seq: Sequence,
+        tokens: list[int],
+        logprobs: list[float],
+        first: int,
+        last: int,
+        finished: list[tuple[Sequence, Finish]],
+    ) -> int:
+        """The token that was asked for, and those guessed behind it as far as they came out; returns the last row."""
+        row = first
+        while True:
+            came_out = row < last and tokens[row] == seq.buffer[seq.total - 1]
+            seq.append(tokens[row], logprobs[row])
+            finish = self._finish(seq)
+            if finish is not None:
+                finished.append((seq, finish))
+            if finish is not None or not came_out:
+                break
+            row += 1
+            seq.expect()
+        if not self._backend.overlaps:
+            seq.length = seq.total - 1
+        return row
 
     def _finish(self, seq: Sequence) -> Finish | None:
         """Whether its newest token was its last, and why."""
@@ -301,11 +334,51 @@ class EmbeddedEngine:
             return Finish.STOP
         if stops and self._stops is not None and self._stops.ends(seq.sampled(), stops):
             return Finish.STOP
-        return Finish.LENGTH if seq.total >= seq.limit else None
+        return Finish.LENGTH if seq.total - seq.in_flight >= seq.limit else None
 
     def _end(self, seq: Sequence, finish: Finish, ended: list[tuple[str, Completion]]) -> None:
         del self._live[seq.request.id]
         ended.append((seq.request.id, seq.completion(finish, self._id)))
+
+
+def make_backend(
+    model: PreTrainedModel, settings: EngineSettings, max_context: int | None, paged: bool | None
+) -> Backend:
+    """Pages on CUDA, slabs elsewhere, unless the caller says otherwise."""
+    shape, query_heads = kept_by(model)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
+    most = min(positions, max_context or 1 << 62)
+    if not (shape.device.type == "cuda" if paged is None else paged):
+        return SlabBackend(model, shape, query_heads, kv_tokens=settings.cpu_kv_tokens, max_context=most)
+    kv_tokens = settings.kv_tokens or (
+        kv_tokens_of(model, shape, settings) if shape.device.type == "cuda" else settings.cpu_kv_tokens
+    )
+    return PagedBackend(model, shape, kv_tokens=kv_tokens, max_context=most, max_batch=settings.max_batch)
+
+
+def kv_tokens_of(model: PreTrainedModel, shape: KvShape, settings: EngineSettings) -> int:
+    """How many tokens fit into the engine's share of the card, beside the weights and what a step needs."""
+    config = model.config.get_text_config()
+    free, total = torch.cuda.mem_get_info(shape.device)
+    others = total - free - torch.cuda.memory_reserved(shape.device)
+    size = torch.finfo(shape.dtype).bits // 8
+    inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
+    activations = settings.step_tokens * (4 * inner + 12 * config.hidden_size) * size
+    logits = 3 * settings.max_batch * config.vocab_size * size
+    kept = 2 * shape.layers * shape.heads * shape.head_size * size
+    share = settings.memory_share * total - torch.cuda.memory_allocated(shape.device)
+    room = min(share, free + torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device))
+    tokens = int(room - activations - logits - WORKSPACE) // kept
+    if tokens < 1:
+        raise JobError(
+            f"engines.memory: {settings.memory_share:g} of this card ({total / 2**30:.0f} GiB, {others / 2**30:.1f} of "
+            "them held by others) leaves no room for a cache beside the weights; raise it, or choose a smaller model"
+        )
+    logger.info(
+        "cache: %d tokens, %.1f GiB of %.0f GiB (engines.memory %g)",
+        *(tokens, tokens * kept / 2**30, total / 2**30, settings.memory_share),
+    )
+    return tokens
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -13,7 +13,7 @@ Called by the scheduler (who may run), the engine (what to keep) and the attenti
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,7 +71,7 @@ class Slab:
         return self.store[:, :, index, :, :length]
 
     def append(self, seq: Sequence) -> None:
-        seq.slab, seq.slot, seq.capacity = self, len(self.seqs), self.capacity
+        seq.placed, seq.slab, seq.slot, seq.capacity = True, self, len(self.seqs), self.capacity
         self.seqs.append(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -81,7 +81,7 @@ class Slab:
             self.slot(seq.slot, last.length).copy_(self.slot(last.slot, last.length))
             self.seqs[seq.slot] = last
             last.slot = seq.slot
-        seq.slab, seq.slot, seq.capacity = None, -1, 0
+        seq.placed, seq.slab, seq.slot, seq.capacity = False, None, -1, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,10 @@ class KvCache:
         self._vacate(seq)
         slab.append(seq)
         return True
+
+    def short_of(self, running: Collection[Sequence]) -> bool:
+        """Nothing is under way when a step is planned here, so whoever has to give way may."""
+        return False
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's slot away."""

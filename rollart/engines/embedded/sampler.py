@@ -19,6 +19,12 @@ BELOW_ONE = 1.0 - 2.0**-22
 
 
 def sample(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[list[int], list[float]]:
+    """As `draw`, on the host."""
+    chosen_N, logprobs_N = draw(logits_NV, rows)
+    return chosen_N.tolist(), logprobs_N.tolist()
+
+
+def draw(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
     """One token and its log-probability for each row of float32 logits (overwritten).
 
     A row is for a sequence's next token (0), or for the one so many tokens later.
@@ -46,7 +52,7 @@ def sample(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[list[int
             greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits_NV.device)
             chosen_N = torch.where(greedy, logits_NV.argmax(dim=-1), chosen_N)
     logprobs_N = logits_NV.gather(1, chosen_N[:, None])[:, 0] - peak_N - total_N.log()
-    return chosen_N.tolist(), logprobs_N.tolist()
+    return chosen_N, logprobs_N
 
 
 def _truncate_(weights_V: Tensor, top_k: int, top_p: float) -> None:

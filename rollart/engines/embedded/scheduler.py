@@ -4,13 +4,13 @@ Every sequence with pending tokens takes some: those that decode take one each, 
 goes to prefill in order of arrival, and then to guesses at what comes next, where there are any. One whose beginning
 an older sequence is computing in these very steps waits, and copies it then. When memory runs out the youngest
 sequence is preempted and computed again later; the oldest always goes on, so every request ends.
-It decides; the cache (`kv`) does the copying, nothing here computes.
+It decides; the cache (`Memory`) does the copying, nothing here computes.
 """
 
 from collections import deque
 
 from rollart.engines.embedded.drafts import Drafts
-from rollart.engines.embedded.kv import KvCache
+from rollart.engines.embedded.memory import Memory
 from rollart.engines.embedded.sequence import Sequence
 
 
@@ -18,7 +18,7 @@ class Scheduler:
     """Waiting and running sequences of one engine."""
 
     def __init__(
-        self, kv: KvCache, drafts: Drafts, *, max_batch: int, step_tokens: int, draft_tokens: int, guesses: int
+        self, kv: Memory, drafts: Drafts, *, max_batch: int, step_tokens: int, draft_tokens: int, guesses: int
     ) -> None:
         self._kv = kv
         self._drafts = drafts
@@ -39,7 +39,9 @@ class Scheduler:
         budget = self._step_tokens
         prefilling: list[Sequence] = []
         for seq in self.running:
-            if seq.total - seq.length == 1 and budget > 0:
+            if seq.full:
+                seq.take = 0
+            elif seq.total - seq.length == 1 and budget > 0:
                 seq.take = 1
                 budget -= 1
             else:
@@ -71,16 +73,13 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended. Its slot is the caller's to park or release."""
-        if seq.slab is None:
-            self.waiting.remove(seq)
-        else:
-            self.running.remove(seq)
+        (self.running if seq.placed else self.waiting).remove(seq)
 
     def _secure_slots(self) -> None:
         """Every running sequence has room for all its known tokens, or is preempted."""
         for seq in [seq for seq in self.running if seq.total > seq.capacity]:
             # It may have been preempted for another one in this very loop.
-            while seq.slab is not None and not self._kv.grow(seq, seq.total):
+            while seq.placed and not self._kv.grow(seq, seq.total):
                 self._preempt(max(self.running, key=lambda other: other.arrival))
 
     def _preempt(self, seq: Sequence) -> None:

@@ -34,15 +34,20 @@ class Sequence:
         "capacity",
         "context",
         "draft",
+        "in_flight",
+        "lane",
         "last_token",
         "length",
         "limit",
         "logprobs",
+        "pages",
+        "placed",
         "prefilled",
         "prefix_keys",
         "prompt_tokens",
         "request",
         "sampling",
+        "seed",
         "session",
         "shares",
         "slab",
@@ -74,9 +79,15 @@ class Sequence:
         """How many of them, the last ones, are guesses: they stand in `buffer` after `total`."""
         self.context: tuple[str | int, ...] = (request.domain,)
         """From which `drafts` guesses."""
+        self.in_flight = 0
+        """Tokens at the end of `total` that a step under way samples: their values are not known yet."""
+        self.placed = False
+        """Whether it has room in the cache: `capacity` tokens of it."""
+        self.capacity = 0
         self.slab: Slab | None = None
         self.slot = -1
-        self.capacity = 0
+        self.lane = -1
+        self.pages: list[int] = []
         self.cached = 0
         self.prefix_keys: list[int] | None = None
         """Filled in by `prefixes` when they are first needed."""
@@ -85,6 +96,7 @@ class Sequence:
         self.prefilled = 0
         self.busy_s = 0.0
         self._span_starts: list[tuple[WeightVersion, int]] = [(version, 0)]
+        self.seed = seed
         self._rng = np.random.default_rng(seed)
         self._uniforms: list[float] = []
 
@@ -92,6 +104,11 @@ class Sequence:
     def pending(self) -> int:
         """Known tokens that are not in the cache; one means it decodes."""
         return self.total - self.length
+
+    @property
+    def full(self) -> bool:
+        """What it may say is sampled, or under way."""
+        return self.in_flight > 0 and self.total >= self.limit
 
     def uniform(self, ahead: int = 0) -> float:
         """The random number in [0, 1) of the token to be sampled next, or so many later: a function of seed and
@@ -101,14 +118,26 @@ class Sequence:
             self._uniforms.extend(self._rng.random(UNIFORMS_PER_DRAW).tolist())
         return self._uniforms[index]
 
-    def append(self, token: int, logprob: float) -> None:
-        self.buffer[self.total] = token
+    def expect(self) -> None:
+        """One more token is being sampled."""
         self.total += 1
+        self.in_flight += 1
+
+    def append(self, token: int, logprob: float) -> None:
+        """The token that was expected for longest."""
+        self.buffer[self.total - self.in_flight] = token
+        self.in_flight -= 1
         self.last_token = token
         self.logprobs.append(logprob)
 
+    def cut_short(self) -> None:
+        """Forget the tokens that are still expected: it ended before them."""
+        self.total -= self.in_flight
+        self.in_flight = 0
+        self.length = min(self.length, self.total - 1)
+
     def sampled(self) -> npt.NDArray[np.int64]:
-        return self.buffer[self.prompt_tokens : self.total]
+        return self.buffer[self.prompt_tokens : self.total - self.in_flight]
 
     def turn_to(self, version: WeightVersion) -> None:
         """Tokens from here on are of this version."""

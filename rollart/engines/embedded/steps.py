@@ -4,30 +4,27 @@ The embedded engine's cache holds the keys and values that layers hand to attent
 that keeps anything more is lost after the first step. See `rollart.model.agreement`; this is its engine's half.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rollart.engines.embedded.attention import StepPlan
-from rollart.engines.embedded.kv import KvCache, KvShape
+from rollart.engines.embedded.backend import Backend
+from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.sequence import Sequence as Session
+from rollart.engines.embedded.slabs import SlabBackend
 from rollart.errors import JobError
 from rollart.model.agreement import LENGTHS, logprobs, prove, prove_architecture
-from rollart.model.network import AttentionPlan, forward_hidden, prepare, project
+from rollart.model.network import forward_hidden, prepare
 from rollart.model.packed import PackedPlan
 from rollart.types import GenerateRequest, Sampling
 
 TAKES = (5, 1, 1, 18, 1, 2)
 """Tokens that a sequence takes in one step after another: chunks of a prompt, and single tokens as when it answers."""
 INSTEAD = "serve it with engines.type vllm or sglang where they know it, or choose another model (docs/models.md)"
-
-Forward = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
-"""Tokens (T,), positions (T,) and a plan to hidden states (T, H)."""
 
 
 class _Recorder:
@@ -72,27 +69,26 @@ def kept_by(model: PreTrainedModel) -> tuple[KvShape, int]:
     return shape, recorder.query_heads
 
 
-def prove_steps(model: PreTrainedModel, shape: KvShape, query_heads: int, forward: Forward, head: Any) -> None:
+def prove_steps(model: PreTrainedModel, backend: Backend) -> None:
     """A model's log-probabilities in steps, over a cache, are those that transformers gives at once, or JobError."""
 
     @torch.inference_mode()
     def in_steps(sequences: Sequence[Tensor]) -> list[Tensor]:
-        kv = KvCache(shape, 16 * max(LENGTHS), 2 * max(LENGTHS))
+        trial = backend.trial(16 * max(LENGTHS), 2 * max(LENGTHS))
         sessions = [_session(f"proof/{place}", tokens_T.cpu().numpy()) for place, tokens_T in enumerate(sequences)]
         for session in sessions:
-            assert kv.place(session, session.total, len(sequences))
+            assert trial.memory.place(session, session.total, len(sequences))
         hidden: dict[str, list[Tensor]] = {session.session: [] for session in sessions}
         takes = cycle(TAKES)
         while any(session.pending for session in sessions):
             for session in sessions:
                 session.take = min(session.pending, next(takes))
-            plan = StepPlan(kv.slabs, shape, query_heads)
-            hidden_TH = forward(plan.tokens_T, plan.positions_T, plan)
-            for session, own_TH in zip(plan.seqs, torch.split(hidden_TH, [s.take for s in plan.seqs]), strict=True):
+            seqs, hidden_TH = trial.hidden(sessions)
+            for session, own_TH in zip(seqs, torch.split(hidden_TH, [s.take for s in seqs]), strict=True):
                 hidden[session.session].append(own_TH)
                 session.length += session.take
         return [
-            logprobs(head(torch.cat(hidden[session.session])), tokens_T)
+            logprobs(trial.project(torch.cat(hidden[session.session])), tokens_T)
             for session, tokens_T in zip(sessions, sequences, strict=True)
         ]
 
@@ -110,11 +106,7 @@ def prove_steps_architecture(config: PreTrainedConfig) -> None:
             raise
         except Exception as error:  # an architecture's own code: anything may come out of it
             raise JobError(f"{config.model_type}: cannot be run in steps ({error}); {INSTEAD}") from error
-
-        def forward(tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-            return forward_hidden(model, tokens_T, positions_T, plan)
-
-        prove_steps(model, shape, query_heads, forward, lambda hidden_TH: project(model, hidden_TH))
+        prove_steps(model, SlabBackend(model, shape, query_heads, kv_tokens=1, max_context=1, fast=False))
 
     prove_architecture(config, "steps", prove_one)
 

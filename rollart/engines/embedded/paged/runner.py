@@ -1,0 +1,423 @@
+"""One step of the paged back end: what the host says of it goes over in one copy, the answer comes back in one.
+
+A step in which every sequence takes one token runs as a CUDA graph, padded to the next captured batch size; any other
+runs kernel by kernel. Both compute the same. The device keeps the newest token of every lane, so that a step can be
+launched while the one before it, which samples its input, still runs. On a CPU nothing is captured and nothing overlaps
+in time; the order of calls is the same, which is what the fast tests see.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Row
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollart.engines.embedded.backend import Launched, asked_of
+from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged import ops
+from rollart.engines.embedded.paged.forward import PagedForward, paged_forward
+from rollart.engines.embedded.paged.ops import CHUNK_ROWS, Draws, Where
+from rollart.engines.embedded.paged.pages import PagedMemory
+from rollart.engines.embedded.sampler import draw
+from rollart.engines.embedded.sequence import Sequence
+from rollart.model.agreement import LENGTHS
+from rollart.model.network import forward_hidden
+
+logger = logging.getLogger(__name__)
+
+PAGE_TOKENS = {"cuda": 64, "cpu": 16}
+RING = 3
+"""Host buffers used in turn: one is filled while the device may still read the one before."""
+WORDS_PER_ROW = 7
+"""Of a decode step: seed (2), temperature, lane twice, token, position."""
+LONG_CONTEXT = 2048
+"""A context beyond this is cut into parts that are read side by side."""
+PROGRAMS = 1024
+"""Attention programs that fill a device several times over."""
+MAX_SPLITS = 32
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """Batch sizes for which graphs are captured: from 32 on steps of at most a quarter, so little is padded."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < max_batch:
+        sizes.append(sizes[-1] + (8 if sizes[-1] < 64 else 16 if sizes[-1] < 128 else 32))
+    return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+def splits_for(rows: int, kv_heads: int, longest: int) -> int:
+    """Parts into which each context is cut."""
+    wanted = PROGRAMS if longest > LONG_CONTEXT else PROGRAMS // 4
+    splits = 4 if longest > LONG_CONTEXT else 1
+    while splits < MAX_SPLITS and splits * rows * kv_heads < wanted:
+        splits *= 2
+    return splits
+
+
+class _Inputs(NamedTuple):
+    """A step as the device sees it: views of the one buffer that was copied there."""
+
+    seeds_B: Tensor
+    temperatures_B: Tensor
+    lanes_B: Tensor
+    rows_B: Tensor
+    tokens_T: Tensor
+    lanes_T: Tensor
+    positions_T: Tensor
+    blocks_N4: Tensor
+    changed_C: Tensor
+    pages_C: Tensor
+
+
+class _Graph(NamedTuple):
+    graph: Any
+    logits_BV: Tensor
+    tokens_B: Tensor
+    logprobs_B: Tensor
+
+
+class PagedBackend:
+    overlaps = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: KvShape,
+        *,
+        kv_tokens: int,
+        max_context: int,
+        max_batch: int,
+        forward: PagedForward | None = None,
+        page_tokens: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self._model, self._shape = model, shape
+        self._device = shape.device
+        page = page_tokens or PAGE_TOKENS[self._device.type]
+        self._page_tokens = page
+        self.max_context = min(kv_tokens // page * page, max_context)
+        self._max_batch = max_batch
+        self.memory = PagedMemory(
+            shape, kv_tokens=kv_tokens, max_context=self.max_context, page_tokens=page, lanes=max_batch
+        )
+        self._forward = forward or paged_forward(model, max(self.max_context, *LENGTHS))
+        """None where only transformers' own code will do."""
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = head
+        self._lane_tokens = torch.zeros(max_batch + 1, dtype=torch.int32, device=self._device)
+        self._on_cuda = self._device.type == "cuda"
+        self._ring = [torch.zeros(0, dtype=torch.int32)] * RING
+        self._answers = [torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
+        self._turn = 0
+        self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._decode_buffer = torch.zeros(WORDS_PER_ROW * max_batch, dtype=torch.int32, device=self._device)
+        """Stays where it is: graphs read it."""
+        self._reserve(len(self._decode_buffer))
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._sizes = batch_sizes(max_batch)
+        if self._on_cuda and graphs and self._forward is not None and not self._forward.waits:
+            self._capture_all()
+
+    def trial(self, kv_tokens: int, max_context: int) -> "PagedBackend":
+        return PagedBackend(
+            self._model,
+            self._shape,
+            kv_tokens=kv_tokens,
+            max_context=max_context,
+            max_batch=len(LENGTHS),
+            forward=self._forward,
+            page_tokens=self._page_tokens,
+            graphs=False,
+        )
+
+    def refresh(self) -> None:
+        """Graphs and kernels read the weights where they are."""
+
+    # --- a step
+
+    def launch(self, running: Row[Sequence]) -> Launched:
+        seqs = _ordered(running)
+        asked, rows = asked_of(seqs)
+        takes = [seq.take for seq in seqs]
+        if max(takes) == 1 and self._forward is not None:
+            tokens_B, logprobs_B, logits_BV = self._decode(seqs)
+        else:
+            inputs, where = self._send(seqs, [seq for seq, _ in asked], rows)
+            hidden_TH = self._hidden(inputs, where)
+            if not asked:
+                return Launched(seqs, takes, asked, lambda: ([], []))
+            logits_BV = self._logits(hidden_TH.index_select(0, inputs.rows_B))
+            tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
+        self._draw_truncated(logits_BV, asked, tokens_B, logprobs_B)
+        return Launched(seqs, takes, asked, self._returned(tokens_B, logprobs_B, len(asked)))
+
+    def hidden(self, running: Row[Sequence]) -> tuple[list[Sequence], Tensor]:
+        seqs = _ordered(running)
+        return seqs, self._hidden(*self._send(seqs, [], []))
+
+    def project(self, hidden_TH: Tensor) -> Tensor:
+        return self._logits(hidden_TH).float()
+
+    def _hidden(self, inputs: _Inputs, where: Where) -> Tensor:
+        # A token below 0 is the newest of its lane: only the device knows it.
+        newest_T = self._lane_tokens.index_select(0, inputs.lanes_T)
+        tokens_T = torch.where(inputs.tokens_T < 0, newest_T, inputs.tokens_T)
+        if self._forward is not None:
+            return self._forward(tokens_T, where, self.memory.layers)
+        plan = _Plan(self.memory.layers, where)
+        return forward_hidden(self._model, tokens_T.long(), where.positions_T.long(), plan)
+
+    def _logits(self, hidden_TH: Tensor) -> Tensor:
+        return cast(Tensor, self._head(hidden_TH))
+
+    def _draw(self, logits_BV: Tensor, inputs: _Inputs, asked: Row[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
+        if self._on_cuda:
+            return ops.draw(logits_BV, Draws(inputs.temperatures_B, inputs.seeds_B, inputs.lanes_B), self._lane_tokens)
+        tokens_B, logprobs_B = draw(logits_BV.float(), [(seq, seq.in_flight) for seq, _ in asked])
+        self._lane_tokens.index_copy_(0, inputs.lanes_B.long()[: len(asked)], tokens_B.int())
+        return tokens_B.int(), logprobs_B
+
+    def _draw_truncated(
+        self, logits_BV: Tensor, asked: Row[tuple[Sequence, int]], tokens_B: Tensor, logprobs_B: Tensor
+    ) -> None:
+        """Rows with top-k or top-p need their tokens in order: they are drawn once more, by themselves."""
+        picked = [
+            row
+            for row, (seq, _) in enumerate(asked)
+            if seq.sampling.temperature > 0 and (seq.sampling.top_k > 0 or seq.sampling.top_p < 1.0)
+        ]
+        if not picked or not self._on_cuda:
+            return
+        rows = torch.tensor(picked, device=self._device)
+        chosen = [(asked[row][0], asked[row][0].in_flight) for row in picked]
+        tokens, logprobs = draw(logits_BV.index_select(0, rows).float(), chosen)
+        tokens_B.index_copy_(0, rows, tokens.int())
+        logprobs_B.index_copy_(0, rows, logprobs)
+        lanes = torch.tensor([seq.lane for seq, _ in chosen], device=self._device)
+        self._lane_tokens.index_copy_(0, lanes, tokens.int())
+
+    def _returned(
+        self, tokens_B: Tensor, logprobs_B: Tensor, count: int
+    ) -> Callable[[], tuple[list[int], list[float]]]:
+        """Begin to copy the answer to the host; whoever calls the result waits for it."""
+        answer = self._answers[self._turn]
+        answer[0, :count].copy_(tokens_B[:count], non_blocking=True)
+        answer[1, :count].copy_(logprobs_B[:count].view(torch.int32), non_blocking=True)
+        event = torch.cuda.Event() if self._on_cuda else None
+        if event is not None:
+            event.record()
+
+        def result() -> tuple[list[int], list[float]]:
+            if event is not None:
+                event.synchronize()
+            return answer[0, :count].tolist(), answer[1, :count].view(torch.float32).tolist()
+
+        return result
+
+    # --- what the device is told
+
+    def _send(self, seqs: Row[Sequence], asked: Row[Sequence], rows: Row[int]) -> tuple[_Inputs, Where]:
+        """All of a step that is not a decode step."""
+        takes = np.array([seq.take for seq in seqs])
+        starts = np.array([seq.length for seq in seqs])
+        lanes = np.array([seq.lane for seq in seqs])
+        ends = takes.cumsum()
+        offsets = np.arange(ends[-1]) - np.repeat(ends - takes, takes)
+        decoding = int((takes == 1).sum())
+        tokens = [[_input(seq)] if seq.take == 1 else seq.buffer[seq.length : seq.length + seq.take] for seq in seqs]
+        blocks = [
+            (first + begin, min(CHUNK_ROWS, take - begin), start + begin, lane)
+            for first, take, start, lane in zip(ends - takes, takes, starts, lanes, strict=True)
+            if take > 1
+            for begin in range(0, take, CHUNK_ROWS)
+        ]
+        # Those with the longest context first: the device is then never left with one of them at the end.
+        blocks.sort(key=lambda block: -block[2])
+        inputs = self._copy(
+            asked,
+            rows=np.array(rows, dtype=np.int32),
+            tokens=np.concatenate(tokens).astype(np.int32),
+            lanes=np.repeat(lanes, takes).astype(np.int32),
+            positions=(np.repeat(starts, takes) + offsets).astype(np.int32),
+            blocks=np.array(blocks, dtype=np.int32).reshape(-1, 4),
+        )
+        longest = int(starts[:decoding].max()) + 1 if decoding else 0
+        splits = splits_for(max(decoding, 1), self._shape.heads, longest)
+        return inputs, Where(inputs.lanes_T, inputs.positions_T, decoding, splits, inputs.blocks_N4)
+
+    def _copy(
+        self,
+        asked: Row[Sequence],
+        *,
+        rows: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        lanes: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        blocks: npt.NDArray[np.int32],
+        padding: int = 0,
+        decode: bool = False,
+    ) -> _Inputs:
+        """One copy to the device, `padding` rows of nobody added to those that sample; and the changed page tables."""
+        changed, pages = self.memory.take_changes()
+        count = len(asked) + padding
+        seeds = np.zeros(count, dtype=np.uint64)
+        temperatures = np.zeros(count, dtype=np.float32)
+        own_lanes = np.full(count, self.memory.idle_lane, dtype=np.int32)
+        if asked:
+            seeds[: len(asked)] = _seeds(asked)
+            temperatures[: len(asked)] = [seq.sampling.temperature for seq in asked]
+            own_lanes[: len(asked)] = [seq.lane for seq in asked]
+        # Numbers of 8 bytes first: what follows needs no alignment.
+        parts = [
+            *(seeds.view(np.int32), changed.view(np.int32), temperatures.view(np.int32), own_lanes, rows, tokens),
+            *(lanes, positions, blocks.ravel(), pages),
+        ]
+        sizes = [len(part) for part in parts]
+        words = sum(sizes)
+        self._reserve(words)
+        self._turn = (self._turn + 1) % RING
+        host = self._ring[self._turn]
+        np.concatenate(parts, out=host.numpy()[:words])
+        there = (self._decode_buffer if decode else self._buffer)[:words]
+        there.copy_(host[:words], non_blocking=True)
+        views = torch.split(there, sizes)
+        inputs = _Inputs(
+            seeds_B=views[0].view(torch.int64),
+            changed_C=views[1].view(torch.int64),
+            temperatures_B=views[2].view(torch.float32),
+            lanes_B=views[3],
+            rows_B=views[4],
+            tokens_T=views[5],
+            lanes_T=views[6],
+            positions_T=views[7],
+            blocks_N4=views[8].view(len(blocks), 4),
+            pages_C=views[9],
+        )
+        if len(changed):
+            self.memory.tables_LN.view(-1).index_copy_(0, inputs.changed_C, inputs.pages_C)
+        return inputs
+
+    def _reserve(self, words: int) -> None:
+        if words > len(self._buffer):
+            size = 1 << (words - 1).bit_length()
+            if self._on_cuda:
+                torch.cuda.synchronize(self._device)  # nobody reads the old ones any more
+            self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
+            self._buffer = torch.zeros(size, dtype=torch.int32, device=self._device)
+
+    # --- decode steps
+
+    def _decode(self, seqs: Row[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, log-probabilities and logits of a step in which every sequence takes one token."""
+        size = next(size for size in self._sizes if size >= len(seqs))
+        longest = max(seq.length for seq in seqs) + 1
+        inputs = self._decode_inputs(seqs, size)
+        splits = splits_for(size, self._shape.heads, longest)
+        captured = self._graphs.get((size, splits))
+        if captured is not None:
+            captured.graph.replay()
+            return captured.tokens_B, captured.logprobs_B, captured.logits_BV
+        return self._decode_step(inputs, splits, [(seq, 0) for seq in seqs])
+
+    def _decode_inputs(self, seqs: Row[Sequence], size: int) -> _Inputs:
+        """Padded with rows of the idle lane. The same layout for every step of one size: graphs read it in place.
+
+        Changed table entries come in between and would move it, so they travel by themselves.
+        """
+        self._tell_tables()
+        padding = size - len(seqs)
+        idle = self.memory.idle_lane
+        lanes = np.array([seq.lane for seq in seqs] + [idle] * padding, dtype=np.int32)
+        return self._copy(
+            seqs,
+            rows=np.zeros(0, dtype=np.int32),
+            tokens=np.array([_input(seq) for seq in seqs] + [0] * padding, dtype=np.int32),
+            lanes=lanes,
+            positions=np.array([seq.length for seq in seqs] + [0] * padding, dtype=np.int32),
+            blocks=np.zeros((0, 4), dtype=np.int32),
+            padding=padding,
+            decode=True,
+        )
+
+    def _tell_tables(self) -> None:
+        changed, pages = self.memory.take_changes()
+        if len(changed):
+            both = torch.from_numpy(np.stack((changed, pages.astype(np.int64))))
+            both = (both.pin_memory() if self._on_cuda else both).to(self._device, non_blocking=True)
+            self.memory.tables_LN.view(-1).index_copy_(0, both[0], both[1].int())
+
+    def _decode_step(
+        self, inputs: _Inputs, splits: int, asked: Row[tuple[Sequence, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        where = Where(inputs.lanes_T, inputs.positions_T, len(inputs.tokens_T), splits, inputs.blocks_N4)
+        logits_BV = self._logits(self._hidden(inputs, where))
+        if self._on_cuda:
+            tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
+        else:
+            tokens_B, logprobs_B = self._draw(logits_BV[: len(asked)], inputs, asked)
+        return tokens_B, logprobs_B, logits_BV
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        """Graphs for every batch size, for short and for long contexts: the largest first, whose memory serves all."""
+        began = time.perf_counter()
+        pool = None
+        wanted = [
+            (size, splits)
+            for size in reversed(self._sizes)
+            for splits in sorted({splits_for(size, self._shape.heads, longest) for longest in (1, LONG_CONTEXT + 1)})
+        ]
+        for number, (size, splits) in enumerate(wanted):
+            inputs = self._decode_inputs([], size)
+            self._decode_step(inputs, splits, [])  # compiles the kernels; a graph may not
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                tokens_B, logprobs_B, logits_BV = self._decode_step(inputs, splits, [])
+            pool = pool or graph.pool()
+            self._graphs[size, splits] = _Graph(graph, logits_BV, tokens_B, logprobs_B)
+            if number % 8 == 0 or number + 1 == len(wanted):
+                seconds = time.perf_counter() - began
+                logger.info("CUDA graphs: %d of %d captured, %.1f s", number + 1, len(wanted), seconds)
+
+
+class _Plan:
+    """An `AttentionPlan` over pages, for models that run by transformers' own code."""
+
+    def __init__(self, layers: list[ops.Cache], where: Where) -> None:
+        self._layers, self._where = layers, where
+
+    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+        cache = self._layers[layer]
+        ops.keep(key_THD, value_THD, cache, self._where)
+        return ops.attend(query_THD, cache, self._where, scaling)
+
+
+def _ordered(running: Row[Sequence]) -> list[Sequence]:
+    """Those that take part: single tokens first, then chunks."""
+    return sorted((seq for seq in running if seq.take), key=lambda seq: seq.take > 1)
+
+
+def _input(seq: Sequence) -> int:
+    """The one token it takes; -1 where it is still being sampled."""
+    if seq.pending > 1:
+        return int(seq.buffer[seq.length])
+    return -1 if seq.in_flight else seq.last_token
+
+
+def _seeds(asked: Row[Sequence]) -> npt.NDArray[np.uint64]:
+    """One for each token of each request: a function of the request's seed and the token's place."""
+    seeds = np.array([seq.seed for seq in asked], dtype=np.uint64)
+    places = np.array([seq.total - seq.prompt_tokens for seq in asked], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = seeds + (places + np.uint64(1)) * _GOLDEN
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)

@@ -1,0 +1,173 @@
+"""The paged cache: who shares which page, who copies, what comes back; and the order of a step that overlaps."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged.pages import PagedMemory
+from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
+from rollart.engines.embedded.sequence import Sequence
+from rollart.types import Finish, Tokens
+from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request
+
+PAGE = 4
+
+
+def memory(pages: int = 16, lanes: int = 4) -> PagedMemory:
+    shape = KvShape(layers=1, heads=1, head_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    return PagedMemory(shape, kv_tokens=pages * PAGE, max_context=pages * PAGE, page_tokens=PAGE, lanes=lanes)
+
+
+def sequence(tokens: Tokens | list[int], name: str, arrival: int = 0) -> Sequence:
+    asked = request(tokens, f"{name}/0", max_tokens=8)
+    return Sequence(asked, arrival=arrival, max_context=64, version=0, seed=0)
+
+
+def computed(kv: PagedMemory, seq: Sequence) -> Sequence:
+    """As if its prompt had been computed."""
+    assert kv.place(seq, seq.total, 0)
+    assert kv.borrow(seq)
+    seq.length = seq.total - 1
+    return seq
+
+
+LONG = list(range(10, 10 + 4 * PAGE))
+"""Sixteen tokens: long enough to be known by its beginning."""
+
+
+def test_those_who_begin_alike_share_whole_pages() -> None:
+    kv = memory()
+    first = computed(kv, sequence(LONG, "first"))
+    before = kv.used_tokens
+    second = sequence([*LONG[:-1], 99, 98], "second", 1)
+    second.buffer[: len(LONG)] = LONG
+    assert kv.place(second, second.total, 0)
+    assert kv.borrow(second)
+    assert second.length == 15
+    assert second.pages[:3] == first.pages[:3], "whole pages by reference"
+    assert second.pages[3] != first.pages[3], "the page on which they part is a copy"
+    assert kv.used_tokens == before + 2 * PAGE
+
+
+def test_a_page_that_is_shared_is_copied_before_it_is_written() -> None:
+    kv = memory()
+    first = computed(kv, sequence(LONG, "first"))
+    other = sequence([*LONG, 50], "other", 1)
+    assert kv.place(other, other.total, 0)
+    assert kv.borrow(other)
+    shared = first.pages[2]
+    kv.park(first)
+    # Its history is rewritten in the middle of the shared third page.
+    again = sequence([*LONG[:10], 70, 71], "first", 2)
+    assert kv.place(again, again.total, 0)
+    assert again.length == 10
+    assert other.pages[2] == shared
+    assert again.pages[2] != shared
+
+
+def test_every_page_comes_back() -> None:
+    kv = memory()
+    for number in range(3):
+        computed(kv, sequence([*LONG, number], f"s{number}", number))
+    for seq in list(kv._placed.values()):
+        kv.park(seq)
+    assert kv.num_parked == 3
+    kv.drop_parked()
+    assert kv.used_tokens == 0
+
+
+def test_idle_sessions_that_share_pages_give_way_together() -> None:
+    kv = memory(pages=8)
+    for number in range(2):
+        kv.park(computed(kv, sequence([*LONG, number], f"s{number}", number)))
+    large = sequence(list(range(100, 100 + 8 * PAGE - 9)), "large", 2)
+    assert kv.place(large, 8 * PAGE, 0), "all eight pages are free or idle"
+    assert kv.num_parked == 0
+
+
+def test_who_cannot_be_placed_keeps_what_its_session_has() -> None:
+    kv = memory(pages=8)
+    kv.park(computed(kv, sequence(LONG, "idle")))
+    running = computed(kv, sequence(list(range(60, 60 + 3 * PAGE)), "running", 1))
+    next_turn = sequence([*LONG, *range(200, 200 + 3 * PAGE)], "idle", 2)
+    assert not kv.place(next_turn, next_turn.total, 0)
+    kv.release(running)
+    assert kv.place(next_turn, next_turn.total, 0)
+    assert next_turn.cached == 15
+
+
+def test_the_device_is_told_the_newest_page_of_each_place() -> None:
+    kv = memory()
+    seq = computed(kv, sequence(LONG, "s"))
+    width = kv.tables_LN.shape[1]
+    where, pages = kv.take_changes()
+    assert dict(zip(where.tolist(), pages.tolist(), strict=True)) == {
+        seq.lane * width + index: page for index, page in enumerate(seq.pages)
+    }
+    assert len(kv.take_changes()[0]) == 0
+
+
+def test_a_request_that_ended_is_cut_where_it_ended() -> None:
+    """The step after its last token is under way by then: what that one samples is dropped."""
+    plain, rng = plain_model("qwen3"), np.random.default_rng(3)
+    engine = make_engine(plain, paged=True)
+    asked = [request(random_tokens(rng, 12), f"s{i}/0", max_tokens=200, temperature=1.0, seed=i) for i in range(6)]
+    for call in asked:
+        engine.add(call)
+    done = drain(engine)
+    assert any(got.finish is Finish.STOP for got in done.values())
+    for call in asked:
+        got = done[call.id]
+        assert list(got.tokens).count(EOS) == (got.finish is Finish.STOP)
+        check(call, got, {0: plain})
+    assert engine.stats.sampled_tokens == sum(len(got.tokens) for got in done.values())
+
+
+def test_slabs_and_pages_draw_the_same() -> None:
+    plain, rng = plain_model("qwen3-tied"), np.random.default_rng(5)
+    prompts = [random_tokens(rng, 30) for _ in range(4)]
+    answers = []
+    for paged in (False, True):
+        engine = make_engine(plain, paged=paged, draft_tokens=0)
+        for number, prompt in enumerate(prompts):
+            engine.add(request(prompt, f"s{number}/0", max_tokens=20, temperature=0.9, top_k=number, seed=7))
+        answers.append({name: got.tokens.tolist() for name, got in drain(engine).items()})
+    assert answers[0] == answers[1]
+
+
+def test_batches_are_padded_by_a_quarter_at_most() -> None:
+    sizes = batch_sizes(256)
+    assert sizes[-1] == 256
+    assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(sizes))
+    assert all(larger <= 1.25 * smaller for smaller, larger in itertools.pairwise(sizes) if smaller >= 32)
+    assert batch_sizes(3) == [1, 2, 3]
+    assert batch_sizes(1) == [1]
+
+
+def test_few_long_contexts_are_read_in_parts() -> None:
+    assert splits_for(256, 8, 1024) == 1
+    assert splits_for(16, 8, 32_768) >= 4
+    assert splits_for(1, 8, 100) > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "cuda", "draft_tokens": 4}, "guesses run on a CPU only"),
+        ({"memory": 0.5}, "on a CPU set kv_tokens"),
+        ({"device": "cuda", "memory": 0.5, "kv_tokens": 4096}, "remove one of them"),
+    ],
+)
+def test_what_a_device_cannot_use_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineSettings.model_validate(given)
+
+
+def test_a_gpu_computes_in_bfloat16_by_default() -> None:
+    assert EngineSettings(device="cuda:1").dtype == "bfloat16"
+    assert EngineSettings(device="cuda", dtype="float32").dtype == "float32"
+    assert EngineSettings().dtype == "float32"
