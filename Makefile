@@ -8,7 +8,7 @@ RUN := runs/quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow train bench docs clean $(VLLM)
+.PHONY: help setup test test-slow train bench docs figures clean $(VLLM)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,9 +54,13 @@ $(MODEL): | setup
 bench: setup  ## Measure the control plane
 	@$(BIN)/python -m benchmarks.control --json
 
-docs: setup  ## Write docs/job.md and docs/events.md again, from rollart/config/ and rollart/events/schema.py
+docs: setup  ## Write docs/job.md, docs/events.md and docs/summary.md again, from the code
 	$(BIN)/python -m scripts.job_reference
 	$(BIN)/python -m scripts.event_reference
+	$(BIN)/python -m scripts.summary_reference
+
+figures: setup  ## Make the README's table again from docs/figures/. ROW=chaos runs that command first, and keeps what it prints
+	$(BIN)/python -m scripts.figures $(ROW)
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays
 	rm -rf .venv $(VLLM) .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -141,7 +141,7 @@ def play(trial: Trial) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         summary = simulate(job, out, audit=False).summary
-        assert summary["state"] == "finished", summary["reason"]
+        assert summary.state == "finished", summary.reason
         rows = [orjson.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
         looks = [event for event in read_events(out / "events.jsonl") if isinstance(event, schema.Affinity)]
     return Run(

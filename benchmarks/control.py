@@ -29,7 +29,7 @@ from rollart.launch.simulation import simulated_world
 from rollart.ports import Cluster, Trainer
 from rollart.records.format import FOLDER, files_of
 from rollart.records.recorder import FileRecorder
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink
@@ -169,13 +169,13 @@ def run_turns(live: int, *, record: bool = False) -> Cost:
 async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     loop = asyncio.get_running_loop()
     log = EventLog(loop.time, folder / "events.jsonl")
-    summary = Summary()
+    summary = SummaryFold()
     log.read_by(summary.read)
     log.emit(facts(job, clock="virtual"))
-    began_s = time.process_time()
     recorder = FileRecorder(folder / FOLDER) if record else None
-    world = replace(_world(job, log, ANSWER_TOKENS), recorder=recorder)
-    await Coordinator(job, world, LogHandle(log)).run()
+    coordinator = Coordinator(job, replace(_world(job, log, ANSWER_TOKENS), recorder=recorder), LogHandle(log))
+    began_s = time.process_time()
+    await coordinator.run()
     log.close()
     if recorder is not None:
         recorder.close()
@@ -183,9 +183,9 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     result = summary.result()
     files = files_of(folder / FOLDER)
     return Cost(
-        calls=sum(pool["requests"] for pool in result["pools"].values()),
+        calls=sum(pool.requests for pool in result.pools.values()),
         seconds=seconds,
-        trajectories=sum(result["trajectories"].values()) if record else 0,
+        trajectories=sum(result.trajectories.values()) if record else 0,
         dropped=recorder.dropped if recorder is not None else 0,
         disk_bytes=sum(path.stat().st_size for path in files),
     )

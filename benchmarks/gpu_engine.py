@@ -252,7 +252,8 @@ def play(bench: Bench, batch: int) -> dict[str, Any]:
     turns = 0
     while turns < batch:  # until those who began together are spread out
         turns += step()
-    stats, live = engine.stats, []
+    stats = engine.stats
+    live: list[int] = []
     computed, sampled, steps = stats.computed_tokens, stats.sampled_tokens, stats.steps
     turns, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < bench.options.seconds:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.command import main
 from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
@@ -27,6 +29,7 @@ from rollart.events.log import read_events
 from rollart.events.schema import Event
 from rollart.launch.simulation import simulate
 from rollart.launch.training import train
+from rollart.report.summary import Summary
 from rollart.sim.fit import fit_runs
 
 JOB = Path(__file__).resolve().parents[1] / "jobs" / "modes.yaml"
@@ -109,8 +112,8 @@ def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> di
         folder,
         watch=lambda summary, waits: lambda event: marks.__setitem__(type(event), time.process_time()),
     )
-    if result.summary["state"] != "finished" or result.violations:
-        raise JobError(f"{folder}: {result.summary['reason']} {result.violations}")
+    if result.summary.state != "finished" or result.violations:
+        raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
     run = {**_figures(result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
     print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
     return run
@@ -125,19 +128,19 @@ def _simulated_run(overrides: Sequence[str], mode: str, number: int, profile: di
         return _figures(simulate(build_job({**raw, "sim": profile}), path).summary, path)
 
 
-def _figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _figures(summary: Summary, folder: Path) -> dict[str, Any]:
     events = list(read_events(folder / "events.jsonl"))
     ends = [event for event in events if isinstance(event, schema.StepEnd)]
     counted = len(ends) - SKIPPED_STEPS
     return {
         "step_s": round((ends[-1].t - ends[SKIPPED_STEPS - 1].t) / counted, 4),
         "train_s": statistics.fmean(event.train_s for event in ends[SKIPPED_STEPS:]),
-        "max_steps": summary["staleness"]["max_steps"],
-        "max_age": summary["staleness"]["max"],
-        "waste": summary["waste"],
-        "trajectories": sum(summary["trajectories"].values()),
-        "calls": sum(pool["requests"] for pool in summary["pools"].values()),
-        "busy": max(pool["utilisation"] for pool in summary["pools"].values()),
+        "max_steps": summary.staleness.max_steps,
+        "max_age": summary.staleness.max,
+        "waste": msgspec.to_builtins(summary.waste),
+        "trajectories": sum(summary.trajectories.values()),
+        "calls": sum(pool.requests for pool in summary.pools.values()),
+        "busy": max(pool.utilisation for pool in summary.pools.values()),
     }
 
 

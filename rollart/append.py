@@ -1,4 +1,4 @@
-"""A file of the run directory that is only added to, and survives a full disk.
+"""Files of the run directory that survive a full disk: one that is only added to, and those written whole.
 
 Invariant: what was put is in the file in order, or still held here; a line is never torn by a write that found no room,
 only by a kill.
@@ -9,6 +9,20 @@ from pathlib import Path
 from typing import IO
 
 from rollart.errors import StoreFull, writing
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Whole or not at all: what was there stays where this finds no room, and after a kill. Raises OSError."""
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)  # a part of it would take the room that is missing
+        raise
 
 
 class AppendFile:

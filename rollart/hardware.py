@@ -28,12 +28,18 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """The other half of an engine that only decodes: what prefills for it, and the link between them."""
+class Disaggregated:
+    """An engine whose prefill and decode are on workers of their own: what prefills, and how many decode."""
 
     hardware: Hardware
+    """Of the prefill workers."""
     gpus: int
+    """Of one prefill worker."""
+    workers: int = 1
+    """Prefill workers."""
+    decoders: int = 1
     link_bytes_per_s: float
+    """From each prefill worker."""
 
 
 HARDWARE = {

@@ -163,7 +163,7 @@ class Completion:
     busy_s: float = 0.0
     """Engine seconds this call used, its share of the batch."""
     prefill_busy_s: float = 0.0
-    """Of an engine that is a pair: seconds of the part that prefills, not in `busy_s`."""
+    """Where prefill is apart from decode: seconds of a prefill worker, not in `busy_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,6 +419,29 @@ class OpenGroup:
     task: Task
 
 
+class MixState(NamedTuple):
+    """Where one task stands in the mix."""
+
+    cursor: int
+    """Next index in the task set."""
+    returned: tuple[int, ...]
+    """Indices to be given out again, before new ones."""
+    consumed: int
+    """Groups trained on since the set of tasks in the mix last changed."""
+    skip: tuple[int, ...]
+    """Indices that were trained on already."""
+
+
+class BreakerState(NamedTuple):
+    """Whether one task is out of the mix, and how it came to that."""
+
+    failures: int
+    """In a row."""
+    open: bool
+    probes: int
+    """Failed in a row since it opened."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """All that a resumed job needs; committed together or not at all."""
@@ -427,8 +450,8 @@ class Checkpoint:
     """The next step; also the trainer's version."""
     trainer: str
     """The trainer's own reference to its saved state."""
-    mix: Mapping[str, Any]
-    breakers: Mapping[str, Any]
+    mix: Mapping[str, MixState]
+    breakers: Mapping[str, BreakerState]
     """Of each task: whether it is out of the mix."""
     ready: tuple[Group, ...]
     open: tuple[OpenGroup, ...]

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Queue
 
@@ -66,6 +66,11 @@ class Mutant:
     start: int
     """Byte range of `before` in the file."""
     end: int
+    number: int = 0
+    """Of the draw, from 1."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before!r} -> {self.after!r}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--first", type=int, default=1, help="number of the mistake to begin with; those before it come last"
+    )
     parser.add_argument("--folders", nargs="*", default=list(TESTS), choices=list(TESTS))
     parser.add_argument(
         "--skip", type=Path, help="file of tests, or test files, that fail anyway on this machine, one a line"
@@ -88,9 +96,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     mutants = draw(args.folders, args.count, args.seed)
+    mutants = mutants[args.first - 1 :] + mutants[: args.first - 1]
     if args.list:
         for mutant in mutants:
-            print(f"{mutant.file}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}")
+            print(f"{mutant.number}: {mutant}")
         return 0
     skipped = args.skip.read_text().splitlines() if args.skip else []
     with tempfile.TemporaryDirectory(prefix="rollart-mutants-") as folder:
@@ -102,7 +111,7 @@ def main() -> int:
         print(json.dumps({"mutants": len(verdicts), "noticed": len(verdicts) - len(unnoticed), "rows": rows}, indent=1))
     else:
         for mutant in unnoticed:
-            print(f"unnoticed: {mutant.file}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}")
+            print(f"unnoticed: {mutant.number}: {mutant}")
         print(f"{len(verdicts) - len(unnoticed)} of {len(verdicts)} noticed")
     return 0
 
@@ -117,7 +126,8 @@ def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
         for mutant in of(path)
     ]
     found = [mutant for mutant in found if mutant.file not in SLOW]
-    return rng.sample(found, min(count, len(found)))
+    drawn = rng.sample(found, min(count, len(found)))
+    return [replace(mutant, number=number) for number, mutant in enumerate(drawn, start=1)]
 
 
 def of(path: Path) -> list[Mutant]:
@@ -245,7 +255,7 @@ def run(mutants: list[Mutant], workers: int, skipped: list[str], tried: Tried, p
             verdict = Verdict(mutant, _noticed_by(mutant, copy, skipped, tried.nearest(mutant)))
         finally:
             copies.put(copy)
-        say(f"{mutant.file}:{mutant.line}: {verdict.noticed_by or 'UNNOTICED'}")
+        say(f"{mutant.number}: {mutant}: {verdict.noticed_by or 'UNNOTICED'}")
         return verdict
 
     with ThreadPoolExecutor(workers) as pool:

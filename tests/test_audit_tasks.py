@@ -6,7 +6,7 @@ from rollart.events import schema
 from rollart.events.schema import Event
 from rollart.report.audit import Audit
 from rollart.report.audit_tasks import TaskBooks
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from tests.events import some
 
 RUN = some(
@@ -108,7 +108,7 @@ def test_the_audit_forgets_the_members_of_groups_that_no_restart_brings_back() -
 
 
 def test_the_summary_forgets_which_groups_taught_that_no_restart_brings_back() -> None:
-    summary = Summary()
+    summary = SummaryFold()
 
     def read(kind: type[Event], **fields: object) -> None:
         summary.read(some(kind, t=0.0, **fields))
@@ -124,7 +124,7 @@ def test_the_summary_forgets_which_groups_taught_that_no_restart_brings_back() -
     trains(1, "g1")
     read(schema.Group, group="g2", task="a/2", how="stale")
     read(schema.Checkpoint, step=1, ready=["g3", "g4"], open=[])
-    assert sorted(summary._books._teaches) == ["g1", "g3", "g4"], "g1 may be replayed"
+    assert sorted(summary._teaches) == ["g1", "g3", "g4"], "g1 may be replayed"
     read(schema.StepAside, step=1, trajectories=[], groups=["g1"])
     trains(2, "g3")
-    assert summary.result()["tasks"]["a"]["with_gradient"] == 0
+    assert summary.result().tasks["a"].with_gradient == 0

@@ -4,7 +4,7 @@ import pytest
 
 from rollart.causes import MAX_CAUSES, MAX_CHARACTERS, OTHERS, Causes, kind_of
 from rollart.events import schema
-from rollart.report.summary import WARNINGS_KEPT, Summary
+from rollart.report.fold import WARNINGS_KEPT, SummaryFold
 
 SAME = [
     ("EnvError: g12.3.0 at 10.0.0.7 said no", "EnvError: g7r1.0.101 at 10.0.0.19 said no"),
@@ -56,9 +56,9 @@ def test_memory_is_bounded_however_many_texts_there_are() -> None:
 
 
 def test_a_summary_keeps_the_first_warnings_and_counts_the_others() -> None:
-    summary = Summary()
+    summary = SummaryFold()
     for number in range(WARNINGS_KEPT + 3):
         summary.read(schema.Warning(n=number, t=0.0, text=f"warning {number}"))
-    kept = summary.result()["warnings"]
+    kept = summary.result().warnings
     assert kept[0] == "warning 0"
     assert kept[WARNINGS_KEPT - 1 :] == [f"warning {WARNINGS_KEPT - 1}", "and 3 more"]

@@ -18,6 +18,7 @@ from rollart.launch.driver import RunResult
 from rollart.launch.resume import Resumption, write_job
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint
+from tests.summaries import summary_with
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -153,7 +154,7 @@ def trained(
 
     def train(job: Job, out: Path, *, resume: Resumption | None = None, watch: object = None) -> RunResult:
         asked.append((out, job, resume))
-        return RunResult(summary={"state": state, "reason": ""}, violations=violations, deadlock=False, faults={})
+        return RunResult(summary=summary_with(state=state), violations=violations, deadlock=False, faults={})
 
     monkeypatch.setattr("rollart.launch.training.train", train)
     return asked

@@ -10,8 +10,9 @@ from rollart.events import schema
 from rollart.events.schema import Event
 from rollart.launch.driver import facts
 from rollart.launch.simulation import simulate
-from rollart.report.summary import Summary
+from rollart.report.summary import Costs, Summary, TaskCost
 from tests.events import some
+from tests.summaries import summary_with
 
 RAW: dict[str, Any] = {
     "name": "job",
@@ -25,14 +26,14 @@ RAW: dict[str, Any] = {
 HOUR_S = 3600.0
 
 
-def cost_of(*events: Event, until_h: float = 4.0, **changes: Any) -> dict[str, Any]:
+def cost_of(*events: Event, until_h: float = 4.0, **changes: Any) -> Costs:
     """Of a run with these events, at hours, on one engine whose hour costs 2."""
-    summary = Summary()
+    return summary_of(*events, until_h=until_h, **changes).cost
+
+
+def summary_of(*events: Event, until_h: float = 4.0, **changes: Any) -> Summary:
     run = facts(build_job({**RAW, **changes}), clock="real")
-    for event in [at(0.0, run), *events, at(until_h, schema.Warning(text=""))]:
-        summary.read(event)
-    result = summary.result()
-    return {**result["cost"], "utilisation": result["pools"]["fast"]["utilisation"]}
+    return summary_with(at(0.0, run), *events, at(until_h, schema.Warning(text="")))
 
 
 def at(hour: float, event: Event) -> Event:
@@ -60,9 +61,10 @@ def end(at_h: float, attempt: str, status: str) -> Event:
 
 @pytest.mark.parametrize("status", ["aborted", "stale", "failed"])
 def test_the_work_of_a_call_that_is_given_up_is_waste_and_not_idle(status: str) -> None:
-    cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), end(3.0, "g0.0.0", status))
-    assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 4.0}, "two hours of the engine"
-    assert (cost["wasted"], cost["idle"], cost["utilisation"]) == (4.0, 4.0, 0.5)
+    result = summary_of(start("g0.0.0"), send(1.0, "g0.0.0"), end(3.0, "g0.0.0", status))
+    cost = result.cost
+    assert cost.tasks["a"] == TaskCost(used=4.0, wasted=4.0), "two hours of the engine"
+    assert (cost.wasted, cost.idle, result.pools["fast"].utilisation) == (4.0, 4.0, 0.5)
 
 
 def test_calls_beside_each_other_share_their_engine() -> None:
@@ -75,13 +77,13 @@ def test_calls_beside_each_other_share_their_engine() -> None:
         end(3.0, "g0.1.0", "done"),
         end(4.0, "g0.0.0", "stale"),
     )
-    assert cost["tasks"]["a"] == {"used": 2.0 * (1.0 + 1.0 + 1.0 + 1.0), "wasted": 2.0 * (1.0 + 2.0 / 2 + 1.0) + 2.0}
-    assert cost["idle"] == 0.0
+    assert cost.tasks["a"] == TaskCost(used=2.0 * (1.0 + 1.0 + 1.0 + 1.0), wasted=2.0 * (1.0 + 2.0 / 2 + 1.0) + 2.0)
+    assert cost.idle == 0.0
 
 
 def test_an_answered_call_costs_what_its_engine_measured() -> None:
     cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), said(3.0, "g0.0.0", busy_h=0.5), end(4.0, "g0.0.0", "stale"))
-    assert (cost["tasks"]["a"]["used"], cost["idle"]) == (1.0, 7.0)
+    assert (cost.tasks["a"].used, cost.idle) == (1.0, 7.0)
 
 
 def test_what_is_lost_with_an_engine_is_waste_whatever_becomes_of_its_attempt() -> None:
@@ -94,7 +96,7 @@ def test_what_is_lost_with_an_engine_is_waste_whatever_becomes_of_its_attempt() 
         at(0.0, schema.Admit(group="g0", task="a/1", serving=0)),
         end(2.0, "g0.0.0", "done"),
     )
-    assert cost["tasks"]["a"] == {"used": 4.0, "wasted": 2.0}
+    assert cost.tasks["a"] == TaskCost(used=4.0, wasted=2.0)
 
 
 def test_what_evaluation_loses_with_an_engine_is_evaluation_and_not_idle() -> None:
@@ -106,13 +108,13 @@ def test_what_evaluation_loses_with_an_engine_is_evaluation_and_not_idle() -> No
         said(2.0, "eval0.0.0", busy_h=1.0),
         end(2.0, "eval0.0.0", "done"),
     )
-    assert (cost["evaluation"], cost["idle"], cost["wasted"]) == (4.0, 4.0, 0.0)
+    assert (cost.evaluation, cost.idle, cost.wasted) == (4.0, 4.0, 0.0)
 
 
 def test_a_killed_coordinator_wastes_what_was_under_way() -> None:
     cost = cost_of(start("g0.0.0"), send(1.0, "g0.0.0"), at(2.0, schema.Killed()))
-    assert cost["tasks"]["a"] == {"used": 2.0, "wasted": 2.0}
-    assert cost["idle"] == 6.0
+    assert cost.tasks["a"] == TaskCost(used=2.0, wasted=2.0)
+    assert cost.idle == 6.0
 
 
 def test_evaluation_and_what_is_still_under_way_are_neither_used_nor_idle() -> None:
@@ -125,8 +127,8 @@ def test_evaluation_and_what_is_still_under_way_are_neither_used_nor_idle() -> N
         send(1.0, "g0.0.0"),
         said(3.0, "g0.0.0", busy_h=2.0),
     )
-    assert (cost["evaluation"], cost["under_way"], cost["idle"]) == (2.0, 4.0, 2.0)
-    assert cost["tasks"]["a"] == {"used": 0.0, "wasted": 0.0}
+    assert (cost.evaluation, cost.under_way, cost.idle) == (2.0, 4.0, 2.0)
+    assert cost.tasks["a"] == TaskCost(used=0.0, wasted=0.0)
 
 
 FAILED = schema.RewardFailed(id="g0.0.0", reason="no")
@@ -149,19 +151,21 @@ def test_rewards_have_a_price(rewards: dict[str, Any], price: float) -> None:
         for busy_s in (0.25 * HOUR_S, 0.0)
     )
     cost = cost_of(at(1.0, known), at(2.0, unknown), at(3.0, FAILED), rewards=rewards)
-    assert cost["rewards"] == pytest.approx(price)
-    assert cost["total"] == pytest.approx(8.0 + price)
+    assert cost.rewards == pytest.approx(price)
+    assert cost.total == pytest.approx(8.0 + price)
 
 
 def test_a_price_that_nothing_reads_is_refused() -> None:
-    with pytest.raises(JobError, match=r"^rewards\.call_cost: local workers are paid by the hour; set rewards\.cost"):
+    with pytest.raises(
+        JobError, match=r"^rewards\.call_cost: has an effect only with rewards\.type http: local workers are"
+    ):
         build_job({**RAW, "rewards": {"call_cost": 1.0}})
 
 
 def test_in_a_run_all_of_the_engines_cost_is_accounted_for() -> None:
     """Spare members are aborted all the time; what the engines were reserved for is used, or idle."""
     raw = {**RAW, "rollout": {"groups_per_step": 4, "spare_members": 4}, "train": {"steps": 6}}
-    cost = simulate(build_job(raw), None).summary["cost"]
-    assert cost["wasted"] > 0.1 * cost["pools"]["fast"]
-    parts = cost["tasks"]["a"]["used"] + cost["evaluation"] + cost["under_way"] + cost["idle"]
-    assert parts == pytest.approx(cost["pools"]["fast"], rel=0.02)
+    cost = simulate(build_job(raw), None).summary.cost
+    assert cost.wasted > 0.1 * cost.pools["fast"]
+    parts = cost.tasks["a"].used + cost.evaluation + cost.under_way + cost.idle
+    assert parts == pytest.approx(cost.pools["fast"], rel=0.02)

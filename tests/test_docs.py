@@ -7,7 +7,7 @@ import yaml
 
 from rollart.cli import main
 from rollart.config.load import build_job, load_job, warnings
-from scripts import event_reference
+from scripts import event_reference, figures, summary_reference
 from scripts.job_reference import EXAMPLE, PAGE, render
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +19,19 @@ def test_the_job_reference_is_up_to_date() -> None:
 
 def test_the_event_reference_is_up_to_date() -> None:
     assert event_reference.PAGE.read_text(encoding="utf-8") == event_reference.render(), "run `make docs`"
+
+
+def test_the_summary_reference_is_up_to_date() -> None:
+    assert summary_reference.PAGE.read_text(encoding="utf-8") == summary_reference.render(), "run `make docs`"
+
+
+def test_the_figures_of_the_readme_are_those_that_were_kept() -> None:
+    assert figures.README.read_text(encoding="utf-8") == figures.render(), "run `make figures`"
+
+
+def test_every_kept_output_is_of_a_command_and_has_a_row() -> None:
+    kept = {path.stem for path in figures.FOLDER.glob("*.json")}
+    assert kept == set(figures.COMMANDS) == {name for _, names, _ in figures.ROWS for name in names.split()}
 
 
 def test_the_example_is_a_job() -> None:

@@ -95,9 +95,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One simulated run, its last evaluation also as its control."""
     out = tmp_path_factory.mktemp("docs") / "run"
     result = simulate(tiny_job(), out)
-    assert result.summary["state"] == "finished"
-    *_, plays = result.summary["evaluations"].values()
-    summary = {**result.summary, "eval": add_control(out, plays)}
+    assert result.summary.state == "finished"
+    *_, plays = result.summary.evaluations.values()
+    add_control(out, plays)
+    summary = json.loads((out / "summary.json").read_text())
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     return Run(lines=lines, summary=summary)
 

@@ -15,7 +15,7 @@ from rollart.events.log import EventLog, Reader, read_events
 from rollart.launch.driver import Life, drive
 from rollart.launch.simulation import simulate
 from rollart.launch.training import _drive
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.sim.clock import VirtualLoop
 from tests.control.scene import NoWorld
 from tests.test_docs_pages import tiny_job
@@ -62,9 +62,9 @@ def test_a_killed_coordinator_says_nothing_more_and_another_one_goes_on() -> Non
 def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[int, Mapping[str, float]]] = []
     tracker = SimpleNamespace(log=lambda step, values: logged.append((step, values)), close=lambda: None)
-    summaries: list[Summary] = []
+    summaries: list[SummaryFold] = []
 
-    def watch(summary: Summary, waits: object) -> Reader:
+    def watch(summary: SummaryFold, waits: object) -> Reader:
         summaries.append(summary)
         return lambda event: None
 

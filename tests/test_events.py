@@ -15,7 +15,7 @@ from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.events.log import EventLog, drop_torn_line, event_files, read_events
+from rollart.events.log import EventLog, Fold, drop_torn_line, event_files, read_events
 from rollart.events.schema import Event
 from rollart.launch.driver import read_again
 from rollart.launch.simulation import simulate
@@ -250,13 +250,16 @@ def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is no kind of event that is known here; read it with the"),
-        (b'{"n":1,"t":0.0}', "line 2: None is no kind of event that is known here; read it with the"),
-        (b'{"e":"push","n":1,"t":0.0}', r"line 2: an event 'push' that is not as .*missing required field `version`"),
+        (b'{"e":"dance","n":1,"t":0.0}', "line 2: 'dance' is not a known kind of event; read it with the"),
+        (b'{"n":1,"t":0.0}', "line 2: None is not a known kind of event; read it with the"),
+        (
+            b'{"e":"push","n":1,"t":0.0}',
+            r"line 2: an event 'push' of another version .*missing required field `version`",
+        ),
         (b'{"e":"push","n":1,"t":0.0,"version":"one"}', r"line 2: an event 'push' .*Expected `int`, got `str`"),
-        (b'{"e":"push","n":1,', r"line 2: is no event \(.*\); the file was damaged"),
-        (b"[1]", r"line 2: is no event \(.*\); the file was damaged"),
-        (b'{"e":"warning","text":"\xff"}', r"line 2: is no event \(.*\); the file was damaged"),
+        (b'{"e":"push","n":1,', r"line 2: is not an event \(.*\); the file was damaged"),
+        (b"[1]", r"line 2: is not an event \(.*\); the file was damaged"),
+        (b'{"e":"warning","text":"\xff"}', r"line 2: is not an event \(.*\); the file was damaged"),
     ],
 )
 def test_a_line_that_is_no_event_of_this_version_is_named(
@@ -274,3 +277,41 @@ def test_a_line_that_is_no_event_of_this_version_is_named(
 def test_a_field_that_a_newer_version_added_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"e":"push","n":0,"t":0.0,"version":3,"new":{"a":1}}\n')
     assert list(read_events(tmp_path / "events.jsonl")) == [schema.Push(n=0, t=0.0, version=3)]
+
+
+class Counting(Fold):
+    def __init__(self, *parts: Fold) -> None:
+        self.read_kinds: list[type[Event]] = []
+        super().__init__(*parts)
+
+    def _on_killed(self, event: schema.Killed) -> None:
+        self.read_kinds.append(type(event))
+
+    def _on_words(self, event: schema.Warning | schema.Stall) -> None:
+        self.read_kinds.append(type(event))
+
+    def helper(self, event: Event) -> None:
+        raise AssertionError("takes no kind of its own")
+
+
+class Swaps(Fold):
+    def __init__(self) -> None:
+        self.count = 0
+        super().__init__()
+
+    def _on_swap(self, event: schema.SwapEnd) -> None:
+        self.count += 1
+
+
+def test_a_fold_gets_the_kinds_that_its_methods_name_and_its_parts_get_theirs() -> None:
+    swaps = Swaps()
+    fold = Counting(swaps)
+    for event in (schema.Killed(), schema.Warning(text=""), some(schema.SwapEnd), some(schema.Stall), some(schema.End)):
+        fold.read(event)
+    assert fold.read_kinds == [schema.Killed, schema.Warning, schema.Stall]
+    assert swaps.count == 1
+
+
+def test_two_handlers_of_one_kind_are_refused() -> None:
+    with pytest.raises(AssertionError, match="two handlers of SwapEnd"):
+        Counting(Swaps(), Swaps())

@@ -49,7 +49,7 @@ REAL_ONLY = (
     "pools.N.engines.memory",
     *("pools.N.engines.keep_kv", "pools.N.engines.draft_tokens", "pools.N.engines.device", "pools.N.engines.threads"),
     *("pools.N.engines.cores", "pools.N.engines.python", "pools.N.engines.url", "pools.N.engines.dtype"),
-    *("pools.N.engines.args", "pools.N.engines.split"),
+    *("pools.N.engines.args", "pools.N.engines.prefill.connector"),
 )
 """What `rollart sim` does not read, by prefix; of `train` it reads what is in SIMULATED_TRAINER."""
 SIMULATED_TRAINER = ("pool", "gpus", "steps", "algorithm", "advantage")
@@ -61,6 +61,7 @@ SIM_ONLY = ("sim",)
 PLACED = (
     *("name", "mode", "pools.N.name", "pools.N.hardware", "pools.N.cost", "pools.N.engines.count", "tasks.N.affinity"),
     *("train.pool", "tasks.N.weight", "tasks.N.quota", "rewards.cost", "rewards.call_cost"),
+    "pools.N.engines.prefill.link_gb_s",
 )
 """Keys of a real run that only say where and how much: who places, shares or reports reads them, and rightly so."""
 RAY_PLACED = ("pools.N.resource", "pools.N.slots_per_worker", "pools.N.engines.most")
@@ -70,7 +71,7 @@ RAY_ELSEWHERE = ("tasks.N.latency", "cluster.check")
 """On Ray: of the wrapper of all hosts, as no environment is opened here; and what `tests/test_resources.py` shows."""
 
 REPORTS = ("rollart.launch.driver.facts", "rollart.report.show", "rollart.launch.checks")
-PLACES = ("rollart.launch.offers", "rollart.launch.resources")
+PLACES = ("rollart.launch.pools", "rollart.launch.resources")
 
 SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}
@@ -84,8 +85,8 @@ VALUES: dict[str, list[Any]] = {
     "tasks.N.name": ["c"],
     "pools.N.name": ["q"],
     "pools.N.hardware": ["h800"],
-    "pools.N.engines.split": [{}],
-    "pools.N.engines.prefill": ["t"],
+    "pools.N.engines.prefill": [{}],
+    "pools.N.engines.prefill.pool": ["t"],
     "sim.model": ["qwen3-8b"],
 }
 """Other values of keys for which none can be made up from the type."""
@@ -292,7 +293,7 @@ HTTP = {"type": "http", "url": "http://127.0.0.1:8080"}
 SIMULATED: dict[str, dict[str, Any]] = {
     "local rewards": {},
     "http rewards": {"rewards": HTTP},
-    "pairs": {"pools.0.engines.prefill": "t", "pools.1.engines": {"max_batch": 8}},
+    "prefill apart": {"pools.0.engines.prefill": {}},
     "measured": {"sim.engine.measured": {"p": {"step_s": 0.01, "prefill_token_s": 0.001}}},
 }
 VLLM = {"pools.0.engines": {"type": "vllm"}, "weights": {"type": "files"}}
@@ -304,7 +305,7 @@ REAL: dict[str, dict[str, Any]] = {
     "files": {"weights": {"type": "files"}},
     "fsdp2": {"train": {"steps": 2, "type": "fsdp2", "gpus": 2}},
     "vllm": VLLM,
-    "vllm, split": {**VLLM, "pools.0.engines": {"type": "vllm", "split": {}}},
+    "vllm, prefill apart": {**VLLM, "pools.0.engines": {"type": "vllm", "prefill": {}}},
     "vllm, attached": {**VLLM, "pools.0.engines": {"type": "vllm", "url": "http://127.0.0.1:8000"}},
     "sglang": {**VLLM, "pools.0.engines": {"type": "sglang"}},
 }

@@ -70,7 +70,7 @@ def success(folder: Path, seed: int = 0) -> list[float]:
         "cluster": {"type": "inline"},
     }
     result = train(build_job(raw), folder / "run")
-    assert result.summary["state"] == "finished", result.summary["reason"]
+    assert result.summary.state == "finished", result.summary.reason
     assert result.violations == []
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     # A step before which no trajectory ended has no mean.

@@ -15,6 +15,7 @@ from rollart.config.settings import ClusterSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.launch import resources
+from rollart.launch.pools import Binding, bindings, engine_specs
 from rollart.launch.resources import demands
 from rollart.policy.placement import fit
 from rollart.types import Needs, Node
@@ -92,7 +93,7 @@ def test_shared_memory_is_refused_where_there_are_several_machines(monkeypatch: 
 
 
 WRONG = [
-    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has no effect with type local"),
+    ({"cluster": {"type": "local", "address": "auto"}}, "cluster.address: has an effect only with cluster.type ray"),
     ({"cluster": {"type": "ray", "address": "ray://head:10001"}}, "cluster.address: ray:// is Ray Client"),
     ({"cluster": {"type": "ray", "wait_s": 600}}, "cluster.wait_s: 600 leaves no time"),
     ({"pools": [{"name": "a", "slots": 1, "engines": {"count": 3, "most": 2}}]}, "pools.0.engines.most: 2 is less"),
@@ -216,7 +217,7 @@ def test_a_device_that_is_named_is_shared_and_nobodys_own(monkeypatch: pytest.Mo
     job = local(named, SERVERS | {"engines": {"type": "vllm", "gpus": 2}}, pool="own", device="cuda:1")
     resources.refuse_unplaceable(job)
     assert resources.visible_devices(job) == {"served-0": ("0", "2")}, "the others see all, and use cuda:1"
-    assert resources.report(job)["devices"] == {
+    assert resources.report(job).devices == {
         "served-0": ["0", "2"],
         "own-0": ["1"],
         "own-1": ["1"],
@@ -247,7 +248,7 @@ def test_more_gpus_than_there_are_is_refused_with_the_fix(
         "served-1 2), and this machine has 3, 1 of them named by other workers; lower the counts, or let workers share "
         "one by naming it (device: cuda:0)"
     )
-    assert resources.report(job)["missing"] == [str(refused.value)]
+    assert resources.report(job).missing == [str(refused.value)]
     with pytest.raises(JobError, match=r"train.device: trainer would use cuda:3, and this machine has 3 GPUs"):
         resources.refuse_unplaceable(local(EMBEDDED, device="cuda:3"))
 
@@ -306,7 +307,40 @@ def test_one_process_cannot_have_a_gpu_of_its_own_and_share_another(monkeypatch:
     resources.refuse_unplaceable(local(one, pool="own").model_copy(update=inline))
 
 
-def test_a_split_engine_needs_the_gpus_of_both_its_servers() -> None:
-    engines = {"type": "vllm", "gpus": 2, "split": {"prefill_gpus": 3, "connector": "NixlConnector"}}
-    found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
-    assert found[0].needs.gpus == 5
+def test_an_engine_needs_the_gpus_of_all_its_workers() -> None:
+    engines = {"type": "vllm", "gpus": 2, "prefill": {"workers": 2, "gpus": 3, "decoders": 4}}
+    found = demands(local({"name": "apart", "hardware": "h200", "engines": engines}))
+    assert found[0].needs.gpus == 4 * 2 + 2 * 3
+
+
+POOLS: list[dict[str, Any]] = [
+    {"name": "compute", "hardware": "h800", "engines": {"type": "vllm", "count": 2, "most": 4, "gpus": 4}},
+    {"name": "bandwidth", "hardware": "h20", "engines": {"type": "sglang"}},
+    {"name": "trainers", "hardware": "h200"},
+]
+
+
+def test_every_role_is_bound_to_its_pool_with_the_devices_it_takes() -> None:
+    assert bindings(local(*POOLS, pool="trainers", type="fsdp2", gpus=8)) == [
+        Binding(role="rollout", pool="compute", hardware="h800", workers=2, devices=8),
+        Binding(role="rollout", pool="bandwidth", hardware="h20", workers=1, devices=1),
+        Binding(role="train", pool="trainers", hardware="h200", workers=1, devices=8),
+        Binding(role="environments", pool="rooms", hardware="cpu", workers=1, devices=0),
+    ]
+
+
+def test_one_pool_may_have_every_role() -> None:
+    alone = local({"name": "all", "engines": {}, "slots": 4})
+    assert [binding.role for binding in bindings(alone) if binding.pool == "all"] == [
+        "rollout",
+        "environments",
+        "train",
+    ]
+
+
+def test_engines_are_named_after_their_pool_and_those_that_may_join_come_after() -> None:
+    job = local(*POOLS, pool="trainers")
+    specs = engine_specs(job)
+    assert [spec.id for spec in specs] == ["compute-0", "compute-1", "bandwidth-0"]
+    assert (specs[0].type, specs[0].hardware, specs[0].gpus) == ("vllm", "h800", 4)
+    assert [spec.id for spec in engine_specs(job, further=True)] == ["compute-2", "compute-3"]

@@ -19,7 +19,7 @@ from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
 from rollart.launch.training import _Known, _tell_changes
 from rollart.report.audit import Audit
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint, empty_batch
 
@@ -107,12 +107,12 @@ def test_a_model_that_was_moved_is_given_by_the_runs_own_job(run: Path) -> None:
     [
         (b"name: job\ntasks: [\n", "line 3: not valid YAML"),
         (b"- name\n", ": a job file is a mapping of keys"),
-        (b"\xff\xfe", ": is not text"),
+        (b"\xff\xfe", "is not text"),
     ],
 )
 def test_a_job_of_a_run_that_cannot_be_read_is_one_line(run: Path, name: str, content: bytes, says: str) -> None:
     (run / name).write_bytes(content)
-    with pytest.raises(JobError, match=rf"^{re.escape(str(run / name))} ?{says}"):
+    with pytest.raises(JobError, match=rf"^(--resume: )?{re.escape(str(run / name))} ?{says}"):
         resumption(run)
 
 
@@ -238,7 +238,7 @@ def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
         build_job(RAW),
         build_job({**RAW, "pools": [{**RAW["pools"][0], "engines": {"count": 4}}, *[{"name": "rooms", "slots": 8}]]}),
     )
-    summary, audit = Summary(), Audit()
+    summary, audit = SummaryFold(), Audit()
     events: list[Event] = [
         facts(before, clock="real"),
         schema.Changed(step=6, changes={}, job=facts(after, clock="real")),
@@ -249,6 +249,6 @@ def test_what_was_reserved_before_and_after_a_change_is_told_apart() -> None:
         for reader in (summary.read, audit.read):
             reader(event)
     result = summary.result()
-    assert result["cost"]["pools"]["cpu"] == pytest.approx(2.0 * (2 + 4))
-    assert result["pools"]["cpu"]["engines"] == 4
-    assert result["cost"]["train"] == pytest.approx(2 * 2.0)
+    assert result.cost.pools["cpu"] == pytest.approx(2.0 * (2 + 4))
+    assert result.pools["cpu"].engines == 4
+    assert result.cost.train == pytest.approx(2 * 2.0)

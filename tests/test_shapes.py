@@ -8,7 +8,7 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.hardware import HARDWARE, decode_step_s
-from rollart.launch.offers import build_affinity
+from rollart.launch.pools import build_affinity
 from rollart.launch.shapes import experts_in, shape_from, shape_of
 
 torch = pytest.importorskip("torch")
@@ -175,7 +175,7 @@ def test_an_engine_holds_the_model_in_its_own_precision(tmp_path: Path) -> None:
         }
     )
     shape = shape_from(LLAMA_8B)
-    speeds = {speed.name: speed.model for speed in build_affinity(job, shape, {"one": 4.0})._pools}
+    speeds = {speed.name: speed.model for speed in build_affinity(job, shape, {"one": 4.0}).pools}
     assert speeds["two"] == shape
     assert speeds["one"].weight_bytes == 2 * shape.weight_bytes
     assert speeds["one"].kv_bytes_per_token == 2 * shape.kv_bytes_per_token

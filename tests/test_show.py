@@ -21,12 +21,14 @@ from rollart.events.schema import Event
 from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption
 from rollart.launch.training import _drive, _longest
+from rollart.report.fold import SummaryFold
 from rollart.report.show import LiveView, show_failed, show_plays, show_summary
 from rollart.report.summary import Summary
 from rollart.sim.clock import VirtualLoop
 from rollart.types import Trajectory
 from tests.control.scene import NoWorld, Scene, scene_job
 from tests.events import some
+from tests.summaries import summary_with
 from tests.test_training import JOB
 
 RUN = structs.replace(facts(build_job(JOB), clock="real"), t=0.0)
@@ -45,7 +47,7 @@ def watched(seconds: float, events: list[Event], *, steps: int = 10, waits: Call
     """Let the view see these events, and then nothing for so many seconds."""
 
     async def run() -> None:
-        summary = Summary()
+        summary = SummaryFold()
         with LiveView(steps) as view:
             readers: tuple[Reader, ...] = (summary.read, view.watch(summary, waits))
             for event in [RUN, *events]:
@@ -155,14 +157,14 @@ def test_a_run_that_does_not_begin_says_nothing_of_the_display(
     assert "display" not in capsys.readouterr().err
 
 
-def summary_of(scene: Scene) -> dict[str, Any]:
-    summary = Summary()
+def summary_of(scene: Scene) -> Summary:
+    summary = SummaryFold()
     for event in scene.play().events:
         summary.read(event)
     return summary.result()
 
 
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, summary: dict[str, Any]) -> str:
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, summary: Summary) -> str:
     monkeypatch.setenv("COLUMNS", "250")
     show_summary(summary, Path("runs/x"))
     return capsys.readouterr().out
@@ -175,13 +177,13 @@ def test_the_last_table_names_a_task_that_fails_how_often_and_why(
         return float("nan")
 
     summary = summary_of(Scene(on_score=nan))
-    assert summary["state"] == "stopped"
-    row = summary["tasks"]["a"]
-    assert (row["state"], row["taken_out"], row["probes"]) == ("out", 1, 3)
-    assert row["failures"] == summary["failures"]["attempt"]["count"] > 20
-    assert row["reasons"] == [f"{row['failures']} x RewardError: returned nan, which is not a finite number"]
+    assert summary.state == "stopped"
+    row = summary.tasks["a"]
+    assert (row.state, row.taken_out, row.probes) == ("out", 1, 3)
+    assert row.failures == summary.failures["attempt"].count > 20
+    assert row.reasons == [f"{row.failures} x RewardError: returned nan, which is not a finite number"]
     out = printed(capsys, monkeypatch, summary)
-    assert f"task 'a': {row['failures']} failures, most often {row['reasons'][0]}" in out
+    assert f"task 'a': {row.failures} failures, most often {row.reasons[0]}" in out
     assert "task 'a' is out of the mix (3 probes):" in out
 
 
@@ -190,8 +192,8 @@ def test_a_task_that_teaches_nothing_does_not_look_healthy(
 ) -> None:
     job = scene_job(rollout__zero_variance="keep", evaluation={"every": 3, "first": True, "episodes": 4})
     summary = summary_of(Scene(job, reward=lambda trajectory: -0.11))
-    row = summary["tasks"]["a"]
-    assert (row["trained"], row["with_gradient"]) == (6, 0)
+    row = summary.tasks["a"]
+    assert (row.trained, row.with_gradient) == (6, 0)
     out = printed(capsys, monkeypatch, summary)
     assert "0 of 6" in out
     assert "none of its 6 trained groups carried a gradient" in out
@@ -203,14 +205,14 @@ def test_groups_that_carry_a_gradient_are_counted_task_by_task_and_step_by_step(
     tasks = [{"name": name, "group_size": 2, "max_tokens": 8} for name in ("a", "b")]
     scene = Scene(scene_job(tasks=tasks, rollout__zero_variance="keep", rollout__groups_per_step=4))
     scene.reward = lambda trajectory: float(trajectory.id.member) if trajectory.task.domain == "b" else 0.5
-    summary, steps = Summary(), []
+    summary, steps = SummaryFold(), []
     for event in scene.play().events:
         summary.read(event)
         if summary.row is not None:
             steps.append(summary.row)
             summary.row = None
-    result = summary.result()["tasks"]
-    assert (result["a"]["with_gradient"], result["b"]["with_gradient"]) == (0, result["b"]["trained"])
+    result = summary.result().tasks
+    assert (result["a"].with_gradient, result["b"].with_gradient) == (0, result["b"].trained)
     assert [(row["groups/trained"], row["a/groups/with_gradient"]) for row in steps] == [(4, 0)] * 3
     assert all(row["b/groups/with_gradient"] == row["b/groups/trained"] == row["groups/with_gradient"] for row in steps)
 
@@ -223,8 +225,8 @@ def test_only_rates_of_success_are_percentages(
 ) -> None:
     scene = Scene(scene_job(evaluation={"episodes": 3}), only_evaluate=True)
     scene.reward = lambda trajectory: rewards[trajectory.id.member]
-    plays = summary_of(scene)["evaluations"]["eval0"]
-    assert plays["a"]["sampled"]["rate"] is rate
+    plays = summary_of(scene).evaluations["eval0"]
+    assert plays["a"]["sampled"].rate is rate
     monkeypatch.setenv("COLUMNS", "250")
     show_plays(plays, "model")
     out = capsys.readouterr().out
@@ -233,7 +235,7 @@ def test_only_rates_of_success_are_percentages(
     assert ("%" in out.replace("95 %", "")) is rate
 
 
-def broken_evaluation(**settings: Any) -> dict[str, Any]:
+def broken_evaluation(**settings: Any) -> Summary:
     async def nan(trajectory: Trajectory) -> float:
         return float("nan") if trajectory.id.group.startswith("eval") else float(trajectory.id.member % 2)
 
@@ -244,10 +246,10 @@ def test_an_evaluation_without_a_score_shows_no_number_and_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = broken_evaluation(evaluation={"episodes": 4})
-    assert summary["failures"]["attempt"]["count"] == 4
-    assert summary["failures"]["attempt"]["reasons"][0].startswith("4 x ")
-    assert summary["tasks"]["a"]["failures"] == 0, "of training"
-    plays = summary["evaluations"]["eval0"]
+    assert summary.failures["attempt"].count == 4
+    assert summary.failures["attempt"].reasons[0].startswith("4 x ")
+    assert summary.tasks["a"].failures == 0, "of training"
+    plays = summary.evaluations["eval0"]
     monkeypatch.setenv("COLUMNS", "250")
     show_plays(plays, "model")
     show_failed(plays)
@@ -261,8 +263,8 @@ def test_the_table_of_a_training_run_shows_no_number_where_nothing_was_scored(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = broken_evaluation(train__steps=2, evaluation={"every": 2, "first": True, "episodes": 4, "greedy": True})
-    assert summary["state"] == "finished"
-    assert (summary["eval"]["a"]["before"], summary["eval"]["a"]["after"]) == (None, None)
+    assert summary.state == "finished"
+    assert (summary.eval["a"].before, summary.eval["a"].after) == (None, None)
     out = printed(capsys, monkeypatch, summary)
     assert out.count("none scored") == 4
     for name in ("eval0", "eval2"):
@@ -286,6 +288,6 @@ def test_the_live_view_names_a_task_that_is_out_of_the_mix(capsys: pytest.Captur
 def test_a_warning_that_came_again_and_again_is_shown_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = summary_of(Scene(scene_job(train__steps=2))) | {"warnings": ["the same"] * 7 + ["another"]}
+    summary = summary_with(RUN, warnings=["the same"] * 7 + ["another"])
     out = printed(capsys, monkeypatch, summary)
     assert "warning: the same (7 times)\nwarning: another\n" in out

@@ -112,8 +112,8 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     job = build_job({**JOB, "track": {"tensorboard": True}})
     result = asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
-    assert result.summary["reason"] == "it came so far"
-    assert result.summary["warnings"] == ["TensorBoard did not start and is left out: no room"]
+    assert result.summary.reason == "it came so far"
+    assert result.summary.warnings == ["TensorBoard did not start and is left out: no room"]
     assert [type(event) for event in read_events(tmp_path / "events.jsonl")] == [
         schema.Run,
         schema.Warning,

@@ -32,7 +32,7 @@ def test_a_job_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: s
         "tasks.0.max_turns=4",
     ]
     result = train(load_job(ROOT / "jobs" / "vllm.yaml", overrides), tmp_path / "run")
-    assert result.summary["state"] == "finished"
+    assert result.summary.state == "finished"
     assert not result.violations
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     kinds = [type(event) for event in events]

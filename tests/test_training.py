@@ -23,12 +23,14 @@ from rollart.launch.checks import check_supported
 from rollart.launch.real import _stores_before
 from rollart.launch.rundir import add_control, alone, newest_run, summary_again, trained_s, write_summary
 from rollart.launch.training import _complete, _drive, _harmless, _Known
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
+from rollart.report.summary import Failure, Play, Progress
 from rollart.store.journal import FileJournal
 from rollart.workers.setup import StoreSetup
 from tests.contracts.trainer import checkpoint, empty_batch
 from tests.control.scene import NoWorld
 from tests.events import some
+from tests.summaries import summary_with
 
 JOB = {
     "name": "real",
@@ -41,18 +43,6 @@ JOB = {
     ("change", "key"),
     [
         ({"pools": [{"name": "cpu", "engines": {"most": 2}, "slots": 8}]}, "pools.cpu.engines.most"),
-        *(
-            (
-                {
-                    "pools": [
-                        {"name": "cpu", "engines": {"type": kind, "prefill": "other"}, "slots": 8},
-                        {"name": "other", "engines": {"type": kind}},
-                    ]
-                },
-                "pools.cpu.engines.prefill",
-            )
-            for kind in ("embedded", "vllm", "sglang")
-        ),
         ({"pools": [{"name": "cpu", "engines": {"gpus": 2}, "slots": 8}]}, "pools.cpu.engines.gpus"),
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
@@ -92,14 +82,38 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("engines", "text"),
     [
-        ({"type": "vllm", "cores": [0]}, r"^engines\.cores: only embedded engines read it; remove it"),
-        ({"type": "sglang", "keep_kv": True}, r"^engines\.keep_kv: only embedded"),
-        ({"type": "vllm", "step_tokens": 64}, r"^engines\.step_tokens: only embedded"),
-        ({"step_tokens": 255, "max_batch": 256}, r"^engines\.step_tokens: 255 is less than one token for each request"),
-        ({"python": "/usr/bin/python3"}, r"^engines\.python: only vllm or sglang"),
-        ({"type": "vllm", "url": "http://h:1", "count": 2}, r"^engines\.url: names one server; set count to 1"),
-        ({"type": "sglang", "split": {}}, r"^engines\.split: only vllm engines read it"),
-        ({"type": "vllm", "url": "http://h:1", "args": ["-x"]}, r"^engines\.args: has no effect with url"),
+        (
+            {"type": "vllm", "cores": [0]},
+            r"^pools\.0\.engines\.cores: has an effect only with engines\.type embedded; change",
+        ),
+        (
+            {"type": "sglang", "keep_kv": True},
+            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded",
+        ),
+        (
+            {"type": "vllm", "step_tokens": 64},
+            r"^pools\.0\.engines\.step_tokens: has an effect only with engines\.type embedded",
+        ),
+        (
+            {"step_tokens": 255, "max_batch": 256},
+            r"^pools\.0\.engines\.step_tokens: 255 is less than one token for each request",
+        ),
+        (
+            {"python": "/usr/bin/python3"},
+            r"^pools\.0\.engines\.python: has an effect only with engines\.type vllm or sglang",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "count": 2},
+            r"^pools\.0\.engines\.url: names one server; set count to 1",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "prefill": {}},
+            r"^pools\.0\.engines\.prefill: has an effect only with a server that is",
+        ),
+        (
+            {"type": "vllm", "url": "http://h:1", "args": ["-x"]},
+            r"^pools\.0\.engines\.args: has an effect only with a server that is",
+        ),
     ],
 )
 def test_a_setting_that_its_kind_of_engine_does_not_read_is_refused(engines: dict[str, object], text: str) -> None:
@@ -108,7 +122,7 @@ def test_a_setting_that_its_kind_of_engine_does_not_read_is_refused(engines: dic
 
 
 def test_a_path_for_weights_that_are_no_files_is_refused() -> None:
-    with pytest.raises(JobError, match=r"^weights\.path: has no effect with type shm; set weights\.type to files"):
+    with pytest.raises(JobError, match=r"^weights\.path: has an effect only with weights\.type files"):
         build_job({**JOB, "weights": {"path": "/mnt/weights"}})
 
 
@@ -149,7 +163,7 @@ BATCH = schema.Batch(t=1.0, step=1, serving=1, groups=["g7"], tasks=["a/7"], bor
 
 @pytest.mark.parametrize(("was_written", "trained"), [(True, 1), (False, 0)])
 def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, trained: int) -> None:
-    summary = Summary()
+    summary = SummaryFold()
     events: list[Event] = [
         schema.Admit(t=1.0, group="g7", task="a/7", serving=0),
         schema.Checkpoint(t=1.0, step=1, ready=["g7"], open=[]),
@@ -160,12 +174,12 @@ def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, tr
     ]
     for event in [RUN, *events]:
         summary.read(event)
-    groups = summary.result()["groups"]
-    assert (groups["trained"], groups["open"], groups["trained_twice"]) == (trained, 1 - trained, 0)
+    groups = summary.result().groups
+    assert (groups.trained, groups.open, groups.trained_twice) == (trained, 1 - trained, 0)
     if not was_written:
         summary.read(structs.replace(BATCH, t=2.0))
-        groups = summary.result()["groups"]
-        assert (groups["trained"], groups["trained_twice"]) == (1, 0)
+        groups = summary.result().groups
+        assert (groups.trained, groups.trained_twice) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +191,11 @@ def test_a_batch_that_was_formed_and_not_written_never_was(was_written: bool, tr
     ],
 )
 def test_only_a_killed_coordinator_counts_as_a_restart(ends: list[Event], restarts: int) -> None:
-    summary = Summary()
+    summary = SummaryFold()
     for event in [RUN, *ends, schema.Killed(t=2.0)]:
         summary.read(event)
     result = summary.result()
-    assert (result["restarts"]["coordinator"], result["failures"]["coordinator"]["count"]) == (restarts, restarts)
+    assert (result.restarts.coordinator, result.failures["coordinator"].count) == (restarts, restarts)
 
 
 def test_the_newest_unfinished_run_of_a_job_is_resumed(tmp_path: Path) -> None:
@@ -231,14 +245,14 @@ def test_a_watcher_that_breaks_is_told_of_once_and_ends_nothing(capsys: pytest.C
 
 
 def test_failures_are_counted_and_their_first_reasons_kept() -> None:
-    summary = Summary()
+    summary = SummaryFold()
     for number in range(30):
         summary.read(schema.WorkerLost(t=0.0, worker="env-1", reason=f"signal {number % 7}" + "x" * 1000))
-    failures = summary.result()["failures"]
-    assert failures["worker"]["count"] == 30
-    assert len(failures["worker"]["reasons"]) == 5
-    assert max(map(len, failures["worker"]["reasons"])) < 500
-    assert failures["engine"] == {"count": 0, "reasons": []}
+    failures = summary.result().failures
+    assert failures["worker"].count == 30
+    assert len(failures["worker"].reasons) == 5
+    assert max(map(len, failures["worker"].reasons)) < 500
+    assert failures["engine"] == Failure(count=0, reasons=[])
 
 
 def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> None:
@@ -251,11 +265,12 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
 
 
 def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:
-    greedy = {"before": 0.0, "after": 0.8, "episodes": 4, "scored": 4}
-    rows = {"lake": {"before": 0.1, "after": 0.9, "episodes": 4, "scored": 4, "greedy": greedy}}
-    (tmp_path / "summary.json").write_text(json.dumps({"time_s": 12.5, "eval": rows}))
+    greedy = Progress(before=0.0, after=0.8, rate=True, episodes=4, scored=4)
+    row = Progress(before=0.1, after=0.9, rate=True, episodes=4, scored=4, greedy=greedy)
+    write_summary(tmp_path, summary_with(time_s=12.5, eval={"lake": row}))
     assert trained_s(tmp_path) == 12.5
-    add_control(tmp_path, {"lake": {"sampled": {"reward": 0.2}, "greedy": {"reward": 0.3}}})
+    play = Play(episodes=4, scored=4, reward=0.2, std=0.0, rate=True, versions=[0, 0])
+    add_control(tmp_path, {"lake": {"sampled": play, "greedy": structs.replace(play, reward=0.3)}})
     written = json.loads((tmp_path / "summary.json").read_text())["eval"]["lake"]
     assert (written["control"], written["greedy"]["control"]) == (0.2, 0.3)
     assert (written["before"], written["after"]) == (0.1, 0.9)
@@ -269,19 +284,18 @@ def test_a_run_without_a_summary_is_named(tmp_path: Path) -> None:
 def test_a_summary_that_finds_no_room_leaves_the_one_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_summary(tmp_path, {"state": "interrupted"})
+    before = summary_with(state="interrupted")
+    (tmp_path / "events.jsonl").touch()
+    write_summary(tmp_path, before)
 
-    def full(path: Path, data: bytes) -> int:
-        with open(path, "wb") as file:  # as a disk that gets full: a part of it fits
-            file.write(data[:5])
+    def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("rollart.append.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_summary(tmp_path, {"state": "finished"})
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "summary.json": '{\n  "state": "interrupted"\n}'
-    }
+        write_summary(tmp_path, summary_with(state="finished"))
+    assert sorted((path.name for path in tmp_path.iterdir()), reverse=True) == ["summary.json", "events.jsonl"]
+    assert summary_again(tmp_path) == before
 
 
 @pytest.mark.parametrize(("ends", "state"), [([], "running"), ([schema.Finished(t=2.0, steps=1)], "finished")])
@@ -295,7 +309,7 @@ def test_a_summary_that_is_not_whole_is_made_again_from_the_events(
         (out / "job.yaml").write_text(f"name: {out.name}\n")
         (out / "events.jsonl").write_bytes(b"".join(json_encode(event) + b"\n" for event in [RUN, *ends]))
     (torn / "summary.json").write_text('{"state": "fin')
-    assert summary_again(torn)["state"] == state
+    assert summary_again(torn).state == state
     assert newest_run("other", tmp_path) == other, "one such file is no other run's trouble"
     if state == "finished":
         with pytest.raises(JobError, match="no unfinished run"):
@@ -328,11 +342,11 @@ def test_why_a_run_stopped_is_known_before_its_workers_are_ended(
         raise JobStopped("it came so far")
 
     async def close() -> None:
-        known.append(summaries[0].result()["reason"])
+        known.append(summaries[0].result().reason)
 
-    summaries: list[Summary] = []
+    summaries: list[SummaryFold] = []
 
-    def watch(summary: Summary, waits: object) -> Reader:
+    def watch(summary: SummaryFold, waits: object) -> Reader:
         summaries.append(summary)
         return lambda event: None
 

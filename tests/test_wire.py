@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollart.types as types
-from rollart.types import Bucket, Finish, Span, Status, TrajectoryId
+from rollart.types import BreakerState, Bucket, Finish, MixState, Span, Status, TrajectoryId
 from rollart.workers.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
 
 TOKENS = np.array([3, 1, 2], dtype=np.int32)
@@ -81,11 +81,13 @@ VALUES: list[Any] = [
     types.Probe(tokens=(1, 2), logprobs=(-0.5,)),
     types.Needs(resource="h20", cpus=1.0, gpus=0.0),
     types.Node(name="n", resources={"CPU": 2.0}, taken_on_trust=False),
+    BreakerState(2, True, 1),
+    MixState(3, (1, 2), 4, ()),
     types.Checkpoint(
         step=1,
         trainer="ref",
-        breakers={},
-        mix={"a": {"cursor": 3}},
+        breakers={"a": BreakerState(2, True, 1)},
+        mix={"a": MixState(3, (1, 2), 4, ())},
         ready=(GROUP,),
         open=(),
         next_group=2,

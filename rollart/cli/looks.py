@@ -1,45 +1,39 @@
-"""Commands that look at a job before it runs, and at a run while it goes on or after: nothing is started by them."""
+"""Commands that look at a job before it runs, or at a run during or after. They start nothing."""
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import orjson
 
 from rollart.cli.output import print_json, resume_command, warn
+from rollart.config.load import load_job, warnings
 from rollart.errors import JobError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rollart.records.reader import ReadTrajectory
+from rollart.events.log import Fold, event_files, read_events
+from rollart.launch.rundir import summary_again
+from rollart.records.reader import Archive, ReadTrajectory, Wanted, pick
+from rollart.report.audit import Audit
+from rollart.report.explain import Explain, words
+from rollart.report.reading import show_listing, show_trajectory
+from rollart.report.show import show_pools, show_summary
 
 
 def check(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from rollart.config.load import load_job, warnings
     from rollart.launch.checks import for_the_simulator, problems
-    from rollart.launch.offers import offers
-    from rollart.policy.placement import bindings
+    from rollart.launch.pools import bindings
 
     job = load_job(arguments.job, arguments.overrides)
-    bound = bindings(offers(job), job.train_pool.name, job.train.gpus)
+    bound = bindings(job)
     simulated = for_the_simulator(job)
     wrong = [] if simulated else problems(job, arguments.out)
     if arguments.json:
-        rows = [
-            {"role": b.role, "pool": b.pool, "hardware": b.hardware, "workers": b.workers, "devices": b.devices}
-            for b in bound
-        ]
-        print_json(
-            {
-                "job": job.model_dump(mode="json"),
-                "bindings": rows,
-                "simulator_only": simulated,
-                "problems": wrong,
-                "warnings": warnings(job),
-            }
-        )
+        rows = [binding._asdict() for binding in bound]
+        found = {"job": job.model_dump(mode="json"), "bindings": rows, "simulator_only": simulated}
+        print_json({**found, "problems": wrong, "warnings": warnings(job)})
         return 2 if wrong else 0
     if wrong:
         raise JobError("\n".join(wrong))
@@ -55,26 +49,19 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def pools(arguments: argparse.Namespace) -> int:
-    from rollart.config.load import load_job
     from rollart.launch.resources import report
 
     found = report(load_job(arguments.job, arguments.overrides))
     if arguments.json:
         print_json(found)
     else:
-        from rollart.report.show import show_pools
-
         show_pools(found)
-    return 1 if found["missing"] else 0
+    return 1 if found.missing else 0
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    from rollart.events.log import read_events
-    from rollart.report.audit import Audit
-
     audit = Audit()
-    for event in read_events(_events_of(arguments.run_dir)):
-        audit.read(event)
+    _read(arguments.run_dir, audit)
     violations = audit.finish() if audit.over else audit.violations
     if arguments.json:
         print_json({"violations": violations, "over": audit.over, "faults": audit.faults})
@@ -87,8 +74,6 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from rollart.records.reader import Archive, Wanted, pick
-
     asked = (arguments.task, arguments.status, arguments.reward, arguments.version, arguments.order, arguments.limit)
     listing = arguments.list or arguments.export is not None or any(value is not None for value in asked)
     if arguments.trajectory is None and not listing:
@@ -104,40 +89,29 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(archive.one(head).to_json())
         else:
-            from rollart.report.reading import show_trajectory
-
             show_trajectory(archive.one(head), full=arguments.full)
         return 0
     listed = heads[: arguments.limit or 20]
     if arguments.json:
         print_json([head.to_json() for head in listed])
     else:
-        from rollart.report.reading import show_listing
-
         show_listing(listed, len(heads), dropped=archive.dropped, first_is_gone=archive.first_is_gone)
     return 0
 
 
 def _show_again(arguments: argparse.Namespace) -> int:
-    """A run's table as at its end; of one that goes on, or was killed, as far as it went."""
-    from rollart.launch.rundir import summary_again
-    from rollart.report.show import show_summary
-
+    """A run's table as at its end, or as far as it went."""
     summary = summary_again(_events_of(arguments.run_dir).parent)
     if arguments.json:
         print_json(summary)
         return 0
     show_summary(summary, arguments.run_dir)
-    if summary["state"] != "finished":
-        print(f"{summary['state']}: {summary['reason'] or 'it has not said how it ended'}")
+    if summary.state != "finished":
+        print(f"{summary.state}: {summary.reason or 'it has not said how it ended'}")
     return 0
 
 
-def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
-    from contextlib import nullcontext
-
-    import orjson
-
+def _export(name: str, trajectories: Iterator[ReadTrajectory]) -> int:
     if name != "-" and Path(name).exists():
         raise JobError(f"--export: {name} exists; give a file that does not, or remove it")
     count = 0
@@ -151,23 +125,21 @@ def _export(name: str, trajectories: "Iterator[ReadTrajectory]") -> int:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    from rollart.events.log import read_events
-    from rollart.report.explain import Explain, words
-
     explain = Explain()
-    for event in read_events(_events_of(arguments.run_dir)):
-        explain.read(event)
-    result = explain.result()
+    _read(arguments.run_dir, explain)
     if arguments.json:
-        print_json(result)
+        print_json(explain.result)
     else:
-        print(words(result))
+        print(words(explain.result))
     return 0
 
 
-def _events_of(run_dir: Path) -> Path:
-    from rollart.events.log import event_files
+def _read(run_dir: Path, fold: Fold) -> None:
+    for event in read_events(_events_of(run_dir)):
+        fold.read(event)
 
+
+def _events_of(run_dir: Path) -> Path:
     path = run_dir / "events.jsonl"
     if not event_files(path):
         raise JobError(f"{path}: not there; give a run directory, such as runs/NAME-TIME")

@@ -1,12 +1,16 @@
 """Commands around jobs: `model`, `task`, `reward`."""
 
 import argparse
-import os
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollart.cli.output import print_json
 from rollart.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollart.tasks.check import Finding
 
 
 def model(arguments: argparse.Namespace) -> int:
@@ -59,52 +63,39 @@ def task(arguments: argparse.Namespace) -> int:
     if arguments.note is None:
         return _task_in_a_child(arguments)
     checked = check_task(arguments.use, note=arguments.note.write_text)
-    findings, play = checked.findings, checked.example
-    if arguments.json:
-        print_json([{"level": finding.level, "text": finding.text} for finding in findings])
-    else:
-        if play is not None:
-            from rollart.report.reading import episode, show_trajectory
+    play = checked.example
+    if play is not None and not arguments.json:
+        from rollart.report.reading import episode, show_trajectory
 
-            show_trajectory(
-                episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
-            )
-            print()
-        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
-    return 1 if any(finding.level == "error" for finding in findings) else 0
+        show_trajectory(
+            episode(play.task, play.observations, play.actions, who=play.who, reward=play.reward, parts=play.parts)
+        )
+        print()
+    return _told(checked.findings, as_json=arguments.json)
 
 
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
-    """The same command in a process that the task may take with it."""
+    """The same command in a child process: a task that crashes ends only that."""
     import shutil
-    import subprocess
-    import tempfile
 
     from rollart.tasks.check import died
+    from rollart.tasks.trial import run_noted
 
-    with tempfile.TemporaryDirectory(prefix="rollart-task-") as folder:
-        note = Path(folder) / "note"
-        note.write_text("its start")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "COLUMNS": str(shutil.get_terminal_size().columns),
-            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}),
-        }
-        words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note", str(note)]
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "rollart.cli", *words], env=environment, stdout=subprocess.PIPE, check=False
-        )
-        where = note.read_text()
-    if where:
-        finding = died(where, done.returncode)
-        if arguments.json:
-            print_json([{"level": finding.level, "text": finding.text}])
-        else:
-            print(f"{finding.level}: {finding.text}")
-        return 1
-    sys.stdout.write(done.stdout.decode(errors="replace"))
-    return done.returncode
+    words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note"]
+    color = {"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}
+    child = run_noted("rollart.cli", *words, variables={"COLUMNS": str(shutil.get_terminal_size().columns), **color})
+    if child.where:
+        return _told([died(child.where, child.code)], as_json=arguments.json)
+    sys.stdout.write(child.output)
+    return child.code
+
+
+def _told(findings: "Sequence[Finding]", *, as_json: bool) -> int:
+    if as_json:
+        print_json(findings)
+    else:
+        print("\n".join(f"{finding.level}: {finding.text}" for finding in findings) or "nothing is wrong with it")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def reward(arguments: argparse.Namespace) -> int:

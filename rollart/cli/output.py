@@ -10,9 +10,11 @@ if TYPE_CHECKING:
 
 
 def print_json(value: object) -> None:
+    import msgspec
     import orjson
 
-    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    sys.stdout.buffer.write(orjson.dumps(value, default=msgspec.to_builtins, option=options))
     sys.stdout.flush()
 
 

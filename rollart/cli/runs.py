@@ -4,19 +4,20 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollart.cli.output import print_json, resume_command, run_dir, warn
 from rollart.cli.words import NEWEST, OVERRIDE
+from rollart.config.load import load_job
 from rollart.errors import JobError
-
-if TYPE_CHECKING:
-    from rollart.launch.resume import Resumption
+from rollart.launch.driver import RunResult, say
+from rollart.launch.resume import Resumption, resumption
+from rollart.launch.rundir import add_control, newest_run
+from rollart.records.reader import Archive, Wanted
+from rollart.report.reading import show_trajectory
+from rollart.report.show import LiveView, show_chaos, show_eval, show_failed, show_plays, show_summary
 
 
 def sim(arguments: argparse.Namespace) -> int:
-    from rollart.config.load import load_job
-
     if str(arguments.job) == "fit":
         return _fit(arguments)
     job = load_job(arguments.job, arguments.overrides)
@@ -24,23 +25,11 @@ def sim(arguments: argparse.Namespace) -> int:
         return _chaos(arguments)
     if arguments.first is not None or arguments.workers is not None:
         raise JobError("--first and --workers: have an effect with --chaos only; add it, or remove them")
-    from rollart.launch.driver import say
     from rollart.launch.simulation import simulate
 
     out = run_dir(arguments.out, job)
     warn(job)
-    result = simulate(job, out, progress=say)
-    if arguments.json:
-        print_json(result.summary)
-    else:
-        from rollart.report.show import show_summary
-
-        show_summary(result.summary, out)
-    for violation in result.violations:
-        print(f"rollart: broken {violation}", file=sys.stderr)
-    if result.summary["state"] != "finished":
-        print(f"rollart: the job stopped: {result.summary['reason']}", file=sys.stderr)
-    return 0 if result.summary["state"] == "finished" and not result.violations else 1
+    return _told(arguments, simulate(job, out, progress=say), out)
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -63,7 +52,6 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _chaos(arguments: argparse.Namespace) -> int:
     from rollart.launch.chaos import run_plans
-    from rollart.launch.driver import say
 
     if arguments.out is not None and arguments.out.exists():
         raise JobError(f"--out: {arguments.out} exists; give a directory that does not, or remove it")
@@ -79,15 +67,11 @@ def _chaos(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
-        from rollart.report.show import show_chaos
-
         show_chaos(report)
-    return 0 if not report["violations"] and not report["deadlocks"] else 1
+    return 1 if report.violations or report.deadlocks else 0
 
 
 def train(arguments: argparse.Namespace) -> int:
-    from rollart.config.load import load_job
-
     if arguments.resume is not None:
         resume = _resumption(arguments)
         job, out = resume.job, resume.out
@@ -96,20 +80,24 @@ def train(arguments: argparse.Namespace) -> int:
         job = load_job(arguments.job, arguments.overrides)
         out = run_dir(arguments.out, job)
     from rollart.launch.training import train
-    from rollart.report.show import LiveView, show_summary
 
     warn(job)
     with LiveView(job.train.steps) as view:
-        result = train(job, out, resume=resume, watch=view.watch)
+        return _told(arguments, train(job, out, resume=resume, watch=view.watch), out)
+
+
+def _told(arguments: argparse.Namespace, result: RunResult, out: Path) -> int:
+    """What a run came to, and its exit code."""
     if arguments.json:
         print_json(result.summary)
     else:
         show_summary(result.summary, out)
     for violation in result.violations:
         print(f"rollart: broken {violation}", file=sys.stderr)
-    state = result.summary["state"]
+    state = result.summary.state
     if state != "finished":
-        print(f"rollart: {state}: {result.summary['reason']}", file=sys.stderr)
+        how = "the job stopped" if state == "stopped" else state
+        print(f"rollart: {how}: {result.summary.reason}", file=sys.stderr)
         if (out / "journal" / "checkpoint").exists():
             print(f"rollart: to go on: {resume_command(out)}", file=sys.stderr)
     if state == "interrupted":
@@ -117,12 +105,8 @@ def train(arguments: argparse.Namespace) -> int:
     return 0 if state == "finished" and not result.violations else 1
 
 
-def _resumption(arguments: argparse.Namespace) -> "Resumption":
+def _resumption(arguments: argparse.Namespace) -> Resumption:
     """What `--resume` was given: a run, or the newest of a job; and what is to change."""
-    from rollart.config.load import load_job
-    from rollart.launch.resume import resumption
-    from rollart.launch.rundir import newest_run
-
     out, overrides = arguments.resume, list(arguments.overrides)
     if OVERRIDE.match(str(out)):  # `JOB --resume key=value`
         out, overrides = NEWEST, [str(out), *overrides]
@@ -139,20 +123,17 @@ def _resumption(arguments: argparse.Namespace) -> "Resumption":
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from rollart.config.load import load_job
-    from rollart.launch.rundir import add_control
     from rollart.launch.training import evaluate
-    from rollart.report.show import LiveView, show_eval, show_failed, show_plays
 
     path = [f"model.path={arguments.model}"] if arguments.model is not None else []
     job = load_job(arguments.job, [*arguments.overrides, *path])
     out = run_dir(arguments.out, job, "-eval")
     with LiveView(0) as view:
         result = evaluate(job, out, watch=view.watch)
-    plays = result.summary["evaluations"].get("eval0", {})
-    if result.summary["state"] != "finished":
-        print(f"rollart: the evaluation stopped: {result.summary['reason']}", file=sys.stderr)
-        return 130 if result.summary["state"] == "interrupted" else 1
+    plays = result.summary.evaluations.get("eval0", {})
+    if result.summary.state != "finished":
+        print(f"rollart: the evaluation stopped: {result.summary.reason}", file=sys.stderr)
+        return 130 if result.summary.state == "interrupted" else 1
     beside = add_control(arguments.control_of, plays) if arguments.control_of is not None else None
     if arguments.json:
         print_json({"model": job.model.path, "tasks": plays})
@@ -164,14 +145,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         show_failed(plays)
         if job.trajectories.keep:
             _show_worst(out)
-    return 0 if all(row["scored"] for rows in plays.values() for row in rows.values()) else 1
+    return 0 if all(row.scored for rows in plays.values() for row in rows.values()) else 1
 
 
 def _show_worst(out: Path) -> None:
-    """One of the episodes just played, the worst: there is most to learn from it. A failed one where none is scored."""
-    from rollart.records.reader import Archive, Wanted
-    from rollart.report.reading import show_trajectory
-
+    """The worst of the episodes just played, since it teaches most; a failed one where none was scored."""
     try:
         archive = Archive(out)
     except JobError as error:  # a full disk, which was warned about

@@ -1,4 +1,4 @@
-"""What may be typed: commands, their words and options. Says what each command runs, and imports none of it."""
+"""The command line's grammar: commands, their words and options. Names what each command runs, and imports nothing."""
 
 import argparse
 import re
@@ -8,14 +8,14 @@ from typing import Any
 from rollart.errors import JobError
 
 OVERRIDE = re.compile(r"[\w.+-]*=")
-"""How a word begins that is no file; a file with `=` in its name is given with a slash before it."""
+"""How an override begins. A file with `=` in its name is given with a slash before it."""
 
 NEWEST = Path("")
-"""Of `--resume` without a run."""
+"""What `--resume` holds where no run is given."""
 
 
 class _Command(argparse.ArgumentParser):
-    """A command whose words and options may stand in any order: argparse alone takes words in one run only."""
+    """A command whose words and options may be mixed; argparse alone wants the words together."""
 
     _mixing = False
 
@@ -219,7 +219,7 @@ def _job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(arguments: argparse.Namespace) -> None:
-    """The job is the first word that is no override. Only `train --resume RUN` has none."""
+    """The job is the first word that is not an override. Only `train --resume RUN` needs none."""
     words = [word for word in (arguments.job, *arguments.overrides) if word is not None]
     jobs = [word for word in words if not OVERRIDE.match(word)]
     if not jobs and getattr(arguments, "resume", None) is None:

@@ -23,17 +23,17 @@ class LocalCluster:
     ) -> None:
         """`devices`: by worker, the only GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; not there: all."""
         self._target = target
-        self._setup = setup
+        self.setup = setup
         self._lost = lost
         self._devices = devices or {}
         self.workers: dict[str, Process] = {}
         """By name: the engines' ids, and `trainer`."""
 
     async def engine(self, spec: EngineSpec) -> WorkerEngine:
-        return WorkerEngine(await self._start(self._setup.engine(spec)))
+        return WorkerEngine(await self._start(self.setup.engine(spec)))
 
     async def trainer(self) -> WorkerTrainer:
-        return WorkerTrainer(await self._start(self._setup))
+        return WorkerTrainer(await self._start(self.setup))
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))

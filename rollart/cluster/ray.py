@@ -185,7 +185,7 @@ class RayCluster:
         return WorkerTrainer(await self.worker(self._setup, self._trainer_needs, reserve=self._setup.job.train.gpus))
 
     async def worker(self, setup: WorkerSetup, needs: Needs, *, reserve: int = 0) -> RayWorker:
-        """Start, or start again, the worker of this set-up. `reserve`: its place is a group of so many bundles."""
+        """Start, or start again, the worker of this set-up. `reserve`: its place is a group of this many bundles."""
         name = setup.name
         before = self.workers.pop(name, None)
         if before is not None:

@@ -78,7 +78,7 @@ def refuse_fixed(changes: Sequence[Change]) -> None:
 
 def as_replayed(before: Model, after: Model) -> Model:
     """The second job, with the keys that act from the next step as they are in the first."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, field in type(after).model_fields.items():
         one, other = getattr(before, name), getattr(after, name)
         if rule_of(field) is Acts.NEXT_STEP:

@@ -4,71 +4,62 @@ Every check that can be made before anything starts is made here; each text name
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Collection, Iterable, Iterator
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from rollart.config import settings
 from rollart.config.changes import Anytime, Fixed
-from rollart.config.settings import (
-    Advantage,
-    CheckpointSettings,
-    ClusterSettings,
-    EvaluationSettings,
-    LimitSettings,
-    Mode,
-    ModelSettings,
-    PoolSettings,
-    RewardSettings,
-    RolloutSettings,
-    Settings,
-    TaskSettings,
-    TrackSettings,
-    TrainSettings,
-    TrajectorySettings,
-    WeightSettings,
-)
 from rollart.config.sim import SimSettings
 from rollart.config.unused import unused
 from rollart.hardware import HARDWARE, MODELS
 
 
-class Job(Settings):
+class Job(settings.Settings):
     """One training job."""
 
     name: Annotated[str, Fixed("the run is known by it")] = Field(pattern=r"^[A-Za-z0-9._+-]+$")
     seed: Annotated[int, Fixed("tasks and draws follow from it")] = 0
-    mode: Annotated[Mode, Fixed("groups under way were admitted under it")] = "rollart"
+    mode: Annotated[settings.Mode, Fixed("groups under way were admitted under it")] = "rollart"
     """A bundle of `rollout` settings: sync, sync+, one-off, areal or rollart."""
-    model: Annotated[ModelSettings, Fixed("the run's weights are this model's")] = ModelSettings()
-    tasks: Annotated[tuple[TaskSettings, ...], Fixed("the journal and the open groups hold its tasks")] = Field(
-        min_length=1
+    model: Annotated[settings.ModelSettings, Fixed("the run's weights are this model's")] = settings.ModelSettings()
+    tasks: Annotated[tuple[settings.TaskSettings, ...], Fixed("the journal and the open groups hold its tasks")] = (
+        Field(min_length=1)
     )
-    rollout: Annotated[RolloutSettings, Fixed("groups under way were admitted under it")] = RolloutSettings()
-    pools: Anytime[tuple[PoolSettings, ...]] = Field(min_length=1)
-    rewards: Anytime[RewardSettings] = RewardSettings()
-    train: TrainSettings = TrainSettings()
-    weights: Anytime[WeightSettings] = WeightSettings()
-    cluster: Anytime[ClusterSettings] = ClusterSettings()
-    checkpoint: Anytime[CheckpointSettings] = CheckpointSettings()
-    evaluation: Anytime[EvaluationSettings] = EvaluationSettings()
-    track: Anytime[TrackSettings] = TrackSettings()
-    trajectories: Anytime[TrajectorySettings] = TrajectorySettings()
-    limits: Anytime[LimitSettings] = LimitSettings()
+    rollout: Annotated[settings.RolloutSettings, Fixed("groups under way were admitted under it")] = (
+        settings.RolloutSettings()
+    )
+    pools: Anytime[tuple[settings.PoolSettings, ...]] = Field(min_length=1)
+    rewards: Anytime[settings.RewardSettings] = settings.RewardSettings()
+    train: settings.TrainSettings = settings.TrainSettings()
+    weights: Anytime[settings.WeightSettings] = settings.WeightSettings()
+    cluster: Anytime[settings.ClusterSettings] = settings.ClusterSettings()
+    checkpoint: Anytime[settings.CheckpointSettings] = settings.CheckpointSettings()
+    evaluation: Anytime[settings.EvaluationSettings] = settings.EvaluationSettings()
+    track: Anytime[settings.TrackSettings] = settings.TrackSettings()
+    trajectories: Anytime[settings.TrajectorySettings] = settings.TrajectorySettings()
+    limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
 
     @property
-    def engine_pools(self) -> tuple[PoolSettings, ...]:
+    def engine_pools(self) -> tuple[settings.PoolSettings, ...]:
         return tuple(pool for pool in self.pools if pool.engines)
 
     @property
-    def serving_pools(self) -> tuple[PoolSettings, ...]:
-        """Pools whose engines take requests; those that only prefill for others are not among them."""
-        prefilling = [pool.engines.prefill for pool in self.pools if pool.engines]
-        return tuple(pool for pool in self.engine_pools if pool.name not in prefilling)
+    def engines(self) -> tuple[tuple[settings.PoolSettings, settings.EngineSettings], ...]:
+        """Each pool that has engines, with these."""
+        return tuple((pool, pool.engines) for pool in self.pools if pool.engines)
+
+    def prefill_pool(self, pool: settings.PoolSettings) -> settings.PoolSettings | None:
+        """Where the engines of this pool have their prefill workers; None where prefill is not apart."""
+        if pool.engines is None or pool.engines.prefill is None:
+            return None
+        wanted = pool.engines.prefill.pool or pool.name
+        return next(other for other in self.pools if other.name == wanted)
 
     @property
-    def train_pool(self) -> PoolSettings:
+    def train_pool(self) -> settings.PoolSettings:
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
 
@@ -89,171 +80,138 @@ class Job(Settings):
         return self
 
 
-def advantage_of(train: TrainSettings) -> Advantage:
+def advantage_of(train: settings.TrainSettings) -> settings.Advantage:
     """The baseline that goes with the algorithm, unless the job names one."""
     if train.advantage is not None:
         return train.advantage
-    own: dict[str, Advantage] = {"dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce++": "dr_grpo"}
+    own: dict[str, settings.Advantage] = {"dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce++": "dr_grpo"}
     return own.get(train.algorithm, "grpo")
 
 
-def _problems(job: Job) -> list[str]:
+def _problems(job: Job) -> Iterator[str]:
     """What no single key shows. Each text names the key and the fix."""
-    found: list[str] = []
-    for kind, names in (("tasks", [t.name for t in job.tasks]), ("pools", [p.name for p in job.pools])):
+    yield from _name_problems(job)
+    yield from _pool_problems(job)
+    for position, task in enumerate(job.tasks):
+        yield from _task_problems(job, task, f"tasks.{position}")
+    yield from _quota_problems(job)
+    yield from _cluster_problems(job)
+    yield from unused(job)
+    yield from _rollout_problems(job)
+    if job.sim.chaos.faults[0] > job.sim.chaos.faults[1]:
+        yield "sim.chaos.faults: the first number is the fewest, the second the most; swap them"
+
+
+def _name_problems(job: Job) -> Iterator[str]:
+    """Names given twice, and names of what is not there."""
+    tasks, pools = [task.name for task in job.tasks], [pool.name for pool in job.pools]
+    for kind, names in (("tasks", tasks), ("pools", pools)):
         for position, name in enumerate(names):
             if name in names[:position]:
-                found.append(f"{kind}.{position}.name: {name!r} is used twice; give each its own name")
-    pools = [pool.name for pool in job.pools]
-    engine_pools = [pool.name for pool in job.serving_pools]
-    on_vllm = [pool.name for pool in job.serving_pools if pool.engines and pool.engines.type == "vllm"]
+                yield f"{kind}.{position}.name: {name!r} is used twice; give each its own name"
     if not job.engine_pools:
-        found.append("pools: no pool has engines; add engines: {count: 1} to one of them")
-    if not any(pool.slots for pool in job.pools):
-        found.append("pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}")
+        yield "pools: no pool has engines; add engines: {count: 1} to one of them"
+    with_engines = [pool.name for pool in job.engine_pools]
+    named: list[tuple[str, str | None, Collection[str]]] = [("train.pool", job.train.pool, pools)]
     for position, pool in enumerate(job.pools):
-        if pool.hardware not in HARDWARE:
-            near = nearest(pool.hardware, HARDWARE)
-            found.append(
-                f"pools.{position}.hardware: {pool.hardware!r} is not known{near}; one of {', '.join(HARDWARE)}"
-            )
-        if not pool.engines and not pool.slots and job.train.pool != pool.name:
-            found.append(
-                f"pools.{position}: pool {pool.name!r} has no engines and no slots, and does not train; "
+        prefill = pool.engines.prefill if pool.engines else None
+        named.append((f"pools.{position}.hardware", pool.hardware, HARDWARE))
+        named.append((f"pools.{position}.engines.prefill.pool", prefill.pool if prefill else None, pools))
+    for position, task in enumerate(job.tasks):
+        named.append((f"tasks.{position}.affinity", task.affinity, ["auto", *with_engines]))
+    named += [(f"sim.tasks.{name}", name, tasks) for name in job.sim.tasks]
+    named += [(f"sim.engine.measured.{name}", name, with_engines) for name in job.sim.engine.measured]
+    named.append(("sim.model", job.sim.model, MODELS))
+    for key, given, known in named:
+        if given is not None and given not in known:
+            yield f"{key}: {given!r} is not known{nearest(given, known)}; one of {', '.join(known)}"
+
+
+def _pool_problems(job: Job) -> Iterator[str]:
+    if not any(pool.slots for pool in job.pools):
+        yield "pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}"
+    prefilling = [engines.prefill.pool for _, engines in job.engines if engines.prefill]
+    for position, pool in enumerate(job.pools):
+        if not pool.engines and not pool.slots and pool.name not in (job.train.pool, *prefilling):
+            yield (
+                f"pools.{position}: pool {pool.name!r} has no engines and no slots, and neither trains nor prefills; "
                 "give it one of them, or remove it"
             )
-    found += _pair_problems(job)
-    if job.train.pool is not None and job.train.pool not in pools:
-        found.append(
-            f"train.pool: there is no pool {job.train.pool!r}{nearest(job.train.pool, pools)}; "
-            f"one of {', '.join(pools)}"
+        engines = pool.engines
+        if engines and engines.most is not None and engines.most < engines.count:
+            yield f"pools.{position}.engines.most: {engines.most} is less than count {engines.count}; raise it"
+
+
+def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[str]:
+    if task.group_size < 2:
+        yield (
+            f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each other; "
+            "set it to 2 or more"
         )
-    for position, task in enumerate(job.tasks):
-        key = f"tasks.{position}"
-        if task.affinity != "auto" and task.affinity not in engine_pools:
-            found.append(
-                f"{key}.affinity: no pool with engines is called {task.affinity!r}"
-                f"{nearest(task.affinity, engine_pools)}; one of auto, {', '.join(engine_pools)}"
-            )
-        if task.group_size < 2:
-            found.append(
-                f"{key}.group_size: {task.group_size} gives no group advantage, which compares members with each "
-                "other; set it to 2 or more"
-            )
-        elif task.smallest_group > task.group_size:
-            found.append(
-                f"{key}.min_group_size: {task.min_group_size} is more than group_size {task.group_size}; lower it"
-            )
-        cut = "top_p" if task.top_p < 1 else "top_k" if task.top_k else None
-        if cut and task.temperature and on_vllm:
-            found.append(
-                f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and "
-                "training needs those of the whole distribution; remove it, or use embedded or sglang engines"
-            )
-        if task.max_tokens >= job.model.context_tokens:
-            found.append(
-                f"{key}.max_tokens: {task.max_tokens} leaves no room for a prompt in model.context_tokens "
-                f"{job.model.context_tokens}; lower max_tokens or raise context_tokens"
-            )
-    quotas = sum(task.quota or 0 for task in job.tasks)
+    elif task.smallest_group > task.group_size:
+        yield f"{key}.min_group_size: {task.min_group_size} is more than group_size {task.group_size}; lower it"
+    on_vllm = [pool.name for pool, engines in job.engines if engines.type == "vllm"]
+    cut = "top_p" if task.top_p < 1 else "top_k" if task.top_k else None
+    if cut and task.temperature and on_vllm:
+        yield (
+            f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
+            "needs those of the whole distribution; remove it, or use embedded or sglang engines"
+        )
+    if task.max_tokens >= job.model.context_tokens:
+        yield (
+            f"{key}.max_tokens: {task.max_tokens} leaves no room for a prompt in model.context_tokens "
+            f"{job.model.context_tokens}; lower max_tokens or raise context_tokens"
+        )
+
+
+def _quota_problems(job: Job) -> Iterator[str]:
+    quotas, groups = sum(task.quota or 0 for task in job.tasks), job.rollout.groups_per_step
     free = [task for task in job.tasks if task.quota is None]
-    if quotas > job.rollout.groups_per_step:
-        found.append(
-            f"tasks: the quotas add up to {quotas} groups, more than rollout.groups_per_step "
-            f"{job.rollout.groups_per_step}; lower them or raise groups_per_step"
+    if quotas > groups:
+        yield (
+            f"tasks: the quotas add up to {quotas} groups, more than rollout.groups_per_step {groups}; "
+            "lower them or raise groups_per_step"
         )
-    elif free and quotas == job.rollout.groups_per_step:
-        found.append(
-            f"tasks: the quotas leave no group for {free[0].name!r}; lower one, or raise rollout.groups_per_step"
+    elif free and quotas == groups:
+        yield f"tasks: the quotas leave no group for {free[0].name!r}; lower one, or raise rollout.groups_per_step"
+    elif not free and quotas < groups:
+        yield (
+            f"tasks: every task has a quota and they add up to {quotas}, not rollout.groups_per_step {groups}; "
+            "make them equal, or give one task a weight instead"
         )
-    elif not free and quotas < job.rollout.groups_per_step:
-        found.append(
-            f"tasks: every task has a quota and they add up to {quotas}, not rollout.groups_per_step "
-            f"{job.rollout.groups_per_step}; make them equal, or give one task a weight instead"
-        )
-    found += _cluster_problems(job)
-    found += unused(job)
-    rollout = job.rollout
-    if rollout.staleness == 0 and rollout.swap != "between_batches":
-        found.append(
-            f"rollout.staleness: 0 means on-policy, which swap {rollout.swap!r} cannot keep; "
-            "set rollout.swap to between_batches, or rollout.staleness to 1 or more"
-        )
-    if rollout.rolling and rollout.swap == "drain":
-        found.append("rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap")
-    total_engines = sum(pool.engines.count for pool in job.serving_pools if pool.engines)
-    if rollout.rolling >= total_engines and rollout.rolling:
-        found.append(
-            f"rollout.rolling: {rollout.rolling} at a time is all of the {total_engines} engines; "
-            "set it to 0 (all at once) or below their number"
-        )
-    for name in job.sim.tasks:
-        if name not in [task.name for task in job.tasks]:
-            near = nearest(name, [task.name for task in job.tasks])
-            found.append(f"sim.tasks.{name}: the job has no task of that name{near}; rename or remove it")
-    for name in job.sim.engine.measured:
-        if name not in engine_pools:
-            near = nearest(name, engine_pools)
-            found.append(f"sim.engine.measured.{name}: no pool with engines has that name{near}; rename or remove it")
-    if job.sim.model not in MODELS:
-        found.append(
-            f"sim.model: {job.sim.model!r} is not known{nearest(job.sim.model, MODELS)}; one of {', '.join(MODELS)}"
-        )
-    if job.sim.chaos.faults[0] > job.sim.chaos.faults[1]:
-        found.append("sim.chaos.faults: the first number is the fewest, the second the most; swap them")
-    return found
 
 
-def _cluster_problems(job: Job) -> list[str]:
-    found: list[str] = []
+def _cluster_problems(job: Job) -> Iterator[str]:
     cluster = job.cluster
-    if cluster.address is not None and cluster.type != "ray":
-        found.append(
-            f"cluster.address: has no effect with type {cluster.type}; set cluster.type to ray, or remove the address"
-        )
     if cluster.address is not None and cluster.address.startswith("ray://"):
-        found.append(
+        yield (
             "cluster.address: ray:// is Ray Client, which the coordinator cannot use; start `rollart train` on a "
             "machine of the cluster, with host:port or auto"
         )
     if cluster.type == "ray" and cluster.wait_s >= job.limits.start_s:
-        found.append(
+        yield (
             f"cluster.wait_s: {cluster.wait_s:g} leaves no time to start in limits.start_s {job.limits.start_s:g}; "
             "lower wait_s or raise start_s"
         )
-    for position, pool in enumerate(job.pools):
-        if pool.engines and pool.engines.most is not None and pool.engines.most < pool.engines.count:
-            found.append(
-                f"pools.{position}.engines.most: {pool.engines.most} is less than count {pool.engines.count}; raise it"
-            )
-    return found
 
 
-def _pair_problems(job: Job) -> list[str]:
-    """Pools that prefill for other pools."""
-    found: list[str] = []
-    counts = {pool.name: pool.engines.count for pool in job.pools if pool.engines}
-    pairs = {pool.name: pool.engines.prefill for pool in job.pools if pool.engines and pool.engines.prefill}
-    for decoding, prefilling in pairs.items():
-        key = f"pools.{decoding}.engines.prefill"
-        if prefilling not in counts or prefilling == decoding:
-            others = [name for name in counts if name != decoding]
-            found.append(
-                f"{key}: no other pool with engines is called {prefilling!r}{nearest(prefilling, others)}; "
-                f"one of {', '.join(others) or 'none: add a pool with engines'}"
-            )
-        elif prefilling in pairs:
-            found.append(f"{key}: pool {prefilling!r} has its own prefill pool; name one that has none")
-        elif list(pairs.values()).count(prefilling) > 1:
-            found.append(f"{key}: pool {prefilling!r} prefills for two pools; give each a pool of its own")
-        elif counts[prefilling] != counts[decoding]:
-            found.append(
-                f"{key}: pool {prefilling!r} has {counts[prefilling]} engines and {decoding!r} {counts[decoding]}, "
-                "but they work in pairs; make the counts equal (engines.gpus may differ)"
-            )
-    return found
+def _rollout_problems(job: Job) -> Iterator[str]:
+    rollout = job.rollout
+    if rollout.staleness == 0 and rollout.swap != "between_batches":
+        yield (
+            f"rollout.staleness: 0 means on-policy, which swap {rollout.swap!r} cannot keep; "
+            "set rollout.swap to between_batches, or rollout.staleness to 1 or more"
+        )
+    if rollout.rolling and rollout.swap == "drain":
+        yield "rollout.rolling: drain swaps all engines at once; set rolling to 0, or another swap"
+    count = sum(engines.count for _, engines in job.engines)
+    if rollout.rolling and rollout.rolling >= count:
+        yield (
+            f"rollout.rolling: {rollout.rolling} at a time is all of the {count} engines; "
+            "set it to 0 (all at once) or below their number"
+        )
 
 
-def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -47,21 +47,28 @@ ALIASES = {
 }
 """Key -> what other libraries call it. A hint only: none of these is read."""
 
+Plain = dict[str, Any]
+"""A job as YAML gives it, before it is checked."""
+
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
+    raw = read_yaml(path, "", "give the path of a job file, such as jobs/rollart.yaml")
+    return build_job(with_overrides(located(raw, Job, Path.cwd() / path.parent), overrides))
+
+
+def read_yaml(path: Path, key: str, fix: str) -> Plain:
+    """Plain data of a job or a part of one. `key` names the path. Raises JobError, with the line."""
+    place = f"{key}: {path}" if key else f"{path}:"
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError:
-        raise JobError(f"{path}: is not text; give the path of a job file, such as jobs/rollart.yaml") from None
+        raise JobError(f"{place} is not text; {fix}") from None
     except OSError as error:
-        raise JobError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a job file, such as jobs/rollart.yaml"
-        ) from None
-    return build_job(with_overrides(located(parse(text, str(path)), Job, Path.cwd() / path.parent), overrides))
+        raise JobError(f"{place} cannot be read ({error.strerror}); {fix}") from None
 
 
-def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> Plain:
     """Plain data of a job with these keys changed."""
     changed = copy.deepcopy(dict(raw))
     for override in overrides:
@@ -79,16 +86,8 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
             data["rollout"] = {**MODES[mode], **given}
     sim = data.get("sim")
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
-        profile = Path(sim["profile"])
-        try:
-            loaded = parse(profile.read_text(encoding="utf-8"), str(profile))
-        except UnicodeDecodeError:
-            raise JobError(f"sim.profile: {profile} is not text; give the path of a YAML file") from None
-        except OSError as error:
-            raise JobError(
-                f"sim.profile: {profile} cannot be read ({error.strerror}); give the path of a YAML file, in a job "
-                "file relative to it, in an override to the current directory"
-            ) from None
+        fix = "give the path of a YAML file, in a job file relative to it, in an override to the current directory"
+        loaded = read_yaml(Path(sim["profile"]), "sim.profile", fix)
         data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
     try:
         return Job.model_validate(data)
@@ -157,7 +156,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def parse(text: str, where: str) -> dict[str, Any]:
+def parse(text: str, where: str) -> Plain:
     """Plain data of a job. Raises JobError with the line."""
     try:
         raw = yaml.load(text, Loader=_Loader)
@@ -173,7 +172,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     return raw
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def _apply(raw: Plain, override: str) -> None:
     """`rollout.staleness=2`, `tasks.0.group_size=4`: the same names as in the file."""
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -211,7 +210,7 @@ def _index(items: list[Any], part: str, override: str) -> int:
     )
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

@@ -31,7 +31,7 @@ Correction = Literal["bypass", "decoupled", "none"]
 WeightLevel = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
 
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, int | str]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
     "sync+": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "asynchronous"},
     "one-off": {"staleness": 1, "swap": "drain", "recheck": "batch", "stepping": "asynchronous"},
@@ -163,16 +163,25 @@ class RolloutSettings(Settings):
     """The job stops after this many short batches in a row."""
 
 
-class SplitSettings(Settings):
-    """Prefill and decode of one vLLM engine on two servers; their cache travels by vLLM's own connector."""
+class PrefillSettings(Settings):
+    """Prefill and decode apart: each engine is then several workers, which load weights together and fail together."""
 
+    pool: str | None = None
+    """The pool whose devices prefill. Default: this one. On the cluster `ray` another pool must name the same machines:
+    all workers of an engine run on one."""
+    workers: Count = 1
+    """Prefill workers of each engine."""
+    gpus: Count = 1
+    """GPUs of one prefill worker."""
+    decoders: Count = 1
+    """Decode workers of each engine, with `engines.gpus` and `engines.max_batch` each."""
     connector: str = "NixlConnector"
-    """`kv_connector` of vLLM's `--kv-transfer-config`."""
-    prefill_gpus: Count = 1
-    """GPUs of the prefill server, beside the engine's `gpus`, which decode."""
+    """`vllm`: `kv_connector` of its `--kv-transfer-config`. Not read by `rollart sim`."""
+    link_gb_s: Positive = 25.0
+    """The link over which a prefill worker sends the cache, GB/s. `rollart sim` simulates it, affinity reckons with
+    it; a real run has the link that it has."""
 
 
-EMBEDDED_ONLY = ("kv_tokens", "memory", "step_tokens", "keep_kv", "draft_tokens", "cores")
 CPU_KV_TOKENS, CPU_DRAFT_TOKENS, CUDA_MEMORY = 65_536, 15, 0.6
 """Defaults of the embedded engine that depend on its device."""
 
@@ -190,11 +199,9 @@ class EngineSettings(Settings):
     one; more are refused by `rollart train`."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
-    prefill: str | None = None
-    """The pool that prefills for these engines: each is then a pair of one engine there and one here, which decodes.
-    Simulated only: `rollart train` refuses it, and has `split` for vllm engines."""
-    kv_link_gb_s: Positive = 25.0
-    """Of such a pair: the link that its KV travels over, GB/s."""
+    prefill: PrefillSettings | None = None
+    """Prefill on workers of its own. `rollart train` has it for `vllm` engines only, `rollart sim` for all. Not tried
+    on real devices yet."""
     kv_tokens: Count | None = None
     """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. Not read by
     `rollart sim`, which has the hardware's memory."""
@@ -225,8 +232,6 @@ class EngineSettings(Settings):
     """What the engine computes in, whatever the trainer does. Default: bfloat16 where `device` names a GPU."""
     args: tuple[str, ...] = ()
     """`vllm`, `sglang`: more of the server's own command line, such as [--gpu-memory-utilization, "0.8"]."""
-    split: SplitSettings | None = None
-    """`vllm`: a prefill and a decode server for each engine. Not tried on real devices yet."""
 
     @model_validator(mode="before")
     @classmethod
@@ -249,33 +254,32 @@ class EngineSettings(Settings):
         return CPU_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
 
     @model_validator(mode="after")
-    def _all_is_read(self) -> Self:
-        embedded = self.type == "embedded"
-        for key in ("python", "url", "args") if embedded else EMBEDDED_ONLY:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                kind = "vllm or sglang" if embedded else "embedded"
-                raise ValueError(f"engines.{key}: only {kind} engines read it; remove it, or change engines.type")
+    def _fits(self) -> Self:
         on_cuda = self.device.startswith("cuda")
-        if embedded and on_cuda and self.draft_tokens:
-            raise ValueError("engines.draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
+        if self.type == "embedded" and on_cuda and self.draft_tokens:
+            raise ValueError(".draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
         if self.memory is not None and not on_cuda:
-            raise ValueError("engines.memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+            raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
         if self.memory is not None and self.kv_tokens is not None:
-            raise ValueError("engines.memory: beside kv_tokens, which bounds the same cache; remove one of them")
-        if embedded and self.step_tokens < self.max_batch:
+            raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
+        if self.type == "embedded" and self.step_tokens < self.max_batch:
             raise ValueError(
-                f"engines.step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
+                f".step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
                 f"{self.max_batch}; raise it, or lower max_batch"
             )
-        if self.split is not None and self.type != "vllm":
-            raise ValueError("engines.split: only vllm engines read it; remove it, or change engines.type")
-        if self.url is not None:
-            if self.count > 1:
-                raise ValueError("engines.url: names one server; set count to 1, and give each further one a pool")
-            for key in ("python", "args", "split", "device"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"engines.{key}: has no effect with url, whose server runs already; remove one")
+        if self.url is not None and self.count > 1:
+            raise ValueError(".url: names one server; set count to 1, and give each further one a pool")
         return self
+
+    @property
+    def decode_gpus(self) -> int:
+        """GPUs of one engine that decode; where prefill is not apart, all."""
+        return self.gpus * (self.prefill.decoders if self.prefill else 1)
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of one engine, its prefill workers included."""
+        return self.decode_gpus + (self.prefill.workers * self.prefill.gpus if self.prefill else 0)
 
 
 class PoolSettings(Settings):
@@ -326,12 +330,6 @@ class RewardSettings(Settings):
     def _has_url(self) -> Self:
         if self.type == "http" and not self.url:
             raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
-        if self.type == "local" and self.url:
-            raise ValueError("rewards.url: has no effect with type local; set rewards.type to http, or remove it")
-        if self.type == "http" and self.environment:
-            raise ValueError("rewards.environment: has no effect with type http, whose server has its own; remove it")
-        if self.type == "local" and self.call_cost:
-            raise ValueError("rewards.call_cost: local workers are paid by the hour; set rewards.cost, or remove it")
         return self
 
 
@@ -445,20 +443,26 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _loss_is_read(self) -> Self:
-        """Refuses what the loss would not read."""
-        for key in ("eps_low", "eps_high"):
-            if getattr(self, key) is not None and self.algorithm == "rloo":
-                raise ValueError(f"train.{key}: has no effect with algorithm rloo, which does not clip; remove it")
-        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm != "cispo":
+        """Refuses values that would do nothing; keys that would are refused in `unused.py`."""
+        if self.eps_low is not None and self.eps_low >= 1 and self.algorithm not in ("cispo", "rloo"):
             raise ValueError(
                 f"train.eps_low: {self.eps_low:g} has no effect with algorithm {self.algorithm}: ratios are above 0, "
                 f"and never get down to 1 - eps_low; give less than 1, such as {CLIP_RANGES[self.algorithm][0]:g}"
             )
-        if self.length_constant is not None and self.algorithm != "dr_grpo":
-            raise ValueError("train.length_constant: has an effect with algorithm dr_grpo only; remove it")
-        self._clip_acts()
-        if self.reference is not None and not self.kl_coef:
-            raise ValueError("train.reference: has no effect without a KL; set train.kl_coef, or remove it")
+        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
+        clips = self.correction == "bypass" or self.updates_per_step > 1
+        if (given or self.algorithm in CLIPPING) and not clips and self.algorithm != "rloo":
+            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
+            raise ValueError(
+                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
+                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
+            )
+        top = 1 + self.clip_range[1]
+        if self.correction == "bypass" and self.weight_cap is not None and self.weight_cap < top < math.inf:
+            raise ValueError(
+                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
+                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
+            )
         return self
 
     @model_validator(mode="before")
@@ -506,37 +510,6 @@ class TrainSettings(Settings):
         beyond = self.correction == "bypass" and DEFAULT_WEIGHT_CAP < top < math.inf
         return 2 * top if beyond else DEFAULT_WEIGHT_CAP
 
-    def _clip_acts(self) -> None:
-        """Refuses what was asked for and would do nothing."""
-        given = [key for key in ("eps_low", "eps_high") if getattr(self, key) is not None]
-        if (given or self.algorithm in CLIPPING) and self.correction != "bypass" and self.updates_per_step == 1:
-            what = f"train.{given[0]}" if given else f"train.algorithm: {self.algorithm}"
-            raise ValueError(
-                f"{what}: has no effect with train.correction {self.correction} and one update a step, where nothing "
-                "is ever clipped; set train.correction to bypass, or train.updates_per_step to 2 or more"
-            )
-        self._weights_act()
-
-    def _weights_act(self) -> None:
-        if self.weight_level == "sequence" and self.correction != "decoupled":
-            raise ValueError(
-                f"train.weight_level: sequence has no effect with train.correction {self.correction}; set "
-                "train.correction to decoupled, or remove it"
-            )
-        if self.weight_floor and self.over_cap != "mask":
-            raise ValueError("train.weight_floor: has no effect without train.over_cap mask; set that, or remove it")
-        if self.correction == "none" and (self.weight_cap is not None or self.over_cap == "mask"):
-            key = "weight_cap" if self.weight_cap is not None else "over_cap"
-            raise ValueError(f"train.{key}: has no effect with train.correction none; remove it")
-        if self.weight_cap is None:
-            return
-        top = 1 + (self.eps_high or CLIP_RANGES.get(self.algorithm, (0.0, 0.0))[1])
-        if self.correction == "bypass" and self.weight_cap < top:
-            raise ValueError(
-                f"train.weight_cap: {self.weight_cap:g} cuts ratios before the clip range of {self.algorithm} does, "
-                f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
-            )
-
 
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
@@ -549,13 +522,9 @@ class WeightSettings(Settings):
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _path_is_read(self) -> Self:
+    def _is_there(self) -> Self:
         if self.type == "mooncake":
             raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
-        if self.path is not None and self.type != "files":
-            raise ValueError(
-                f"weights.path: has no effect with type {self.type}; set weights.type to files, or remove it"
-            )
         return self
 
 

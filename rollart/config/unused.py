@@ -27,13 +27,21 @@ def unused(job: "Job") -> list[str]:
 
 def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     """Place, its settings, keys, whether they are read in this job, and what they need to be."""
-    ray = job.cluster.type == "ray"
-    http = job.rewards.type == "http"
-    yield "rewards", job.rewards, "concurrency", http, "rewards.type http"
-    yield "rewards", job.rewards, "workers", not http, "rewards.type local"
-    yield "cluster", job.cluster, "wait_s", ray, "cluster.type ray"
+    ray, http = job.cluster.type == "ray", job.rewards.type == "http"
+    yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
+    yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
+    yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
+    yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    train = job.train
+    yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
+    yield "train", train, "length_constant", train.algorithm == "dr_grpo", "train.algorithm dr_grpo"
+    yield "train", train, "reference", train.kl_coef > 0, "a KL, by train.kl_coef"
+    yield "train", train, "weight_level", train.correction == "decoupled", "train.correction decoupled"
+    yield "train", train, "weight_cap over_cap", train.correction != "none", "train.correction bypass or decoupled"
+    yield "train", train, "weight_floor", train.over_cap == "mask", "train.over_cap mask"
     for position, task in enumerate(job.tasks):
         place = f"tasks.{position}"
         yield place, task, "weight", task.quota is None, "no quota, which is the task's share"
@@ -44,8 +52,16 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
         yield place, pool, "isolation", pool.slots is not None, "slots"
         if pool.engines is not None:
-            pair = pool.engines.prefill is not None
-            yield f"{place}.engines", pool.engines, "kv_link_gb_s", pair, "engines.prefill"
+            place, engines, embedded = f"{place}.engines", pool.engines, pool.engines.type == "embedded"
+            yield place, engines, "python url args", not embedded, "engines.type vllm or sglang"
+            yield (
+                place,
+                engines,
+                "kv_tokens memory step_tokens keep_kv draft_tokens cores",
+                embedded,
+                "engines.type embedded",
+            )
+            yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
     yield "sim.reward", job.sim.reward, "cold_start_s idle_s", http, "rewards.type http"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"

@@ -23,11 +23,11 @@ class AffinityDriver:
         self._write(affinity.first(), -1)
 
     def place(self, task: str) -> tuple[str, ...]:
-        """The pool for something that is no group of the rollout, then its stand-ins."""
+        """The pool for an episode of an evaluation, then its stand-ins."""
         return self._affinity.place(task)
 
     def admit(self, task: str) -> tuple[str, ...]:
-        """The pool for the next group of a task, then its stand-ins. Call `left` when the group needs it no more."""
+        """The pool for the next group of a task, then its stand-ins. Call `left` when the group has left it."""
         living = self._living.setdefault(task, Counter())
         order = self._affinity.place(task, living)
         living[order[0]] += 1
@@ -93,15 +93,11 @@ def needs(trajectory: Trajectory) -> TaskProfile:
 
 
 def _profile(profile: TaskProfile) -> schema.Profile:
+    tokens = ("prompt_tokens", "new_tokens", "cached_tokens", "prefill_tokens", "decode_tokens", "context_tokens")
     return schema.Profile(
-        prompt_tokens=round(profile.prompt_tokens, 1),
-        new_tokens=round(profile.new_tokens, 1),
-        cached_tokens=round(profile.cached_tokens, 1),
-        prefill_tokens=round(profile.prefill_tokens, 1),
-        decode_tokens=round(profile.decode_tokens, 1),
+        **{name: round(getattr(profile, name), 1) for name in tokens},
         decode_spread=round(profile.decode_spread, 3),
         turns=round(profile.turns, 2),
-        context_tokens=round(profile.context_tokens, 1),
         elsewhere_s=round(profile.elsewhere_s, 3),
         trajectories=profile.trajectories,
     )

@@ -1,6 +1,7 @@
 """One attempt at a trajectory, under way: what it has said, where it is, and how it is stopped."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 from rollart.config.settings import TaskSettings
 from rollart.control.movement import Mover
@@ -9,68 +10,40 @@ from rollart.control.render import Prefix
 from rollart.types import Completion, EngineView, Status, Task, Tokens, TrajectoryId, Turn, WeightVersion
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """One attempt under way. Its owner may `stop` it; everyone else only reads."""
 
-    __slots__ = (
-        "_cancelled",
-        "_task",
-        "born",
-        "cause",
-        "evaluation",
-        "id",
-        "key",
-        "last_engine",
-        "min_version",
-        "mover",
-        "notes",
-        "order",
-        "prefix",
-        "said",
-        "settings",
-        "started_s",
-        "stopped",
-        "task",
-        "turns",
-    )
+    id: TrajectoryId
+    task: Task
+    settings: TaskSettings
+    order: tuple[str, ...]
+    """The pool this trajectory stays on, then its stand-ins."""
+    cause: int = -1
+    evaluation: bool = False
+    key: str = field(init=False)
+    born: WeightVersion | None = None
+    """Set at the first send to the version it will be at least, and made exact by the first token."""
+    min_version: WeightVersion = 0
+    last_engine: EngineView | None = None
+    prefix: Prefix = field(default_factory=Prefix)
+    turns: list[Turn] = field(default_factory=list)
+    said: tuple[Tokens, bool, Completion, float, float] | None = None
+    """An answer the environment has not replied to yet, and how long it took and was waited for."""
+    notes: Notes | None = None
+    """Where attempts are kept for people to read."""
+    mover: Mover = field(init=False)
+    """When it moved last. Set as it begins."""
+    started_s: float = 0.0
+    stopped: tuple[Status, str] | None = None
+    _task: "asyncio.Task[object] | None" = None
+    _cancelled: bool = False
 
-    def __init__(
-        self,
-        id: TrajectoryId,
-        task: Task,
-        settings: TaskSettings,
-        order: tuple[str, ...],
-        *,
-        cause: int = -1,
-        evaluation: bool = False,
-    ) -> None:
-        self.id = id
-        self.key = str(id)
-        self.task = task
-        self.settings = settings
-        self.order = order
-        """The pool this trajectory stays on, then its stand-ins."""
-        self.cause = cause
-        self.evaluation = evaluation
-        self.born: WeightVersion | None = None
-        """Set at the first send to the version it will be at least, and made exact by the first token."""
-        self.min_version: WeightVersion = 0
-        self.last_engine: EngineView | None = None
-        self.prefix = Prefix()
-        self.turns: list[Turn] = []
-        self.said: tuple[Tokens, bool, Completion, float, float] | None = None
-        """An answer the environment has not replied to yet, and how long it took and was waited for."""
-        self.notes: Notes | None = None
-        """Where attempts are kept for people to read."""
-        self.mover: Mover
-        """When it moved last. Set as it begins."""
-        self.started_s = 0.0
-        self.stopped: tuple[Status, str] | None = None
-        self._task: asyncio.Task[object] | None = None
-        self._cancelled = False
+    def __post_init__(self) -> None:
+        self.key = str(self.id)
 
     def settle(self, reward: float = 0.0, env_s: float = 0.0) -> None:
-        """Book the last answer as a turn, with what the environment made of it."""
+        """Book the last answer as a turn, with the reward that the environment gave for it."""
         if self.said is not None:
             context, fresh, completion, generate_s, waited_s = self.said
             self.said = None

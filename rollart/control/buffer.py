@@ -4,6 +4,8 @@ Invariant: every admitted group is here exactly once, open or ready, until it en
 stale, failed or surplus. No time passes in here: the rollout driver calls it and acts on what it says.
 """
 
+from dataclasses import dataclass
+
 from rollart.config.settings import TaskSettings
 from rollart.control.attempt import Run
 from rollart.control.samples import advantages, zero_variance
@@ -13,36 +15,32 @@ from rollart.policy.redundancy import Count, Verdict, judge
 from rollart.types import SCORED, Group, OpenGroup, Task, Trajectory, WeightVersion
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """One place in a group."""
 
-    __slots__ = ("attempt", "over", "run", "trajectory", "tries")
-
-    def __init__(self, attempt: int = 0) -> None:
-        self.attempt = attempt
-        """Number of the next attempt; never used twice."""
-        self.tries = 0
-        self.run: Run | None = None
-        self.trajectory: Trajectory | None = None
-        """Set when scored."""
-        self.over = False
-        """Scored or given up."""
+    attempt: int = 0
+    """Number of the next attempt; never used twice."""
+    tries: int = 0
+    run: Run | None = None
+    trajectory: Trajectory | None = None
+    """Set when scored."""
+    over: bool = False
+    """Scored or given up."""
 
 
+@dataclass(slots=True, eq=False)
 class GroupInProgress:
     """A group whose members are under way."""
 
-    __slots__ = ("admitted_s", "cause", "id", "members", "order", "settings", "task")
-
-    def __init__(self, id: str, task: Task, settings: TaskSettings, members: list[Member], admitted_s: float) -> None:
-        self.id = id
-        self.task = task
-        self.settings = settings
-        self.members = members
-        self.admitted_s = admitted_s
-        self.cause = -1
-        self.order: tuple[str, ...] = ()
-        """The pool its members stay on, then the stand-ins."""
+    id: str
+    task: Task
+    settings: TaskSettings
+    members: list[Member]
+    admitted_s: float
+    cause: int = -1
+    order: tuple[str, ...] = ()
+    """The pool its members stay on, then the stand-ins."""
 
     @property
     def born(self) -> WeightVersion | None:
@@ -56,7 +54,7 @@ class GroupInProgress:
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
-        """The members that enter the baseline: those scored first in their places, and no more than it needs."""
+        """The members that enter the baseline: the first that were scored, up to `group_size`."""
         found = tuple(member.trajectory for member in self.members if member.trajectory is not None)
         return found[: self.settings.group_size]
 

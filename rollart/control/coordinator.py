@@ -6,16 +6,15 @@ from typing import Any
 
 from rollart.config.job import Job
 from rollart.control.affinity import AffinityDriver
-from rollart.control.env_manager import EnvManager, Staleness
+from rollart.control.context import JobContext
+from rollart.control.env_manager import EnvManager
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet, Repair
 from rollart.control.learner import Learner
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout
 from rollart.control.room import Room
-from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
-from rollart.control.waits import Waits
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
 from rollart.control.world import World
@@ -35,10 +34,10 @@ class Coordinator:
         self._job = job
         self._world = world
         self._log = log
-        self.waits = Waits()
-        self.supervisor = TaskSupervisor()
-        limits = job.limits
-        self.watchdog = Watchdog(self.waits, log, self._parts, stall_s=limits.stall_s, lag_s=limits.lag_s)
+        self._context = JobContext(job, log)
+        self.waits = self._context.waits
+        self.supervisor = self._context.supervisor
+        self.watchdog = Watchdog(self._context, self._parts)
         self._players: tuple[Fleet, EnvManager] | None = None
         """Once the engines are there."""
         self.learner: Learner | None = None
@@ -82,31 +81,18 @@ class Coordinator:
             self.waits.close()
 
     async def _train(self) -> None:
-        job, world, limits = self._job, self._world, self._job.limits
+        job, world = self._job, self._world
         began = self._log.emit(schema.Starting(engines=len(world.engines)))
-        waiting = self.waits.on("trainer.start", limits.start_s)
+        waiting = self.waits.on("trainer.start", job.limits.start_s)
         with boundary(ClusterError, "start"):
             made: tuple[Trainer, dict[EngineSpec, Engine]] = await asyncio.gather(
                 waiting.guard("trainer", world.cluster.trainer()), self._start_engines()
             )
         self._log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
-        room = Room(self.waits, self._log, limit_s=limits.store_full_s)
-        trainer = TrainerDriver(
-            made[0],
-            world.cluster,
-            world.journal,
-            room,
-            self.waits,
-            self._log,
-            restarts=limits.trainer_restarts,
-            backoff_s=limits.backoff_s,
-            step_limit_s=limits.train_s,
-            start_limit_s=limits.start_s,
-        )
-        fleet, affinity, manager = self._connect(made[1], trainer.publish)
-        rollout = Rollout(
-            job, world.task_sets, affinity, manager, fleet, self.supervisor, self.waits, self._log, world.recorder
-        )
+        room = Room(self._context)
+        trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made[0])
+        fleet, affinity, manager = self._connect(made[1], self._repair)
+        rollout = Rollout(self._context, world, affinity, manager, fleet)
         swaps = plan(job.rollout.swap, job.rollout.rolling)
         self.learner = Learner(
             job,
@@ -115,7 +101,7 @@ class Coordinator:
             rollout,
             trainer,
             WeightDriver(swaps, trainer, fleet, rollout, world.store, self.supervisor, self.waits, self._log),
-            Evaluation(job, world.task_sets, affinity, manager, self._log),
+            Evaluation(self._context, world.task_sets, affinity, manager),
             world.journal,
             world.recorder,
             room,
@@ -125,13 +111,17 @@ class Coordinator:
         )
         await self.learner.run(began)
 
+    async def _repair(self, version: WeightVersion) -> WeightManifest:
+        assert self.learner is not None, "weights were pushed before there was anyone to push them"
+        return await self.learner.weights.repair(version)
+
     async def _only_evaluate(self) -> None:
         began = self._log.emit(schema.Starting(engines=len(self._world.engines)))
         with boundary(ClusterError, "start"):
             engines = await self._start_engines()
         self._log.emit(schema.Started(engines=[spec.id for spec in engines], cause=began))
         _, affinity, manager = self._connect(engines, _nobody_pushes)
-        evaluation = Evaluation(self._job, self._world.task_sets, affinity, manager, self._log)
+        evaluation = Evaluation(self._context, self._world.task_sets, affinity, manager)
         await self.waits.on("evaluation").guard("the model as it is", evaluation.run("eval0"))
         self._log.emit(schema.Finished(steps=0))
 
@@ -144,37 +134,11 @@ class Coordinator:
 
     def _connect(self, engines: dict[EngineSpec, Engine], repair: Repair) -> tuple[Fleet, AffinityDriver, EnvManager]:
         """What plays: over the engines, with the environments and rewards of this world."""
-        job, world, limits = self._job, self._world, self._job.limits
+        context, world = self._context, self._world
         affinity = AffinityDriver(world.affinity, self._log)
-        fleet = Fleet(
-            engines,
-            world.cluster,
-            self.supervisor,
-            self.waits,
-            self._log,
-            restarts=limits.engine_restarts,
-            backoff_s=limits.backoff_s,
-            swap_limit_s=limits.swap_s,
-            start_limit_s=limits.start_s,
-            progress_limit_s=limits.progress_s,
-            look_s=min(limits.progress_s, limits.lag_s) / 4,
-            repair=repair,
-            changed=affinity.engines_changed,
-        )
+        fleet = Fleet(context, world.cluster, engines, repair, affinity.engines_changed)
         self.supervisor.spawn(fleet.watch(), background=True)
-        manager = EnvManager(
-            job,
-            world.host,
-            Proxy(fleet, self.supervisor, self.waits, self._log, generate_limit_s=limits.generate_s),
-            world.rewards,
-            world.tokenizer,
-            Staleness(fleet, bound=job.rollout.staleness, live=job.rollout.recheck == "live"),
-            self.supervisor,
-            self.waits,
-            self._log,
-            world.agent,
-            world.recorder,
-        )
+        manager = EnvManager(context, world, fleet, Proxy(context, fleet))
         self._players = fleet, manager
         for spec in world.further_engines:
             fleet.expect(spec)

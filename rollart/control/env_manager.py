@@ -6,24 +6,21 @@ port ends this attempt with a status and a reason; siblings go on. A bad rollout
 
 import asyncio
 import math
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.attempt import Run
-from rollart.control.fleet import Fleet
+from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.notes import Notes
-from rollart.control.proxy import Proxy
 from rollart.control.render import delta
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
+from rollart.control.world import World
 from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.admission import is_stale
 from rollart.policy.redundancy import backoff_s
-from rollart.ports import Env, EnvHost, Recorder, RewardBackend, Tokenizer
+from rollart.ports import Env, Tokenizer
 from rollart.types import (
     SCORED,
     Completion,
@@ -34,56 +31,96 @@ from rollart.types import (
     Status,
     Tokens,
     Trajectory,
-    WeightVersion,
 )
+
+if TYPE_CHECKING:
+    from rollart.control.fleet import Fleet
+    from rollart.control.proxy import Proxy
 
 _STEP = boundary(EnvError, "env.step")
 _RENDER = boundary(EnvError, "what the environment said")
 _AGENT = boundary(AgentError, "agent")
 
 
-class Staleness:
-    """Tells the age of a run by what the engines serve."""
-
-    def __init__(self, fleet: Fleet, *, bound: int, live: bool) -> None:
-        """`live`: a run's age is looked at before each turn."""
-        self._fleet = fleet
-        self._bound = bound
-        self._live = live
-
-    @property
-    def serving(self) -> WeightVersion:
-        return self._fleet.serving
-
-    def stale(self, run: Run) -> bool:
-        """Before each turn. Evaluation has no bound."""
-        return self._live and not run.evaluation and is_stale(run.born, self._fleet.serving, self._bound)
-
-
+@dataclass(slots=True, eq=False)
 class Session:
     """An agent's hands: the environment, the model, and the record of what happened."""
 
-    __slots__ = ("_env", "_manager", "run")
-
-    def __init__(self, manager: "EnvManager", run: Run, env: Env) -> None:
-        self._manager = manager
-        self._env = env
-        self.run = run
+    manager: "EnvManager"
+    run: Run
+    env: Env
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._manager.tokenizer
+        return self.manager.tokenizer
 
     async def reset(self) -> Observation:
-        return await self._manager.reset(self.run, self._env)
-
-    async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
-        """One answer to the prompt grown by `context`; None when turns or context have run out."""
-        return await self._manager.generate(self.run, context, fresh=fresh)
+        manager, run = self.manager, self.run
+        began_s = manager.loop.time()
+        with boundary(EnvError, "env.reset"):
+            observation = _checked(await manager.resetting.guard(run.key, self.env.reset()))
+        manager.movement.moved(run.mover)
+        if run.notes is not None:
+            run.notes.reset_s = manager.loop.time() - began_s
+            run.notes.shown = observation.messages
+        return observation
 
     async def step(self, action: str) -> Observation:
         """Act, and book the reward on the last turn."""
-        return await self._manager.step(self.run, self._env, action)
+        manager, run = self.manager, self.run
+        began_s = manager.loop.time()
+        if run.notes is not None:
+            run.notes.text = action
+        with _STEP:
+            observation = _checked(await manager.stepping.guard(run.key, self.env.step(action)))
+        manager.movement.moved(run.mover)
+        run.settle(observation.reward, run.mover.moved_s - began_s)
+        if run.notes is not None:
+            run.notes.shown = observation.messages
+        return observation
+
+    async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
+        """One answer to the prompt grown by `context`; None when turns or context have run out."""
+        manager, run, job = self.manager, self.run, self.manager.job
+        run.settle()
+        turn = len(run.turns)
+        prefix = run.prefix.extended(context, fresh=fresh)
+        room = job.model.context_tokens - prefix.length
+        if room < 1 and not turn:
+            raise EnvError(
+                f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
+                f"{job.model.context_tokens} for an answer: raise it, or let the environment say less"
+            )
+        if turn >= run.settings.max_turns or room < 1:
+            return None
+        serving = manager.fleet.serving
+        if manager.live and not run.evaluation and is_stale(run.born, serving, job.rollout.staleness):
+            run.stop(Status.STALE, "too old before its next turn")
+            await asyncio.sleep(0)  # the cancellation arrives here
+        request = GenerateRequest(
+            id=f"{run.key}/{turn}",
+            session=run.key,
+            domain=run.task.domain,
+            turn=turn,
+            prompt=prefix.pieces,
+            prompt_tokens=prefix.length,
+            sampling=manager.sampling(run.settings, room),
+            min_version=run.min_version,
+            last=turn + 1 >= run.settings.max_turns,
+        )
+        if run.born is None:
+            run.born = serving
+        began_s = manager.loop.time()
+        completion, run.last_engine, run.cause, sent_s = await manager.proxy.generate(
+            request, run.order, run.last_engine, run.cause
+        )
+        if turn == 0:
+            run.born = completion.spans[0].version
+        run.min_version = completion.spans[-1].version
+        run.prefix = prefix.answered(completion)
+        manager.movement.moved(run.mover)
+        run.said = (context, fresh, completion, run.mover.moved_s - began_s, sent_s - began_s)
+        return completion
 
 
 class Agent(Protocol):
@@ -97,57 +134,45 @@ class TurnAgent:
 
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
+        tokenizer = session.tokenizer
         completion: Completion | None = None
         while not observation.done:
             if observation.truncated:
                 return Status.TRUNCATED
             with _RENDER:
-                context, fresh = delta(session.tokenizer, observation, completion)
+                context, fresh = delta(tokenizer, observation, completion)
             completion = await session.generate(context, fresh=fresh)
             if completion is None:
                 return Status.TRUNCATED
-            observation = await session.step(session.tokenizer.decode(completion.tokens))
+            observation = await session.step(tokenizer.decode(completion.tokens))
         return Status.DONE
 
 
 class EnvManager:
-    """Runs attempts. Owns nothing of them after they end."""
+    """Runs attempts. Keeps nothing of an attempt that has ended."""
 
-    def __init__(
-        self,
-        job: Job,
-        host: EnvHost,
-        proxy: Proxy,
-        rewards: RewardBackend,
-        tokenizer: Tokenizer,
-        staleness: Staleness,
-        supervisor: TaskSupervisor,
-        waits: Waits,
-        log: LogHandle,
-        agent: Agent | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._recorder = recorder
-        self._agent: Agent = agent or TurnAgent()
-        self._context_tokens = job.model.context_tokens
-        self._seed = job.seed
+    def __init__(self, context: JobContext, world: World, fleet: "Fleet", proxy: "Proxy") -> None:
+        job, limits, waits = context.job, context.job.limits, context.waits
+        self._context = context
+        self.job = job
+        self._log = context.log
+        self.loop = asyncio.get_running_loop()
+        self._host = world.host
+        self._rewards = world.rewards
+        self._recorder = world.recorder
+        self._agent: Agent = world.agent or TurnAgent()
+        self.tokenizer = world.tokenizer
+        self.fleet = fleet
+        self.proxy = proxy
         self._samplings: dict[tuple[str, float], Sampling] = {}
-        self._retries = job.rewards.retries
-        self._backoff_s = job.rewards.backoff_s
-        self._host = host
-        self._proxy = proxy
-        self._rewards = rewards
-        self._staleness = staleness
-        self._supervisor = supervisor
-        self._log = log
-        self._loop = asyncio.get_running_loop()
-        limits = job.limits
+        self._retries, self._backoff_s = job.rewards.retries, job.rewards.backoff_s
+        self.live = job.rollout.recheck == "live"
+        """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
         self._opening = waits.on("env.open", limits.open_s)
-        self._resetting = waits.on("env.reset", limits.reset_s if alone else None)
-        self._stepping = waits.on("env.step", limits.step_s if alone else None)
+        self.resetting = waits.on("env.reset", limits.reset_s if alone else None)
+        self.stepping = waits.on("env.step", limits.step_s if alone else None)
         self._closing = waits.on("env.close", limits.step_s)
         self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
         self._queueing = waits.on("a reward slot")
@@ -158,7 +183,7 @@ class EnvManager:
 
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
-        run.started_s = self._loop.time()
+        run.started_s = self.loop.time()
         if self._recorder is not None:
             run.notes = Notes()
         run.cause = self._log.emit(
@@ -188,80 +213,17 @@ class EnvManager:
             env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
         self.movement.moved(run.mover)
         if run.notes is not None:
-            run.notes.open_s = self._loop.time() - run.started_s
+            run.notes.open_s = self.loop.time() - run.started_s
         try:
             with _AGENT:
                 status = await self._agent.play(Session(self, run, env))
         finally:
-            self._supervisor.spawn(self._close(run, env))
+            self._context.supervisor.spawn(self._close(run, env))
         if not run.turns and run.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status
 
-    async def reset(self, run: Run, env: Env) -> Observation:
-        began_s = self._loop.time()
-        with boundary(EnvError, "env.reset"):
-            observation = _checked(await self._resetting.guard(run.key, env.reset()))
-        self.movement.moved(run.mover)
-        if run.notes is not None:
-            run.notes.reset_s = self._loop.time() - began_s
-            run.notes.shown = observation.messages
-        return observation
-
-    async def step(self, run: Run, env: Env, action: str) -> Observation:
-        began_s = self._loop.time()
-        if run.notes is not None:
-            run.notes.text = action
-        with _STEP:
-            observation = _checked(await self._stepping.guard(run.key, env.step(action)))
-        self.movement.moved(run.mover)
-        run.settle(observation.reward, run.mover.moved_s - began_s)
-        if run.notes is not None:
-            run.notes.shown = observation.messages
-        return observation
-
-    async def generate(self, run: Run, context: Tokens, *, fresh: bool) -> Completion | None:
-        settings = run.settings
-        run.settle()
-        turn = len(run.turns)
-        prefix = run.prefix.extended(context, fresh=fresh)
-        room = self._context_tokens - prefix.length
-        if room < 1 and not turn:
-            raise EnvError(
-                f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
-                f"{self._context_tokens} for an answer: raise it, or let the environment say less"
-            )
-        if turn >= settings.max_turns or room < 1:
-            return None
-        if self._staleness.stale(run):
-            run.stop(Status.STALE, "too old before its next turn")
-            await asyncio.sleep(0)  # the cancellation arrives here
-        request = GenerateRequest(
-            id=f"{run.key}/{turn}",
-            session=run.key,
-            domain=run.task.domain,
-            turn=turn,
-            prompt=prefix.pieces,
-            prompt_tokens=prefix.length,
-            sampling=self._sampling(settings, room),
-            min_version=run.min_version,
-            last=turn + 1 >= settings.max_turns,
-        )
-        if run.born is None:
-            run.born = self._staleness.serving
-        began_s = self._loop.time()
-        completion, run.last_engine, run.cause, sent_s = await self._proxy.generate(
-            request, run.order, run.last_engine, run.cause
-        )
-        if turn == 0:
-            run.born = completion.spans[0].version
-        run.min_version = completion.spans[-1].version
-        run.prefix = prefix.answered(completion)
-        self.movement.moved(run.mover)
-        run.said = (context, fresh, completion, run.mover.moved_s - began_s, sent_s - began_s)
-        return completion
-
-    def _sampling(self, settings: TaskSettings, room: int) -> Sampling:
+    def sampling(self, settings: TaskSettings, room: int) -> Sampling:
         key = (settings.name, settings.temperature)
         if room >= settings.max_tokens:
             known = self._samplings.get(key)
@@ -273,7 +235,7 @@ class EnvManager:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop=settings.stop,
-            seed=self._seed,
+            seed=self.job.seed,
         )
         if room >= settings.max_tokens:
             self._samplings[key] = sampling
@@ -283,7 +245,7 @@ class EnvManager:
         """The reward, asked for the moment the trajectory ends; again after a back-off where that may help."""
         trajectory = self._trajectory(run, status, "", None)
         tries = 1
-        asked_s = self._loop.time()
+        asked_s = self.loop.time()
         while True:
             await self._queueing.guard(run.key, self._scorers.acquire())
             self.movement.moved(run.mover)
@@ -299,14 +261,14 @@ class EnvManager:
             finally:
                 self._scorers.release()
                 if run.notes is not None:
-                    run.notes.scoring(asked_s, began_s, self._loop.time())
+                    run.notes.scoring(asked_s, began_s, self.loop.time())
             await asyncio.sleep(backoff_s(self._backoff_s, tries))
             tries += 1
         run.cause = self._log.emit(
             schema.Reward(
                 id=run.key,
                 value=score.value,
-                s=round(self._loop.time() - began_s, 6),
+                s=round(self.loop.time() - began_s, 6),
                 busy_s=round(score.busy_s, 6),
                 cold_s=round(score.cold_start_s, 6),
                 tries=tries,
@@ -321,7 +283,7 @@ class EnvManager:
             with boundary(EnvError, "env.close"):
                 await self._closing.guard(run.key, env.close())
         except EnvError as error:
-            self._log.emit(schema.Warning(text=f"{run.key}: {error}", cause=run.cause))
+            self._context.warn(f"{run.key}: {error}", run.cause)
 
     def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)
@@ -346,19 +308,19 @@ class EnvManager:
 
     def _trajectory(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
         run.settle()
-        versions = [turn.completion.spans for turn in run.turns]
+        born = run.turns[0].completion.spans[0].version if run.turns else None
         return Trajectory(
             id=run.id,
             task=run.task,
             turns=tuple(run.turns),
             status=status,
-            born=versions[0][0].version if versions else None,
-            oldest=min(span.version for spans in versions for span in spans) if versions else None,
+            born=born,
+            oldest=born,  # what was sampled under an older version than what came before it is refused (policy/answers)
             reward=None if score is None or status not in SCORED else score.value,
             reward_parts={} if score is None else score.parts,
             reason=reason,
             started_s=run.started_s,
-            ended_s=self._loop.time(),
+            ended_s=self.loop.time(),
         )
 
 

@@ -8,29 +8,28 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rollart.causes import Causes
-from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.affinity import AffinityDriver
 from rollart.control.attempt import Run
+from rollart.control.context import JobContext
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager
 from rollart.errors import TaskError
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.ports import TaskSet
 from rollart.types import Status, Trajectory, TrajectoryId
 
 
 class Evaluation:
     def __init__(
-        self, job: Job, task_sets: Mapping[str, TaskSet], affinity: AffinityDriver, manager: EnvManager, log: LogHandle
+        self, context: JobContext, task_sets: Mapping[str, TaskSet], affinity: AffinityDriver, manager: EnvManager
     ) -> None:
-        self._job = job
+        self._job = context.job
+        self._log = context.log
         self._task_sets = task_sets
         self._affinity = affinity
         self._manager = manager
-        self._log = log
-        self._room = asyncio.Semaphore(job.evaluation.concurrency)
+        self._room = asyncio.Semaphore(context.job.evaluation.concurrency)
 
     async def run(self, name: str) -> None:
         """Play the held-out tasks once (and once more greedily); `name` makes the trajectories' ids."""
@@ -76,11 +75,8 @@ class Evaluation:
             except TaskError as error:
                 self._log.emit(schema.DrawFailed(task=settings.name, index=number, reason=str(error), eval=True))
                 return error
-            return await self._manager.run(
-                Run(
-                    TrajectoryId(group, number, 0), task, settings, self._affinity.place(settings.name), evaluation=True
-                )
-            )
+            order = self._affinity.place(settings.name)
+            return await self._manager.run(Run(TrajectoryId(group, number, 0), task, settings, order, evaluation=True))
 
 
 def _deviation(values: Sequence[float], mean: float) -> float:

@@ -5,15 +5,16 @@ the fleet, the one before. `serving` is the oldest version in rotation: that of 
 The proxy sends requests to the slots; the weight driver swaps them.
 
 An engine is judged by its progress, never by how long one request takes: one that has requests and computes nothing for
-`progress_limit_s` is taken for hung.
+`limits.progress_s` is taken for hung.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
+from rollart.control.context import JobContext
+from rollart.control.waits import Signal
 from rollart.errors import (
     BoundaryError,
     ClusterError,
@@ -25,7 +26,6 @@ from rollart.errors import (
     boundary,
 )
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.stalls import Part
 from rollart.policy.swap import waves
@@ -41,119 +41,91 @@ NOBODY = ""
 Repair = Callable[[WeightVersion], Awaitable[WeightManifest]]
 
 
+@dataclass(slots=True, eq=False)
 class InFlightCall:
-    """One request in an engine. `lost` says why it must be sent again."""
+    """One request in an engine."""
 
-    __slots__ = ("lost", "task")
-
-    def __init__(self, task: "asyncio.Task[Any]") -> None:
-        self.task = task
-        self.lost = ""
+    task: "asyncio.Task[Any]"
+    lost: str = ""
+    """Why it must be sent again."""
 
 
+@dataclass(slots=True, eq=False)
 class EngineSlot:
-    """One engine's place in the fleet; the engine in it may change. A `further` one is filled when there is room."""
+    """One engine's place in the fleet; the engine in it may change."""
 
-    __slots__ = (
-        "boundary",
-        "calls",
-        "engine",
-        "further",
-        "gone",
-        "looking",
-        "moved",
-        "refused",
-        "restarts",
-        "served",
-        "spec",
-        "still",
-        "view",
-    )
+    spec: EngineSpec
+    engine: Engine = field(init=False)
+    view: EngineView = field(init=False)
+    at_engine: boundary = field(init=False)
+    further: bool = True
+    """It is filled when a machine has room for it."""
+    calls: dict[str, InFlightCall] = field(default_factory=dict)
+    restarts: int = 0
+    refused: int = 0
+    """Answers in a row that could not be believed."""
+    gone: bool = False
+    served: int = 0
+    """Requests answered, by whichever engine sat here."""
+    moved: tuple[int, int] = (0, 0)
+    """How far it had come when it was looked at last: answers, and the engine's own count."""
+    still: int = 0
+    """Looks in a row that found it where it was; none is made while it takes new weights."""
+    looking: bool = False
+    loading: WeightVersion | None = None
 
-    def __init__(self, spec: EngineSpec, engine: Engine | None) -> None:
-        self.spec = spec
-        self.further = engine is None
-        if engine is not None:
-            self.engine: Engine = engine
-        self.view = EngineView(id=spec.id, pool=spec.pool)
-        self.boundary = boundary(EngineError, spec.id)
-        self.calls: dict[str, InFlightCall] = {}
-        self.restarts = 0
-        self.refused = 0
-        """Answers in a row that could not be believed."""
-        self.gone = False
-        self.served = 0
-        """Requests answered, by whichever engine sat here."""
-        self.moved: tuple[int, int] = (0, 0)
-        """How far it had come when it was looked at last: answers, and the engine's own count."""
-        self.still = 0
-        """Looks in a row that found it where it was; none is made while it takes new weights."""
-        self.looking = False
+    def __post_init__(self) -> None:
+        self.view = EngineView(id=self.spec.id, pool=self.spec.pool)
+        self.at_engine = boundary(EngineError, self.spec.id)
 
 
 class Fleet:
     def __init__(
         self,
-        engines: Mapping[EngineSpec, Engine],
+        context: JobContext,
         cluster: Cluster,
-        supervisor: TaskSupervisor,
-        waits: Waits,
-        log: LogHandle,
-        *,
-        restarts: int,
-        backoff_s: float,
-        swap_limit_s: float,
-        start_limit_s: float,
-        progress_limit_s: float,
-        look_s: float,
+        engines: Mapping[EngineSpec, Engine],
         repair: Repair,
         changed: Callable[[Mapping[str, int], int], None],
     ) -> None:
-        self.progress_limit_s = progress_limit_s
-        self._look_s = look_s
+        limits, waits = context.job.limits, context.waits
+        self._limits = limits
+        self._look_s = min(limits.progress_s, limits.lag_s) / 4
         """Between two looks at an engine's progress."""
-        self.slots = {spec.id: EngineSlot(spec, engine) for spec, engine in engines.items()}
+        self.slots: dict[str, EngineSlot] = {}
         self.pools: dict[str, list[EngineView]] = {}
-        for slot in self.slots.values():
-            self.pools.setdefault(slot.spec.pool, []).append(slot.view)
+        for spec, engine in engines.items():
+            slot = self._add(spec)
+            slot.engine, slot.further = engine, False
         self.serving: WeightVersion = 0
         self._current: WeightManifest | None = None
         self._staging: WeightVersion = 0
         self._cluster = cluster
-        self._supervisor = supervisor
-        self._log = log
-        self._restarts = restarts
-        self._backoff_s = backoff_s
-        self._swaps = waits.on("engine.swap", swap_limit_s)
-        self._starts = waits.on("engine.start", start_limit_s)
-        self._looks = waits.on("engine.progress", progress_limit_s)
+        self._supervisor = context.supervisor
+        self._log = context.log
+        self._swaps = waits.on("engine.swap", limits.swap_s)
+        self._starts = waits.on("engine.start", limits.start_s)
+        self._looks = waits.on("engine.progress", limits.progress_s)
         self._waiting = waits.on("newer weights")
         self._repair = repair
-        self._idle: list[asyncio.Future[None]] = []
+        self.freed = Signal()
+        """An engine may have become free to take requests."""
         self._changed = changed
         """Told the engines that are up, by pool, and the event that says so, when one came or went."""
 
     def expect(self, spec: EngineSpec) -> None:
         """One more engine may come: it joins when a machine has room for it, and leaves with its machine."""
-        slot = self.slots[spec.id] = EngineSlot(spec, None)
+        slot = self._add(spec)
         slot.view.up = slot.view.serving = False
-        self.pools.setdefault(spec.pool, []).append(slot.view)
         cause = self._log.emit(schema.EngineExpected(engine=spec.id, pool=spec.pool))
         self._supervisor.spawn(self._revive(slot, cause))
 
+    def _add(self, spec: EngineSpec) -> EngineSlot:
+        slot = self.slots[spec.id] = EngineSlot(spec)
+        self.pools.setdefault(spec.pool, []).append(slot.view)
+        return slot
+
     # --- who takes requests -------------------------------------------------------------------------------
-
-    def changed(self) -> asyncio.Future[None]:
-        """Done when an engine may have become free to take requests."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle.append(future)
-        return future
-
-    def _wake(self) -> None:
-        idle, self._idle = self._idle, []
-        for future in idle:
-            if not future.done():
-                future.set_result(None)
 
     def down(self, slot: EngineSlot, reason: str) -> None:
         """Take a lost engine out of rotation, hand its requests back to be sent again, and revive it."""
@@ -171,7 +143,7 @@ class Fleet:
         self._changed(engines_up(self.pools), cause)
 
     async def watch(self) -> None:
-        """Look at the engines for ever; a background task."""
+        """Look at the engines again and again; a background task."""
         while True:
             await asyncio.sleep(self._look_s)
             for slot in self.slots.values():
@@ -185,7 +157,7 @@ class Fleet:
         """Ask an engine that has requests how far it has come; take it for hung where that does not change."""
         engine = slot.engine
         try:
-            with slot.boundary:
+            with slot.at_engine:
                 came = await self._looks.guard(slot.spec.id, engine.abort(NOBODY))
         except BoundaryError as error:
             if slot.engine is engine:
@@ -200,19 +172,19 @@ class Fleet:
             slot.moved, slot.still = moved, 0
             return
         slot.still += 1
-        if slot.still * self._look_s > self.progress_limit_s:  # its first request may have come just before a look
+        if slot.still * self._look_s > self._limits.progress_s:  # its first request may have come just before a look
             self.down(
                 slot,
-                f"{slot.spec.id}: computed nothing for {self.progress_limit_s:g} s with {len(slot.calls)} requests "
+                f"{slot.spec.id}: computed nothing for {self._limits.progress_s:g} s with {len(slot.calls)} requests "
                 "under way (limits.progress_s)",
             )
 
     def parts(self) -> list[Part]:
-        """The engines that take requests, as they stand."""
+        """The engines as they stand, also while they take new weights: one that was named then is not forgotten."""
         return [
             Part(kind="engine", name=slot.spec.id, still_s=slot.still * self._look_s if slot.calls else 0.0)
             for slot in self.slots.values()
-            if slot.view.serving
+            if slot.view.up
         ]
 
     def engine_of(self) -> dict[str, str]:
@@ -221,9 +193,9 @@ class Fleet:
 
     async def _revive(self, slot: EngineSlot, cause: int) -> None:
         """Start the engine again, give it the current weights, and put it back; or give it up."""
-        while slot.restarts < self._restarts:
+        while slot.restarts < self._limits.engine_restarts:
             slot.restarts += 1
-            await asyncio.sleep(backoff_s(self._backoff_s, slot.restarts))
+            await asyncio.sleep(backoff_s(self._limits.backoff_s, slot.restarts))
             try:
                 with boundary(ClusterError, "engine start"):
                     slot.engine = await self._starts.guard(slot.spec.id, self._cluster.engine(slot.spec))
@@ -237,22 +209,22 @@ class Fleet:
                 self._log.emit(schema.EngineRetry(engine=slot.spec.id, reason=str(error), cause=cause))
                 if isinstance(error, VersionGone):
                     slot.restarts -= 1
-                    await self._waiting.guard(slot.spec.id, self.changed())
+                    await self._waiting.guard(slot.spec.id, self.freed.next())
                 elif isinstance(error, NoRoom) and (slot.further or any(view.up for view in self._views())):
-                    slot.restarts -= 1  # it waits for a machine while others serve: that is no failure of its own
+                    slot.restarts -= 1  # it waits for a machine while others serve: not its own failure
                 continue
             slot.view.up = slot.view.serving = True
             slot.still = 0
             self._tell(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
-            self._wake()
+            self.freed.give()
             return
         slot.gone = True
         self._log.emit(schema.EngineGone(engine=slot.spec.id, restarts=slot.restarts, cause=cause))
-        self._wake()
+        self.freed.give()
         if all(other.gone or (other.further and not other.view.up) for other in self.slots.values()):
             self._supervisor.fail(
                 JobStopped(
-                    f"no engine is left: each was restarted {self._restarts} times; "
+                    f"no engine is left: each was restarted {self._limits.engine_restarts} times; "
                     "see engine.down in events.jsonl for the reasons"
                 )
             )
@@ -262,10 +234,11 @@ class Fleet:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    async def stage(self, version: WeightVersion) -> None:
-        """Tell all engines that a version is coming."""
+    async def stage(self, version: WeightVersion, arrived: WeightVersion = 0) -> None:
+        """Tell all engines that a version is coming; one that does not have what has arrived yet, when it has loaded
+        that: an engine keeps one staged version, and would let go of it."""
         self._staging = version
-        slots = [slot for slot in self.slots.values() if slot.view.up]
+        slots = [slot for slot in self.slots.values() if slot.view.up and slot.view.version >= arrived]
         await asyncio.gather(*(self._stage_one(slot, version) for slot in slots))
 
     async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
@@ -293,7 +266,7 @@ class Fleet:
         for slot in slots:
             slot.view.serving = slot.view.up
         self._log.emit(schema.Resume(engines=[slot.spec.id for slot in slots if slot.view.up]))
-        self._wake()
+        self.freed.give()
 
     async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         engine = slot.engine
@@ -302,11 +275,19 @@ class Fleet:
         except BoundaryError as error:
             if slot.engine is engine:
                 self.down(slot, f"swap to {manifest.version}: {error}")
+            return
+        if self._staging > manifest.version:
+            self._supervisor.spawn(self._stage_one(slot, self._staging))
+
+    def oldest_loading(self) -> WeightVersion:
+        """The oldest version that an engine loads now, or the newest one: nothing that is loaded may be dropped."""
+        return min((slot.loading for slot in self.slots.values() if slot.loading is not None), default=self.serving)
 
     async def _load(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         """Swap one engine, having damaged buckets pushed again where needed."""
         engine = slot.engine
         for tries_left in range(REPAIRS, -1, -1):
+            slot.loading = manifest.version
             try:
                 with boundary(EngineError, f"{slot.spec.id} swap"):
                     report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
@@ -315,12 +296,32 @@ class Fleet:
                 self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
                 if not tries_left:
                     raise
-                manifest = await self._repair(manifest.version)
-                if self._current is not None and self._current.version == manifest.version:
-                    self._current = manifest  # a trainer that was rebuilt may have pushed other bits
+                manifest = await self._whole(manifest.version)
+            finally:
+                slot.loading = None
         if slot.engine is engine:
             slot.view.version = report.version
         self._log_swap(slot, report)
+
+    async def _whole(self, version: WeightVersion) -> WeightManifest:
+        """What an engine loads that found the served version damaged: the same, pushed again, or a newer one that is
+        served by then. Raises VersionGone."""
+        if self._served.version == version:
+            try:
+                repaired = await self._repair(version)
+            except VersionGone:
+                if self._served.version == version:
+                    raise
+            else:
+                if self._served.version == version:
+                    self._current = repaired  # a trainer that was rebuilt may have pushed other bits
+        return self._served
+
+    @property
+    def _served(self) -> WeightManifest:
+        """What every engine loads; since the first swap began."""
+        assert self._current is not None
+        return self._current
 
     def _log_swap(self, slot: EngineSlot, report: SwapReport) -> None:
         self._log.emit(

@@ -6,32 +6,30 @@ breaker is open are those that are out of the mix.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 from rollart.causes import Causes
-from rollart.config.settings import LimitSettings
+from rollart.control.context import JobContext
 from rollart.control.samples import zero_variance
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.breaker import Breaker
 from rollart.policy.mix import Mix
+from rollart.types import BreakerState
 
 FLAT_WINDOW = 20
 """Groups of a task, or two batches' worth, whose members all earned the same before we warn."""
 
 
+@dataclass(slots=True)
 class _Tally:
     """One task since the last batch was formed."""
 
-    __slots__ = ("causes", "failed", "filtered", "undrawn")
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.undrawn = 0
-        self.filtered = Causes()
-        """By what all members earned."""
-        self.causes = Causes()
-        """Of failed attempts and draws."""
+    failed: int = 0
+    undrawn: int = 0
+    filtered: Causes = field(default_factory=Causes)
+    """By what all members earned."""
+    causes: Causes = field(default_factory=Causes)
+    """Of failed attempts and draws."""
 
     def words(self) -> list[str]:
         found = []
@@ -47,17 +45,17 @@ class _Tally:
 
 
 class Health:
-    def __init__(
-        self, tasks: Sequence[str], mix: Mix, limits: LimitSettings, groups_per_step: int, log: LogHandle
-    ) -> None:
+    def __init__(self, context: JobContext, mix: Mix) -> None:
+        limits = context.job.limits
         self._mix = mix
-        self._log = log
-        self._tasks = tuple(tasks)
+        self._log = context.log
+        self._warn = context.warn
+        self._tasks = tasks = [task.name for task in context.job.tasks]
         self._breaker = Breaker(
             tasks, failures=limits.task_failures, wait_s=limits.task_probe_s, probes=limits.task_probes
         )
         self._tallies = {task: _Tally() for task in tasks}
-        window = max(FLAT_WINDOW, 2 * groups_per_step)
+        window = max(FLAT_WINDOW, 2 * context.job.rollout.groups_per_step)
         self._flat: dict[str, deque[bool]] = {task: deque(maxlen=window) for task in tasks}
         """Of the last scored groups: did all members earn the same?"""
         self._told_flat: dict[str, None] = {}
@@ -95,14 +93,14 @@ class Health:
         self._watch_flat(task, rewards)
 
     def group_ended(self, task: str, group: str, now_s: float) -> None:
-        """In a way that says nothing of its task."""
+        """It ended in a way that says nothing about its task."""
         self._breaker.ended(task, group, now_s)
 
     def batch_formed(self) -> None:
         self._tallies = {task: _Tally() for task in self._tasks}
 
     def swapped(self, version_s: float, bound: int) -> None:
-        """A version was served for so long, under this bound."""
+        """A version was served for `version_s`, under this bound."""
         for task, needed in self._mix.starving(version_s):
             if task not in self._told_starving:
                 self._told_starving[task] = None
@@ -136,7 +134,7 @@ class Health:
         return "; ".join(told) or "nothing was played"
 
     def last_words(self, filtered: int, batches: int) -> str:
-        """Why the job stops, after so many filtered groups and short batches."""
+        """Why the job stops, after this many filtered groups and short batches."""
         if self.hopeless:
             return f"no task is left, and none came back when it was tried again: {self.why()}"
         return (
@@ -146,10 +144,10 @@ class Health:
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, BreakerState]:
         return self._breaker.state()
 
-    def restore(self, state: Mapping[str, Any], now_s: float) -> None:
+    def restore(self, state: Mapping[str, BreakerState], now_s: float) -> None:
         self._breaker.restore(state, now_s)
         if self.out:
             self._set_out()
@@ -197,6 +195,3 @@ class Health:
                 f"{rewards[0]:.4g}), so nothing is learned from it; its problems are too hard or too easy for this "
                 "model, or its reward does not tell answers apart"
             )
-
-    def _warn(self, text: str) -> None:
-        self._log.emit(schema.Warning(text=text))

@@ -3,22 +3,22 @@
 A turn is noted where it is booked (`Run.settle`): by then the environment was given the answer, or never will be.
 """
 
+from dataclasses import dataclass, field
+
 from rollart.types import Message, Played, Trajectory, TurnNote
 
 
+@dataclass(slots=True)
 class Notes:
-    __slots__ = ("_turns", "open_s", "queue_s", "reset_s", "reward_s", "shown", "text")
-
-    def __init__(self) -> None:
-        self.open_s = 0.0
-        self.reset_s = 0.0
-        self.queue_s = 0.0
-        self.reward_s = 0.0
-        self.shown: tuple[Message, ...] = ()
-        """What the environment said since the last answer."""
-        self.text = ""
-        """The last answer, as the environment was given it."""
-        self._turns: list[TurnNote] = []
+    open_s: float = 0.0
+    reset_s: float = 0.0
+    queue_s: float = 0.0
+    reward_s: float = 0.0
+    shown: tuple[Message, ...] = ()
+    """What the environment said since the last answer."""
+    text: str = ""
+    """The last answer, as the environment was given it."""
+    _turns: list[TurnNote] = field(default_factory=list)
 
     def turn(self, pool: str, waited_s: float) -> None:
         """An answer from an engine of this pool, to what was shown, is booked as a turn."""

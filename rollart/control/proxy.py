@@ -8,12 +8,11 @@ its attempt ends; its engine, which the fleet judges by its progress, goes on.
 import asyncio
 from collections.abc import Sequence
 
+from rollart.control.context import JobContext
 from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Expired, Waits
+from rollart.control.waits import Expired
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
 from rollart.types import Completion, EngineView, GenerateRequest
@@ -23,16 +22,15 @@ MAX_SENDS = 6
 
 
 class Proxy:
-    def __init__(
-        self, fleet: Fleet, supervisor: TaskSupervisor, waits: Waits, log: LogHandle, *, generate_limit_s: float
-    ) -> None:
+    def __init__(self, context: JobContext, fleet: Fleet) -> None:
+        limits, waits = context.job.limits, context.waits
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
-        self._supervisor = supervisor
-        self._log = log
-        self._generating = waits.on("generate", generate_limit_s)
-        self._queueing = waits.on("an engine", None)
-        self._aborting = waits.on("abort", fleet.progress_limit_s)
+        self._supervisor = context.supervisor
+        self._log = context.log
+        self._generating = waits.on("generate", limits.generate_s)
+        self._queueing = waits.on("an engine")
+        self._aborting = waits.on("abort", limits.progress_s)
 
     async def generate(
         self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
@@ -71,7 +69,7 @@ class Proxy:
                 break
             if all(slot.gone for slot in fleet.slots.values()):
                 raise EngineError("no engine is left")
-            await self._queueing.guard(request.id, fleet.changed())
+            await self._queueing.guard(request.id, fleet.freed.next())
         view = route.engine
         self._log.emit(
             schema.Send(
@@ -96,7 +94,7 @@ class Proxy:
         slot.calls[request.id] = call
         slot.view.in_flight += 1
         try:
-            with slot.boundary:
+            with slot.at_engine:
                 return await self._generating.guard(request.id, slot.engine.generate(request)), ""
         except (RequestError, AnswerError):
             raise
@@ -120,7 +118,7 @@ class Proxy:
     async def _abort(self, slot: EngineSlot, request_id: str) -> None:
         engine = slot.engine
         try:
-            with slot.boundary:
+            with slot.at_engine:
                 await self._aborting.guard(request_id, engine.abort(request_id))
         except BoundaryError as error:
             if slot.engine is engine:

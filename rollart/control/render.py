@@ -1,34 +1,30 @@
 """From observation to token delta. Tokens once sampled are never tokenised again.
 
-A prefix is the in_progress list of token pieces one engine session sees: context, completion, context, completion, ...
+A prefix is the growing list of token pieces that one engine session sees: context, completion, context, completion, ...
 Where an agent rewrites history, a new prefix begins and the old one stays a sample of its own.
 """
+
+from typing import NamedTuple
 
 from rollart.ports import Tokenizer
 from rollart.types import Completion, Observation, Tokens
 
 
-class Prefix:
+class Prefix(NamedTuple):
     """What the model has seen and said so far in one session."""
 
-    __slots__ = ("length", "pieces")
-
-    def __init__(self) -> None:
-        self.pieces: tuple[Tokens, ...] = ()
-        self.length = 0
+    pieces: tuple[Tokens, ...] = ()
+    length: int = 0
 
     def extended(self, context: Tokens, *, fresh: bool) -> "Prefix":
         """The prompt for the next completion."""
-        longer = Prefix()
-        longer.pieces = (context,) if fresh else (*self.pieces, context)
-        longer.length = len(context) if fresh else self.length + len(context)
-        return longer
+        return Prefix((context,), len(context)) if fresh else self._longer(context)
 
     def answered(self, completion: Completion) -> "Prefix":
-        longer = Prefix()
-        longer.pieces = (*self.pieces, completion.tokens)
-        longer.length = self.length + len(completion.tokens)
-        return longer
+        return self._longer(completion.tokens)
+
+    def _longer(self, piece: Tokens) -> "Prefix":
+        return Prefix((*self.pieces, piece), self.length + len(piece))
 
 
 def delta(tokenizer: Tokenizer, observation: Observation, last: Completion | None) -> tuple[Tokens, bool]:

@@ -1,29 +1,28 @@
 """Feeds the rollout: admits groups while there is room, plays their members, settles them, and hands out batches.
 
-Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped wherever it
-waits, at every swap. `feed` is called whenever room may have appeared; it never waits.
+Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped at every
+swap, in an engine, an environment or a reward. `feed` is called whenever room may have appeared; it never waits.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rollart.config.job import Job, advantage_of
+from rollart.config.job import advantage_of
 from rollart.control.affinity import AffinityDriver
 from rollart.control.attempt import Run
 from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
+from rollart.control.context import JobContext
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager
 from rollart.control.fleet import Fleet
 from rollart.control.health import Health
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
+from rollart.control.waits import Signal
+from rollart.control.world import World
 from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
 from rollart.policy.redundancy import Verdict, backoff_s
-from rollart.ports import Recorder, TaskSet
 from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
@@ -36,27 +35,19 @@ class StopAsked(Exception):
 
 class Rollout:
     def __init__(
-        self,
-        job: Job,
-        task_sets: Mapping[str, TaskSet],
-        affinity: AffinityDriver,
-        manager: EnvManager,
-        fleet: Fleet,
-        supervisor: TaskSupervisor,
-        waits: Waits,
-        log: LogHandle,
-        recorder: Recorder | None = None,
+        self, context: JobContext, world: World, affinity: AffinityDriver, manager: EnvManager, fleet: Fleet
     ) -> None:
-        rollout = job.rollout
-        self._recorder = recorder
+        job, rollout, waits = context.job, context.job.rollout, context.waits
         self._job = job
+        self._log = context.log
+        self._warn = context.warn
+        self._supervisor = context.supervisor
+        self._recorder = world.recorder
         self._settings = {task.name: task for task in job.tasks}
-        self._task_sets = task_sets
+        self._task_sets = world.task_sets
         self._affinity = affinity
         self._manager = manager
         self._fleet = fleet
-        self._supervisor = supervisor
-        self._log = log
         self._loop = asyncio.get_running_loop()
         quotas = {task.name: task.quota for task in job.tasks}
         self.mix = Mix(
@@ -65,7 +56,7 @@ class Rollout:
             rollout.share_tolerance,
             quotas,
         )
-        self.health = Health([task.name for task in job.tasks], self.mix, job.limits, rollout.groups_per_step, log)
+        self.health = Health(context, self.mix)
         self.buffer = SampleBuffer(
             self.mix,
             bound=rollout.staleness,
@@ -94,8 +85,9 @@ class Rollout:
         self._sated = False
         """Bound 0 and the batch is formed: what starts now would be too old for the next one."""
         self._swapped_s = self._loop.time()
-        self._changed: asyncio.Future[None] | None = None
-        self._opened: list[asyncio.Future[None]] = []
+        self._changed = Signal()
+        """A batch may be formed now, or the last attempt has ended."""
+        self._opened = Signal()
         self._reopened: list[OpenGroup] = []
         self._superseded: list[tuple[str, Task]] = []
 
@@ -112,7 +104,7 @@ class Rollout:
             self._admit_next(probed)
 
     def _admit_next(self, probed: str | None) -> None:
-        """The next group of the mix, or one that tries a task which is out of it."""
+        """The next group of the mix, or a probe of a task that is out of the mix."""
         name, index = (probed, self.mix.draw(probed)) if probed is not None else self.mix.next()
         group_id = f"g{self._next_group}r{self._incarnation}" if self._incarnation else f"g{self._next_group}"
         self._next_group += 1
@@ -123,12 +115,12 @@ class Rollout:
         except TaskError as error:
             self.mix.not_drawn(name)
             self._try_again_in(self.health.draw_failed(name, index, group_id, str(error), self._loop.time()))
-            self._notify()
+            self._changed.give()
         else:
             self._admit(group_id, task)
 
     def _try_again_in(self, wait_s: float | None) -> None:
-        """A task is out of the mix, and may be tried again after so long."""
+        """A task is out of the mix, and may be tried again after this time."""
 
         async def wait(seconds: float) -> None:
             await asyncio.sleep(seconds)
@@ -153,24 +145,18 @@ class Rollout:
         """One member of a group, attempt after attempt, until it is scored or the group needs it no more."""
         while group.id in self.buffer.in_progress:
             if self._closed:
-                await self._holding.guard(group.id, self._when_open())
+                await self._holding.guard(group.id, self._opened.next())
                 continue
-            run = Run(
-                TrajectoryId(group.id, number, member.attempt),
-                group.task,
-                group.settings,
-                group.order,
-                cause=group.cause,
-            )
+            id = TrajectoryId(group.id, number, member.attempt)
+            run = member.run = Run(id, group.task, group.settings, group.order, group.cause)
             member.attempt += 1
-            member.run = run
             self._running += 1
             try:
                 trajectory = await self._manager.run(run)
             finally:
                 self._running -= 1
                 if not self._running:
-                    self._notify()
+                    self._changed.give()
             self._affinity.measure(trajectory)
             if trajectory.status is Status.FAILED:
                 self.health.attempt_failed(group.task.domain, trajectory.reason)
@@ -205,7 +191,7 @@ class Rollout:
                     )
                     self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
                     self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
-                self._notify()
+                self._changed.give()
             case Verdict.STALE:
                 self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
             case Verdict.FAILED:
@@ -244,7 +230,7 @@ class Rollout:
                     f"{self._refills} groups were filtered for one batch; it will be formed with what is there: "
                     + self.health.why()
                 )
-        self._notify()
+        self._changed.give()
 
     # --- age ------------------------------------------------------------------------------------------------
 
@@ -260,7 +246,7 @@ class Rollout:
         self.slots.swapped()
         self.health.swapped(version_s, self._bound)
         self.feed()
-        self._notify()
+        self._changed.give()
 
     def _sweep(self, cause: int) -> None:
         """Stop the groups under way that are too old: in an engine, an environment or a reward."""
@@ -295,7 +281,7 @@ class Rollout:
                     groups = self._short_batch()
             if groups is not None:
                 return self._formed(step, groups)
-            await self._filling.guard(f"step {step}", self._when_changed())
+            await self._filling.guard(f"step {step}", self._changed.next())
 
     def _short_batch(self) -> list[Group]:
         groups = self.buffer.form(short=True)
@@ -340,14 +326,11 @@ class Rollout:
         """Close admission and wait until no attempt runs."""
         self._closed = True
         while self._running:
-            await self._draining.guard(f"{self._running} trajectories", self._when_changed())
+            await self._draining.guard(f"{self._running} trajectories", self._changed.next())
 
     def reopen(self) -> None:
         self._closed = False
-        opened, self._opened = self._opened, []
-        for future in opened:
-            if not future.done():
-                future.set_result(None)
+        self._opened.give()
         self.feed()
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -410,25 +393,6 @@ class Rollout:
         self._begun = False
 
     def stop(self) -> None:
-        """Form no further batch: whoever waits for one gets StopAsked."""
+        """Form no further batch. Whoever waits for one gets StopAsked."""
         self._stopping = True
-        self._notify()
-
-    # --- small things ---------------------------------------------------------------------------------------
-
-    def _warn(self, text: str) -> None:
-        self._log.emit(schema.Warning(text=text))
-
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    def _when_changed(self) -> asyncio.Future[None]:
-        if self._changed is None or self._changed.done():
-            self._changed = self._loop.create_future()
-        return self._changed
-
-    def _when_open(self) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._opened.append(future)
-        return future
+        self._changed.give()

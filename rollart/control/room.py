@@ -6,10 +6,9 @@ being written either gets written or ends the job; the last checkpoint is whole 
 
 import asyncio
 
-from rollart.control.waits import Waits
+from rollart.control.context import JobContext
 from rollart.errors import StayedFull, StoreFull
 from rollart.events import schema
-from rollart.events.log import LogHandle
 
 RETRY_S = 5.0
 """Between two tries."""
@@ -18,20 +17,20 @@ RETRY_S = 5.0
 class Room:
     """Shared by all that write. `what` names a thing that is being written."""
 
-    def __init__(self, waits: Waits, log: LogHandle, *, limit_s: float) -> None:
-        self._log = log
-        self._limit_s = limit_s
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._limit_s = context.job.limits.store_full_s
         self._loop = asyncio.get_running_loop()
-        self._waiting = waits.on("room to write")
+        self._waiting = context.waits.on("room to write")
         self._since: dict[str, tuple[float, int]] = {}
 
     async def wait(self, what: str, error: StoreFull) -> None:
         """It found no room: returns when it is time to try again. Raises StayedFull when that went on for too long."""
         now_s = self._loop.time()
         if what not in self._since:
-            cause = self._log.emit(schema.StoreFull(what=what, reason=str(error)))
+            cause = self._context.log.emit(schema.StoreFull(what=what, reason=str(error)))
             text = f"{what}: no room to write ({error}); trying again for {self._limit_s:g} s: free some"
-            self._log.emit(schema.Warning(text=text, cause=cause))
+            self._context.warn(text, cause)
             self._since[what] = (now_s, cause)
         left_s = self._since[what][0] + self._limit_s - now_s
         if left_s <= 0:
@@ -46,4 +45,4 @@ class Room:
         if what in self._since:
             since_s, cause = self._since.pop(what)
             waited_s = round(self._loop.time() - since_s, 3)
-            self._log.emit(schema.StoreRoom(what=what, waited_s=waited_s, cause=cause))
+            self._context.log.emit(schema.StoreRoom(what=what, waited_s=waited_s, cause=cause))

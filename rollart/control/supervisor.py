@@ -18,7 +18,7 @@ class TaskSupervisor:
         """Set to the first error of any task; the coordinator waits on it."""
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, background: bool = False) -> asyncio.Task[Any]:
-        """Start a task. `background`: a periodic one, whose timers are no sign of life."""
+        """Start a task. `background`: a periodic one, whose timers do not count as life."""
         context = contextvars.copy_context()
         if background:
             context.run(BACKGROUND.set, True)

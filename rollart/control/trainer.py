@@ -2,16 +2,16 @@
 
 Every batch is in the journal before its step. A trainer that is lost is started again, loads the last checkpoint, and
 is given the batches since then in order, under the same version numbers; then it goes on where it was. So is one that
-asks for it (StartAgain), but that is no failure and does not count as one. A trainer that finds no room to write is not
-lost: what it was to write is tried again.
+asks for it (StartAgain), which does not count as a failure. A trainer that finds no room to write is not lost: the
+write is tried again.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rollart.control.context import JobContext
 from rollart.control.room import Room
-from rollart.control.waits import Waits
 from rollart.errors import (
     BoundaryError,
     ClusterError,
@@ -23,7 +23,6 @@ from rollart.errors import (
     boundary,
 )
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.redundancy import backoff_s
 from rollart.policy.training import Progress, in_vain, progress, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer
@@ -31,33 +30,21 @@ from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
 T = TypeVar("T")
 IDLE_STEPS = 5
-"""After so many steps in a row without a token to train on the user is told."""
+"""Steps in a row without a token to train on, after which the user is told."""
 
 
 class TrainerDriver:
-    def __init__(
-        self,
-        trainer: Trainer,
-        cluster: Cluster,
-        journal: Journal,
-        room: Room,
-        waits: Waits,
-        log: LogHandle,
-        *,
-        restarts: int,
-        backoff_s: float,
-        step_limit_s: float,
-        start_limit_s: float,
-    ) -> None:
+    def __init__(self, context: JobContext, cluster: Cluster, journal: Journal, room: Room, trainer: Trainer) -> None:
+        limits = context.job.limits
         self._trainer = trainer
         self._cluster = cluster
         self._journal = journal
         self._room = room
-        self._log = log
-        self._restarts = restarts
-        self._backoff_s = backoff_s
-        self._working = waits.on("trainer", step_limit_s)
-        self._starts = waits.on("trainer.start", start_limit_s)
+        self._log = context.log
+        self._warn = context.warn
+        self._limits = limits
+        self._working = context.waits.on("trainer", limits.train_s)
+        self._starts = context.waits.on("trainer.start", limits.start_s)
         self._lock = asyncio.Lock()
         self._lives = 0
         self._lost_in_a_row = 0
@@ -112,17 +99,20 @@ class TrainerDriver:
             )
         return result
 
-    def _warn(self, text: str) -> None:
-        self._log.emit(schema.Warning(text=text))
+    async def publish(self, version: WeightVersion, *, newest: bool = False) -> WeightManifest:
+        """Push a version. Raises VersionGone where no trainer holds it any more or, where only the `newest` is of use,
+        when there is a newer one."""
 
-    async def publish(self, version: WeightVersion) -> WeightManifest:
         async def push(trainer: Trainer) -> WeightManifest:
-            # Asked of each trainer anew: one that was rebuilt from a later checkpoint may not hold it any more.
+            # Asked at each try: a trainer that was rebuilt from a later checkpoint may not hold it any more, and while
+            # there was no trainer, or no room, a step may have been made.
             if version < self._oldest:
                 raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
+            if newest and version < self.version:
+                raise VersionGone(f"version {version} was not pushed before there was version {self.version}")
             return await trainer.publish(version)
 
-        return await self._call(f"publish {version}", push)
+        return await self._call(f"publish {version}", push, "publish" if newest else "")
 
     async def save(self) -> str:
         return await self._call("save", lambda trainer: trainer.save())
@@ -148,8 +138,10 @@ class TrainerDriver:
             )
         return results
 
-    async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]]) -> T:
-        """Do it; as often as it takes to have a trainer that lives long enough."""
+    async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]], what: str = "") -> T:
+        """Do it; as often as it takes to have a trainer that lives long enough. `what`: what finds no room to be
+        written, where another call may go on writing it."""
+        what = what or who
         while True:
             async with self._lock:
                 life = self._lives
@@ -157,7 +149,7 @@ class TrainerDriver:
                 with boundary(TrainerError, who):
                     value = await self._working.guard(who, work(self._trainer))
             except StoreFull as error:
-                await self._room.wait(who, error)
+                await self._room.wait(what, error)
                 continue
             except VersionGone:
                 raise
@@ -165,7 +157,7 @@ class TrainerDriver:
                 await self._recover(life, error)
                 continue
             if life == self._lives:
-                self._room.found(who)
+                self._room.found(what)
                 return value
             # that trainer was given up meanwhile, and its successor lacks what it just did
 
@@ -188,12 +180,12 @@ class TrainerDriver:
     async def _count_loss(self, error: BoundaryError) -> None:
         """Wait before the next start, longer each time; the last time there is none."""
         self._lost_in_a_row += 1
-        if self._lost_in_a_row > self._restarts:
+        if self._lost_in_a_row > self._limits.trainer_restarts:
             raise JobStopped(
                 f"the trainer was lost {self._lost_in_a_row} times in a row, the last time: {error}; "
                 "the last checkpoint is whole"
             )
-        await asyncio.sleep(backoff_s(self._backoff_s, self._lost_in_a_row))
+        await asyncio.sleep(backoff_s(self._limits.backoff_s, self._lost_in_a_row))
 
     async def _rebuild(self, cause: int) -> None:
         """A new trainer with the state the old one had after its last finished step."""

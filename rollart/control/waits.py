@@ -5,7 +5,8 @@ of its own. The watchdog reads the same lists to say who waits on what.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -13,6 +14,25 @@ T = TypeVar("T")
 
 class Expired(TimeoutError):
     """A wait of ours was over its limit: what was awaited was given up, and may be well."""
+
+
+class Signal:
+    """Lets everyone go on who waits for it now; whoever waits later waits for the next time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def next(self) -> "asyncio.Future[None]":
+        """Done when it is given next."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
+
+    def give(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
 
 class Waiting(NamedTuple):
@@ -23,15 +43,13 @@ class Waiting(NamedTuple):
     since_s: float
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
-    __slots__ = ("due_s", "expired", "since_s", "task", "who")
-
-    def __init__(self, who: str, since_s: float, due_s: float, task: "asyncio.Task[object]") -> None:
-        self.who = who
-        self.since_s = since_s
-        self.due_s = due_s
-        self.task = task
-        self.expired = False
+    who: str
+    since_s: float
+    due_s: float
+    task: "asyncio.Task[object]"
+    expired: bool = False
 
     def expire(self, next_s: float) -> None:
         """Cancel what is awaited; again, where it swallowed the last time."""
@@ -81,7 +99,8 @@ class WaitList:
             raise
         finally:
             del self._waits[wait]
-        wait.forgive()
+        if wait.expired:
+            wait.forgive()
         return result
 
     def _expire(self) -> None:
@@ -120,14 +139,12 @@ class Waits:
 
     def on(self, what: str, limit_s: float | None = None) -> WaitList:
         """The list of this name; made at its first use."""
-        found = self._lists.get(what)
-        if found is None:
-            found = self._lists[what] = WaitList(what, limit_s)
-        return found
+        return self._lists.setdefault(what, WaitList(what, limit_s))
 
     def oldest(self) -> list[Waiting]:
         """The longest wait of each kind, the longest of all first."""
-        return sorted(self._iter(), key=lambda waiting: (waiting.since_s, waiting.what))
+        found = [oldest for waits in self._lists.values() if (oldest := waits.oldest()) is not None]
+        return sorted(found, key=lambda waiting: (waiting.since_s, waiting.what))
 
     def counts(self) -> dict[str, int]:
         return {name: len(waits) for name, waits in self._lists.items() if len(waits)}
@@ -149,9 +166,3 @@ class Waits:
     def close(self) -> None:
         for waits in self._lists.values():
             waits.close()
-
-    def _iter(self) -> Iterator[Waiting]:
-        for waits in self._lists.values():
-            oldest = waits.oldest()
-            if oldest is not None:
-                yield oldest

@@ -5,24 +5,22 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-from rollart.control.waits import Waits
+from rollart.control.context import JobContext
 from rollart.events import schema
-from rollart.events.log import LogHandle
 from rollart.policy.stalls import Lag, Part, lagging, to_name
 
 
 class Watchdog:
     """A background task; its own reports do not count as movement."""
 
-    def __init__(
-        self, waits: Waits, log: LogHandle, parts: Callable[[], Sequence[Part]], *, stall_s: float, lag_s: float
-    ) -> None:
+    def __init__(self, context: JobContext, parts: Callable[[], Sequence[Part]]) -> None:
         """`parts`: what the job consists of now."""
-        self._waits = waits
+        self._context = context
+        self._waits = context.waits
+        self._log = context.log
         self._parts = parts
-        self._log = log
-        self._stall_s = stall_s
-        self._lag_s = lag_s
+        self._stall_s = context.job.limits.stall_s
+        self._lag_s = context.job.limits.lag_s
         self._loop = asyncio.get_running_loop()
         self._named: dict[str, float] = {}
         """Part that stands still -> for how long it had when it was named."""
@@ -70,7 +68,7 @@ class Watchdog:
                 kind=part.kind, name=part.name, for_s=round(part.still_s, 3), peers_s=round(lag.peers_s, 3), what=what
             ),
         )
-        self._log.emit(schema.Warning(text=text, cause=cause))
+        self._context.warn(text, cause)
 
     def report(self, kind: type[schema.Stall | schema.Deadlock], text: str) -> str:
         """Write who waits, and return it in words."""

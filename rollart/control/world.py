@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rollart.control.env_manager import Agent
 from rollart.policy.affinity import Affinity
 from rollart.ports import Cluster, EnvHost, Journal, Recorder, RewardBackend, TaskSet, Tokenizer, WeightStore
 from rollart.types import EngineSpec
+
+if TYPE_CHECKING:
+    from rollart.control.env_manager import Agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class World:
     store: WeightStore
     journal: Journal
     affinity: Affinity
-    agent: Agent | None = None
+    agent: "Agent | None" = None
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
     recorder: Recorder | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config.settings import EngineSettings
-from rollart.engines import sglang, split, vllm
+from rollart.engines import disaggregated, sglang, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine, RemoteSettings
@@ -27,7 +27,7 @@ TOKEN_VARIABLE = "ROLLART_ENGINE_TOKEN"
 """Holds the key of a server that we attach to. Never in the job file, which is written into the run directory."""
 WARM_TOKENS = [1, 2, 3, 4]
 
-AnyServer = vllm.VllmServer | sglang.SglangServer | split.SplitServer
+AnyServer = vllm.VllmServer | sglang.SglangServer | disaggregated.DisaggregatedServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,27 +101,26 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> An
             gpus=settings.engines.gpus,
         )
         return sglang.SglangServer(*await _start(settings, "sglang", line, sglang.environment(token), port, token))
-    gpus, pair_of = settings.engines.gpus, settings.engines.split
-    if pair_of is None:
-        return await _vllm(settings, "vllm", model, max_context, gpus, [], {})
+    if settings.engines.prefill is None:
+        return await _vllm(settings, "vllm", model, max_context, settings.engines.gpus, [], {})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    more = split.arguments(pair_of.connector)
-    devices = {"decode": range(gpus), "prefill": range(gpus, gpus + pair_of.prefill_gpus)}
-    pair: dict[str, vllm.VllmServer] = {}
+    more = disaggregated.arguments(settings.engines.prefill.connector)
+    by_role: dict[str, list[vllm.VllmServer]] = {"decode": [], "prefill": []}
     try:
-        for role, share in devices.items():
-            variables = split.environment(free_port(), share, visible)
-            pair[role] = await _vllm(settings, role, model, max_context, len(share), more, variables)
+        for role, devices in disaggregated.servers(settings.engines):
+            started, variables = by_role[role], disaggregated.environment(free_port(), devices, visible)
+            name = f"{role}-{len(started)}"
+            started.append(await _vllm(settings, name, model, max_context, len(devices), more, variables))
     except BaseException:
-        for server in pair.values():
+        for server in [*by_role["decode"], *by_role["prefill"]]:
             await server.close()
         raise
-    return split.SplitServer(pair["prefill"], pair["decode"])
+    return disaggregated.DisaggregatedServer(**by_role)
 
 
 async def _vllm(
     settings: ServerSettings,
-    role: str,
+    name: str,
     model: Path,
     max_context: int,
     gpus: int,
@@ -140,8 +139,8 @@ async def _vllm(
         cpu=settings.cpu,
     )
     environment = vllm.environment(token, settings.engines.threads, cpu=settings.cpu) | variables
-    http, process = await _start(settings, role, [*line, *more], environment, port, token)
-    return vllm.VllmServer(http, process, gives=role == "prefill")
+    http, process = await _start(settings, name, [*line, *more], environment, port, token)
+    return vllm.VllmServer(http, process, gives=name.startswith("prefill"))
 
 
 def server_python(kind: str, asked: str | None) -> str:

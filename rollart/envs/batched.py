@@ -2,11 +2,12 @@
 
 A wrapper around the ports, for the `sync` mode (`rollout.stepping: batched`). Results of reset and step are held
 until every open environment has one; rewards start when no environment is open. The circle shrinks when one
-closes, so a dead environment blocks nobody for ever; a slow one blocks everybody, which is what is being compared.
+closes, so a dead environment does not block the others; a slow one does, which is what is being compared.
 """
 
 import asyncio
 
+from rollart.config.job import Job
 from rollart.ports import Env, EnvHost, RewardBackend
 from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
 
@@ -54,6 +55,17 @@ def _set(futures: list[asyncio.Future[None]]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)
+
+
+def in_lockstep(job: Job, host: EnvHost, rewards: RewardBackend) -> tuple[EnvHost, RewardBackend]:
+    """These, waiting for each other where the job says so."""
+    if job.rollout.stepping != "batched":
+        return host, rewards
+    lockstep = Lockstep()
+    return (
+        BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s),
+        BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s),
+    )
 
 
 class BatchedHost:

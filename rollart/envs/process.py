@@ -29,28 +29,17 @@ class ProcessEnvHost:
         uses: Mapping[str, str],
         *,
         slots: int,
-        log_dir: str | Path,
+        log_dir: Path,
         seed: int = 0,
         variables: Sequence[str] = (),
         lost: Lost | None = None,
     ) -> None:
         """`variables`: of our environment, those that workers get beside what every program needs."""
         self._uses = dict(uses)
-        self._pool = ProcessPool(
-            "rollart.envs.worker:EnvWorker",
-            self._uses,
-            seed,
-            size=slots,
-            log_dir=Path(log_dir),
-            name="env",
-            variables=variables,
-            lost=lost,
+        worker = "rollart.envs.worker:EnvWorker"
+        self.pool = ProcessPool(
+            "env", worker, self._uses, seed, size=slots, log_dir=log_dir, variables=variables, lost=lost
         )
-
-    @property
-    def pids(self) -> list[int]:
-        """The worker processes now running."""
-        return self._pool.pids
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "ProcessEnv":
         """Wait for a slot and start one environment. Raises EnvError."""
@@ -61,15 +50,15 @@ class ProcessEnvHost:
         except EnvError as error:
             if not isinstance(error.__cause__, WorkerGone):
                 raise
-            # an idle worker may have died since its last user: that is no fault of this environment
+            # an idle worker may have died since its last user: not the fault of this environment
             return await self._open(task)
 
     async def _open(self, task: Task) -> "ProcessEnv":
         try:
-            process = await self._pool.acquire()
+            process = await self.pool.acquire()
         except ClusterError as error:
             raise EnvError(f"open: {error}") from error
-        env = ProcessEnv(self._pool, process)
+        env = ProcessEnv(self.pool, process)
         try:
             await env.call("open", task)
         except BaseException:
@@ -79,7 +68,7 @@ class ProcessEnvHost:
 
     async def close(self) -> None:
         """Kill all workers."""
-        await self._pool.close()
+        await self.pool.close()
 
 
 class ProcessEnv:

@@ -1,14 +1,15 @@
-"""An EnvHost whose environments run in workers on other machines, so many slots in each.
+"""An EnvHost whose environments run in workers on other machines, each with several slots.
 
 The nearest worker is the one with most free slots. A worker that is lost takes its environments with it, each an
-EnvError of its own trajectory; it is started again in the background, and whoever wants to open one meanwhile goes
-elsewhere or waits. `service.py` is the other end.
+EnvError of its own trajectory; it is started again in the background, and an open meanwhile goes to another
+worker or waits. `service.py` is the other end.
 """
 
 import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rollart.errors import BoundaryError, EnvError, NoRoom
@@ -33,22 +34,20 @@ Launch = Callable[[int], Awaitable[EnvWorker]]
 
 
 class _Slot(NamedTuple):
-    """Room for one environment, in this worker and in no successor of it."""
+    """Room for one environment, in this worker and not in its successor."""
 
     place: "_WorkerPlace"
     worker: EnvWorker
 
 
+@dataclass(slots=True, eq=False)
 class _WorkerPlace:
     """The place of one worker after another."""
 
-    __slots__ = ("free", "number", "size", "worker")
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.worker: EnvWorker | None = None
-        self.free = 0
+    number: int
+    size: int
+    worker: EnvWorker | None = None
+    free: int = 0
 
     def take(self) -> _Slot:
         assert self.worker is not None
@@ -58,7 +57,7 @@ class _WorkerPlace:
 
 
 class RemoteEnvHost:
-    """One worker for each number in `slots`, with so many slots. All are started at the first open."""
+    """One worker for each number in `slots`, which says how many it has. All are started at the first open."""
 
     def __init__(self, launch: Launch, *, slots: Sequence[int]) -> None:
         self._launch = launch
@@ -79,7 +78,7 @@ class RemoteEnvHost:
                 self.release(slot)
                 if not slot.worker.gone:
                     raise
-                self.lost(slot)  # no fault of this environment: another worker takes it
+                self.lost(slot)  # not the fault of this environment: another worker takes it
                 continue
             except BaseException:
                 self._spawn(env.end())
@@ -147,7 +146,7 @@ class RemoteEnvHost:
         self._serve(place)
 
     def _fail(self, reason: str) -> None:
-        """Nobody can be served now, and it is no lack of machines: do not let them wait in silence."""
+        """Nobody can be served now, and not for lack of machines: do not let them wait in silence."""
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
@@ -165,7 +164,7 @@ class RemoteEnv:
     def __init__(self, host: RemoteEnvHost, slot: _Slot, key: str) -> None:
         self.key = key
         self._host = host
-        self._slot = slot
+        self.slot = slot
         self._closed = False
 
     async def reset(self) -> Observation:
@@ -181,7 +180,7 @@ class RemoteEnv:
         try:
             await self._call("close")
         finally:
-            self._host.release(self._slot)
+            self._host.release(self.slot)
 
     async def end(self) -> None:
         """Close it when nobody asks how that went."""
@@ -199,10 +198,10 @@ class RemoteEnv:
         return observation
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        worker = self._slot.worker
+        worker = self.slot.worker
         try:
             return await worker.call(EnvError, method, self.key, *arguments)
         except EnvError:
             if worker.gone:
-                self._host.lost(self._slot)
+                self._host.lost(self.slot)
             raise

@@ -7,6 +7,7 @@ cancelled, as the host itself would on a cancelled step. `remote.py` is the call
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollart.errors import EnvError
@@ -18,12 +19,10 @@ class Host(EnvHost, Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True)
 class _Place:
-    __slots__ = ("env", "task")
-
-    def __init__(self) -> None:
-        self.env: Env | None = None
-        self.task: asyncio.Task[Any] | None = None
+    env: Env | None = None
+    task: "asyncio.Task[Any] | None" = None
 
 
 class EnvService:

@@ -1,7 +1,7 @@
 """The append-only run log: writes events to `events.jsonl`, hands each to its readers, and reads them back.
 
 Every decision and every outcome is one event: a struct of `rollart.events.schema`, and one line of JSON in the file.
-The summary (`rollart.report.summary`) and the audit (`rollart.report.audit`) are folds over this log and read nothing
+The summary (`rollart.report.fold`) and the audit (`rollart.report.audit`) are folds over this log and read nothing
 else, live or afterwards.
 
 A log that grows large goes on in a new file: `events-000001.jsonl` is its oldest part, `events.jsonl` the one that is
@@ -12,7 +12,7 @@ import gzip
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, Union, get_args
 
 import msgspec
 
@@ -20,31 +20,48 @@ from rollart.append import AppendFile
 from rollart.errors import JobError, StoreFull, as_utf8
 from rollart.events.schema import KINDS, Event
 
-E = TypeVar("E", bound=Event)
 Reader = Callable[[Event], None]
-Handlers = dict[type[Event], Callable[[Any], None]]
-"""What a reader does with each kind of event; filled with `on`, which checks that kind and method belong together."""
 
 FLUSH_BYTES = 1 << 20
 """Events are written out in pieces of this size, and whenever `flush` is called."""
 PART_BYTES = 1 << 30
-"""A part of the log that has this many is not written to any more."""
+"""The log goes on in a new part at this size."""
 BLOCK_BYTES = 1 << 16
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Union[tuple(KINDS.values())]).decode  # noqa: UP007 - of a tuple that is made
 
 
-def on(kind: type[E], method: Callable[[E], None]) -> tuple[type[Event], Callable[[Any], None]]:
-    """One entry of `Handlers`."""
-    return kind, method
+class Fold:
+    """A reader of events whose methods are handlers: one that takes `event: schema.Send` is called with each `Send`.
+
+    A union of kinds is called with each of these. `parts` are folds that handle other kinds.
+    """
+
+    def __init__(self, *parts: "Fold") -> None:
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {}
+        found = [(kind, getattr(self, name)) for name, method in vars(type(self)).items() for kind in _handled(method)]
+        for kind, handler in [*found, *(entry for part in parts for entry in part._handlers.items())]:
+            assert kind not in self._handlers, f"{type(self).__name__} has two handlers of {kind.__name__}"
+            self._handlers[kind] = handler
+
+    def read(self, event: Event) -> None:
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+
+def _handled(method: object) -> list[type[Event]]:
+    """The kinds of events that a method is annotated to take."""
+    kind = getattr(method, "__annotations__", {}).get("event")
+    return [kind for kind in get_args(kind) or (kind,) if kind in KINDS.values()]
 
 
 class EventLog:
     """Writes events to a file (or nowhere) and hands each to its readers.
 
-    `clock` gives seconds; control passes `loop.time`. A log that was `cut` swallows everything: so a killed
-    coordinator's dying words do not enter the history.
+    `clock` gives seconds; control passes `loop.time`. Coordinators write through a
+    `LogHandle`, which can be cut off.
     """
 
     def __init__(
@@ -79,7 +96,7 @@ class EventLog:
         if self._file is not None:
             try:
                 line = _encode(event)
-            except (UnicodeEncodeError, TypeError):  # text of user code that is no UTF-8: worth a `?`, and never a job
+            except (UnicodeEncodeError, TypeError):  # user text that is not UTF-8 gets a `?` instead of ending the job
                 event = _plain(event)
                 line = _encode(event)
             self._file.put(line + b"\n")
@@ -90,8 +107,8 @@ class EventLog:
         return number
 
     def flush(self, *, durable: bool = False) -> None:
-        """Write out what there is. A full disk is no reason to end: what finds no room is held, and written later.
-        `durable`: raises StoreFull instead, since whoever asks for it relies on it."""
+        """Write out what there is. On a full disk the rest is held, and written later. `durable`: sync to disk, and
+        raise StoreFull instead."""
         if self._file is None:
             return
         try:
@@ -103,7 +120,7 @@ class EventLog:
                 raise
 
     def _rotate(self, full: AppendFile) -> None:
-        """Go on in a new file. A kill at any point leaves every event in a part that is read."""
+        """Go on in a new file. After a kill at any point, every event is in a part that is read."""
         assert self._path is not None
         number = 1
         while _part(self._path, number) is not None:
@@ -111,7 +128,7 @@ class EventLog:
         full.move_to(_numbered(self._path, number))
 
     def close(self) -> int:
-        """Returns how many bytes of events found no room in the end."""
+        """Returns how many bytes of events could not be written."""
         if self._file is None:
             return 0
         self.flush()
@@ -121,7 +138,7 @@ class EventLog:
 
 
 class LogHandle:
-    """One incarnation's access to the log; `cut` it when that incarnation is dead."""
+    """One coordinator's access to the log. It is `cut` when that is killed: what it still says is dropped."""
 
     __slots__ = ("_cut", "_log")
 
@@ -154,7 +171,7 @@ def event_files(path: Path) -> list[Path]:
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run directory's log, in order, from all its parts. A torn last line (a killed run) is left out.
-    The run may still be going on. Raises JobError for a line that is no event as this version knows them."""
+    The run may still be going on. Raises JobError for a line that this version cannot read."""
     number = 1
     while True:
         part = _part(path, number)
@@ -178,7 +195,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off what a kill left of a last line, so that the log can go on. Reads no more than that line."""
+    """Cut off an incomplete last line, so that the log can go on. Reads no more than that line."""
     if not path.exists():
         return
     with open(path, "r+b") as file:
@@ -203,20 +220,24 @@ def _whole_lines(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
                 raise JobError(f"{path}: line {number}: {_what_is_wrong(line, error)}") from None
 
 
+class _Kind(msgspec.Struct):
+    e: str | None = None
+
+
 def _what_is_wrong(line: bytes, error: Exception) -> str:
-    """With a line that is no event as this version knows them."""
+    """Why this version cannot read a line."""
     fix = "read it with the version of RollArt that wrote it"
     try:
-        kind = msgspec.json.decode(line, type=dict[str, Any]).get("e")
+        kind = msgspec.json.decode(line.decode(), type=_Kind).e
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return f"is no event ({error}); the file was damaged"
+        return f"is not an event ({error}); the file was damaged"
     if kind not in KINDS:
-        return f"{kind!r} is no kind of event that is known here; {fix}"
-    return f"an event {kind!r} that is not as it is known here ({error}); {fix}"
+        return f"{kind!r} is not a known kind of event; {fix}"
+    return f"an event {kind!r} of another version ({error}); {fix}"
 
 
 def _plain(value: Any) -> Any:
-    """With text that is UTF-8, and of Python's own types."""
+    """The same with valid text and Python's own types."""
     match value:
         case msgspec.Struct():
             return type(value)(**{name: _plain(getattr(value, name)) for name in value.__struct_fields__})

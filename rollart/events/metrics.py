@@ -1,4 +1,4 @@
-"""Metric values that know how to reduce: what is known of a step by name, between two rows of `metrics.jsonl`."""
+"""Metric values that know how to reduce, collected by name between two rows of `metrics.jsonl`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Metrics:
         self._values[name] = value if before is None else reduce(before, value)
 
     def row(self) -> Mapping[str, float]:
-        """The reduced values, by name in order; and start anew."""
+        """The reduced values, sorted by name. Starts over."""
         row: dict[str, float] = {}
         for name in sorted(self._values):
             value = self._values[name]

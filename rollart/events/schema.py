@@ -32,6 +32,16 @@ class Event(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True, tag_fiel
         return other is not None and self == msgspec.structs.replace(other, n=self.n, t=self.t, cause=self.cause)
 
 
+def task_set(task: str) -> str:
+    """The name of the task set that a task is of: `maths` of `maths/17`."""
+    return task.split("/", 1)[0]
+
+
+def attempt_of(call: str) -> str:
+    """The attempt that a generate call is of: `g7.3.0` of `g7.3.0/2`."""
+    return call.rpartition("/")[0]
+
+
 # --- Values inside events -------------------------------------------------------------------------------------------
 
 
@@ -48,6 +58,17 @@ class TaskFacts(Value):
     """The pool it was given, or `auto`."""
 
 
+class PrefillFacts(Value):
+    """The prefill workers of a pool's engines."""
+
+    pool: str
+    """Whose devices they have."""
+    workers: int
+    """Of each engine."""
+    gpus: int
+    """Of each worker."""
+
+
 class PoolFacts(Value):
     """One pool of the job."""
 
@@ -58,9 +79,9 @@ class PoolFacts(Value):
     engines: int
     """Engines at the start."""
     gpus: int
-    """Of each engine."""
-    prefill: str | None
-    """The pool that prefills for this one."""
+    """Of each engine, prefill workers not counted."""
+    prefill: PrefillFacts | None
+    """Where prefill is apart from decode."""
     slots: int
     """Environments at a time."""
 
@@ -341,8 +362,7 @@ class StoreRoom(Event, tag="store.room", kw_only=True):
 class Warning(Event, tag="warning", kw_only=True):
     """Not fatal, worth reading.
 
-    By: control/rollout, control/health, control/env_manager, control/weights, control/trainer, control/room,
-        control/watchdog, launch/training
+    By: control/context, control/weights, launch/training
     Cause: from env_manager: the attempt's last event; from room and watchdog: `store.full` and `lagging`
     """
 
@@ -461,7 +481,7 @@ class Said(Event, tag="said", kw_only=True):
     finish: str
     """`stop`, `length` or `abort`."""
     prefill_busy_s: float | None = None
-    """Its share of the time of the half that prefills, only where the engine is a pair."""
+    """Seconds of a prefill worker, only where prefill is apart from decode."""
 
 
 class Lost(Event, tag="lost", kw_only=True):
@@ -886,6 +906,19 @@ class Pushed(Event, tag="pushed", kw_only=True):
     """Which."""
     bytes: int
     """Of all its buckets."""
+
+
+class PushSkipped(Event, tag="push.skipped", kw_only=True):
+    """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
+
+    By: control/weights
+    Cause: `push`
+    """
+
+    version: int
+    """Which."""
+    reason: str
+    """What there is instead."""
 
 
 class Bucket(Event, tag="bucket", kw_only=True):

@@ -8,23 +8,25 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.sim import FAULT_KINDS
 from rollart.launch.simulation import simulate
+from rollart.report.reports import ChaosReport, FailedPlan, FaultCount
 from rollart.sim.faults import draw_plan
 
 TOTALS = ("violations", "deadlocks", "lost", "trained_twice", "finished", "stopped", "stopped_full")
 PLAN_LIMIT_S = 60
-"""Real seconds for one plan, hundreds of times what it takes: beyond, it goes in circles."""
+"""Real seconds for one plan, hundreds of times what it takes. Beyond that it is taken for an endless loop."""
 MAX_FAILURES = 50
-"""Failures that are told one by one."""
+"""Failures that are listed one by one."""
 
 
 def run_plans(
@@ -36,33 +38,32 @@ def run_plans(
     workers: int = 1,
     out: Path | None = None,
     progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Run the plans and say what they showed. The run directories of plans that fail are kept under `out`."""
+) -> ChaosReport:
+    """Run the plans. The run directories of plans that fail are kept under `out`."""
     began_s = told_s = time.monotonic()
-    seeds = range(first, first + plans)
-    work = [(path, overrides, seed, out) for seed in seeds]
-    failures: list[dict[str, Any]] = []
-    fired = {kind: [0, 0] for kind in FAULT_KINDS}
-    totals = dict.fromkeys(TOTALS, 0)
+    work = [(path, overrides, seed, out) for seed in range(first, first + plans)]
+    failures: list[FailedPlan] = []
+    totals: Counter[str] = Counter()
+    fired: Counter[str] = Counter()
+    during_swap: Counter[str] = Counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for done, row in enumerate(pool.map(_run_plan, work), start=1):
-            for kind, (count, during) in row["faults"].items():
-                fired[kind][0] += count
-                fired[kind][1] += during
-            for key in totals:
-                totals[key] += row[key]
-            if row["text"]:
-                failures.append({"seed": row["seed"], "text": row["text"]})
+        for done, plan in enumerate(pool.map(_run_plan, work), start=1):
+            totals.update(plan.counts)
+            for kind, (count, during) in plan.faults.items():
+                fired[kind] += count
+                during_swap[kind] += during
+            if plan.text:
+                failures.append(FailedPlan(seed=plan.seed, text=plan.text))
             if progress is not None and time.monotonic() - told_s > 5.0:
                 told_s = time.monotonic()
                 progress(f"{done}/{plans} plans, {totals['violations']} violations, {told_s - began_s:.0f} s")
-    return {
-        "plans": plans,
-        **totals,
-        "faults": {kind: {"fired": count, "during_swap": during} for kind, (count, during) in fired.items()},
-        "wall_s": round(time.monotonic() - began_s, 1),
-        "failures": failures[:MAX_FAILURES],
-    }
+    return ChaosReport(
+        plans=plans,
+        **{what: totals[what] for what in TOTALS},
+        faults={kind: FaultCount(fired=fired[kind], during_swap=during_swap[kind]) for kind in FAULT_KINDS},
+        wall_s=round(time.monotonic() - began_s, 1),
+        failures=failures[:MAX_FAILURES],
+    )
 
 
 def plan_job(path: Path, overrides: tuple[str, ...], seed: int) -> Job:
@@ -75,7 +76,18 @@ def plan_job(path: Path, overrides: tuple[str, ...], seed: int) -> Job:
     return job.model_copy(update={"sim": job.sim.model_copy(update={"faults": faults})})
 
 
-def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What one plan showed."""
+
+    seed: int
+    counts: Mapping[str, int]
+    """Of `TOTALS`, those that are not 0."""
+    faults: Mapping[str, list[int]]
+    text: str
+
+
+def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
     path, overrides, seed, out = work
     folder = out / f"seed-{seed}" if out is not None else None
     signal.signal(signal.SIGALRM, _too_long)
@@ -85,36 +97,31 @@ def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> dict[str,
     except (
         Exception,
         _TooLong,
-    ) as error:  # a bug of ours is what chaos looks for: it counts, and the other plans go on
+    ) as error:  # a bug of ours: it counts, and the other plans go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"crashed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        return {"seed": seed, **dict.fromkeys(TOTALS, 0), "violations": 1, "faults": {}, "text": text}
+        return _Plan(seed=seed, counts={"violations": 1}, faults={}, text=text)
     finally:
         signal.alarm(0)
-    groups = result.summary["groups"]
+    ended, groups = result.summary.state, result.summary.groups
     violations = list(result.violations)
-    if result.summary["state"] == "stopped" and not result.full:
-        # every other fault that is drawn can be survived
-        violations.insert(0, f"promise 8: the job stopped: {result.summary['reason']}")
+    if ended == "stopped" and not result.full:  # a job must survive every other fault
+        violations.insert(0, f"promise 8: the job stopped: {result.summary.reason}")
     if folder is not None and not violations:
         shutil.rmtree(folder)
-    return {
-        "seed": seed,
+    counts = {
         "violations": len(violations),
         "deadlocks": int(result.deadlock),
-        "lost": groups["lost"],
-        "trained_twice": groups["trained_twice"],
-        "finished": int(result.summary["state"] == "finished"),
-        "stopped": int(result.summary["state"] == "stopped" and not result.full),
-        "stopped_full": int(result.full),
-        "faults": result.faults,
-        "text": "; ".join(violations[:3]),
+        "lost": groups.lost,
+        "trained_twice": groups.trained_twice,
+        "stopped_full" if result.full else ended: 1,
     }
+    return _Plan(seed=seed, counts=counts, faults=result.faults, text="; ".join(violations[:3]))
 
 
 class _TooLong(KeyboardInterrupt):
-    """Goes through an event loop, which takes any other error for a callback's own."""
+    """An event loop lets this one through; it would log any other error and go on."""
 
 
 def _too_long(number: int, frame: object) -> None:
-    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} s of real time: it goes in circles")
+    raise _TooLong(f"a plan took more than {PLAN_LIMIT_S} s of real time: an endless loop")

@@ -10,22 +10,24 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
-from rollart.config.settings import TaskSettings
+from rollart.config.settings import EngineSettings, PoolSettings, TaskSettings
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
-from rollart.launch.resources import refuse_unplaceable
+from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from rollart.envs.process import ProcessEnvHost
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
@@ -70,13 +72,16 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, check_supported, _refuse_devices, _refuse_pythons, _refuse_weights_path):
+    for check in (check_trackers, _refuse_pythons, _refuse_weights_path):
         look(check, job)
+    found += unsupported(job)
     look(partial(refuse_unplaceable, trains=trains), job)
     look(_refuse_reward_url, job)
-    sets = {task.name: look(_task_set, job, position) for position, task in enumerate(job.tasks)}
-    look(_refuse_reference, job)
-    look(_refuse_adapter, job)
+    evaluates = not trains or job.evaluation.first or job.evaluation.every > 0
+    sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
+    if trains:
+        look(_refuse_reference, job)
+        look(_refuse_adapter, job)
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
@@ -86,7 +91,9 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             look(_refuse_shape, job)
         tokenizer = look(_tokenizer, job)
         if tokenizer is not None and job.cluster.type != "ray":  # there, environments run on other machines
-            found += _prompt_problems(job, {name: one for name, one in sets.items() if one is not None}, tokenizer)
+            found += _prompt_problems(
+                job, {name: one for name, one in sets.items() if one is not None}, tokenizer, evaluates=evaluates
+            )
     trained = (params or 0) if trains and job.train.lora is None else 0
     for room in _rooms(job, out if writable else None, trained, resume=resume):
         look(_refuse_full_disk, room)
@@ -97,78 +104,91 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
 
 
 def check_supported(job: Job) -> None:
-    """A key that `rollart train` would ignore is an error, and not a surprise."""
-    for pool in job.pools:
-        if pool.engines is not None and pool.engines.prefill is not None:
-            raise JobError(
-                f"pools.{pool.name}.engines.prefill: pairs of two pools are simulated only; remove it, use "
-                "`rollart sim`, or set engines.split on a vllm pool, whose two servers are on one machine"
-            )
-        if pool.engines is not None and pool.engines.type == "embedded" and pool.engines.gpus > 1:
-            raise JobError(
-                f"pools.{pool.name}.engines.gpus: {pool.engines.gpus}, but an embedded engine computes on one device; "
-                "set it to 1 and raise engines.count, or set engines.type to vllm or sglang"
-            )
-    _refuse_missing_cores(job)
-    _refuse_missing_variables(job)
-    for pool in job.pools:
-        if pool.engines is not None and pool.engines.most is not None and job.cluster.type != "ray":
-            raise JobError(
-                f"pools.{pool.name}.engines.most: no machine joins a cluster of type {job.cluster.type}; "
-                "set cluster.type to ray, or remove it"
-            )
-    for pool in job.engine_pools:
-        assert pool.engines is not None
-        if pool.engines.type != "embedded" and pool.engines.device != "cpu":
-            if job.cluster.type != "local":
-                raise JobError(
-                    f"pools.{pool.name}.engines.device: a cluster of type {job.cluster.type} gives a server no device "
-                    "by number; remove it, or set cluster.type to local"
-                )
-            if pool.hardware == "cpu":
-                raise JobError(
-                    f"pools.{pool.name}.engines.device: {pool.engines.device}, but the pool's hardware is cpu, where a "
-                    "server computes on none; remove it, or name the hardware"
-                )
-        if pool.engines.type != "embedded" and job.train.lora is not None:
-            raise JobError(
-                f"train.lora: {pool.engines.type} engines (pool {pool.name!r}) are not given adapters yet; set "
-                "engines.type to embedded, or remove train.lora"
-            )
-        if pool.engines.type != "embedded" and job.weights.type != "files":
-            raise JobError(
-                f"weights.type: {pool.engines.type} engines (pool {pool.name!r}) load new weights as files; "
-                "set weights.type=files"
-            )
+    """Raises JobError for the first key that `rollart train` would ignore, or that this machine cannot serve."""
+    for problem in unsupported(job):
+        raise JobError(problem)
+
+
+def unsupported(job: Job) -> Iterator[str]:
+    """One line for each such key."""
+    for pool, engines in job.engines:
+        yield from _engine_problems(job, pool, engines)
+        yield from _prefill_problems(job, pool, engines)
+    for key, cores, device in [
+        *((f"pools.{pool.name}.engines", engines.cores, engines.device) for pool, engines in job.engines),
+        ("train", job.train.cores, job.train.device),
+    ]:
+        most = (os.cpu_count() or 1) - 1
+        if cores and max(cores) > most:
+            yield f"{key}.cores: {list(cores)} are not all on this machine, which has 0 to {most}; name those"
+        kind, colon, number = device.partition(":")  # which GPUs there are is checked with the placement
+        if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
+            yield f"{key}.device: {device!r} is not a device; write cpu, cuda, or such as cuda:0"
+    yield from _variable_problems(job)
     if job.train.type == "single" and job.train.gpus > 1:
-        raise JobError(
-            f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
-        )
+        yield f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
     if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
-        raise JobError("pools: environment pools of both isolations in one job are not there yet; use one of them")
+        yield "pools: environment pools of both isolations in one job are not there yet; use one of them"
 
 
-def _refuse_missing_variables(job: Job) -> None:
-    """On Ray, environments have the variables of their machines; rewards are here."""
-    asked = [(f"tasks.{position}.environment", task.environment) for position, task in enumerate(job.tasks)]
-    if any(names for _, names in asked) and all(pool.isolation == "inline" for pool in job.pools if pool.slots):
-        key = next(key for key, names in asked if names)
-        raise JobError(
-            f"{key}: environments of isolation inline run in this process, and see all that it sees; remove it, or set "
-            "isolation to process"
+def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
+    key, cluster, server = f"pools.{pool.name}.engines", job.cluster.type, engines.type != "embedded"
+    if not server and engines.gpus > 1:
+        yield (
+            f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
+            "engines.count, or set engines.type to vllm or sglang"
         )
-    for key, names in [*(asked if job.cluster.type != "ray" else []), ("rewards.environment", job.rewards.environment)]:
-        for name in names:
-            if name not in os.environ:
-                raise JobError(f"{key}: {name} is not set here; set it (export {name}=...), or remove it")
+    if server and job.train.lora is not None:
+        yield (
+            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            "embedded, or remove train.lora"
+        )
+    if engines.most is not None and cluster != "ray":
+        yield f"{key}.most: no machine joins a cluster of type {cluster}; set cluster.type to ray, or remove it"
+    if server and engines.device != "cpu" and cluster != "local":
+        yield (
+            f"{key}.device: a cluster of type {cluster} gives a server no device by number; remove it, or set "
+            "cluster.type to local"
+        )
+    if server and engines.device != "cpu" and pool.hardware == "cpu":
+        yield (
+            f"{key}.device: {engines.device}, but the pool's hardware is cpu, where a server computes on none; "
+            "remove it, or name the hardware"
+        )
+    if server and job.weights.type != "files":
+        yield (
+            f"weights.type: {engines.type} engines (pool {pool.name!r}) load new weights as files; "
+            "set weights.type=files"
+        )
 
 
-def _refuse_missing_cores(job: Job) -> None:
-    most = os.cpu_count() or 1
-    asked = [(f"pools.{pool.name}.engines.cores", pool.engines.cores) for pool in job.pools if pool.engines]
-    for key, cores in [*asked, ("train.cores", job.train.cores)]:
-        if cores and max(cores) >= most:
-            raise JobError(f"{key}: {list(cores)} are not all on this machine, which has 0 to {most - 1}; name those")
+def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
+    key, other = f"pools.{pool.name}.engines.prefill", job.prefill_pool(pool)
+    if other is not None and engines.type != "vllm":
+        yield (
+            f"{key}: {engines.type} engines cannot prefill apart; set engines.type to vllm, remove it, or use "
+            "`rollart sim`"
+        )
+    elif other is not None and job.cluster.type == "ray" and kind_of(other) != kind_of(pool):
+        yield (
+            f"{key}.pool: all workers of an engine run on one machine, and pool {other.name!r} has others than "
+            f"{pool.name!r}; remove it, or use `rollart sim`"
+        )
+
+
+def _variable_problems(job: Job) -> Iterator[str]:
+    """On Ray, environments have the variables of their machines; rewards are computed here."""
+    asked = {f"tasks.{position}.environment": task.environment for position, task in enumerate(job.tasks)}
+    if all(pool.isolation == "inline" for pool in job.pools if pool.slots):
+        for key in (key for key, names in asked.items() if names):
+            yield (
+                f"{key}: environments of isolation inline run in this process, and see all its variables; remove it, "
+                "or set isolation to process"
+            )
+    here = {**(asked if job.cluster.type != "ray" else {}), "rewards.environment": job.rewards.environment}
+    for key, name in ((key, name) for key, names in here.items() for name in names):
+        if name not in os.environ:
+            yield f"{key}: {name} is not set here; set it (export {name}=...), or remove it"
 
 
 def refuse_long_contexts(job: Job) -> None:
@@ -181,26 +201,24 @@ def refuse_long_contexts(job: Job) -> None:
             f"model.context_tokens: {asked} is more than the {most} positions of {job.model.path}; "
             f"set model.context_tokens={most} or less"
         )
-    for pool in job.engine_pools:
-        assert pool.engines is not None
-        bound = pool.engines.kv_tokens or (pool.engines.cpu_kv_tokens if pool.engines.device == "cpu" else asked)
-        if pool.engines.type == "embedded" and asked > bound:
+    for pool, engines in job.engines:
+        bound = engines.kv_tokens or (engines.cpu_kv_tokens if engines.device == "cpu" else asked)
+        if engines.type == "embedded" and asked > bound:
             raise JobError(
-                f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens "
-                f"{bound}, where one trajectory must fit; lower context_tokens, or raise kv_tokens"
+                f"model.context_tokens: {asked} is more than pools.{pool.name}.engines.kv_tokens {bound}, "
+                "where one trajectory must fit; lower context_tokens, or raise kv_tokens"
             )
 
 
-def _model_config(job: Job) -> dict[str, Any]:
+def _model_config(job: Job) -> Mapping[str, Any]:
+    """As its library wrote it, under the names that most models use."""
     return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
 
 
 def refuse_mixtures_on_servers(job: Job) -> None:
     """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
-    kinds = [pool.engines.type for pool in job.engine_pools if pool.engines and pool.engines.type != "embedded"]
-    if not kinds:
-        return
-    if experts_in(_model_config(job)).num:
+    kinds = [engines.type for _, engines in job.engines if engines.type != "embedded"]
+    if kinds and experts_in(_model_config(job)).num:
         raise JobError(
             f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
             "of yet; give another model, or set engines.type to embedded"
@@ -222,18 +240,24 @@ def _model(job: Job) -> Path:
             f"model.path: {path} is not a Hugging Face directory (it has no config.json); "
             f"make one with: rollart model tiny {path}"
         )
+    _causal_config("model.path", path)
+    return path
+
+
+def _causal_config(key: str, path: Path) -> "PreTrainedConfig":
+    """Of a causal language model whose weights are there."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the boundary to transformers, which raises whatever a config's own code does
-        raise JobError(f"model.path: {path}/config.json: {_one_line(error)}; give another model") from None
+        raise JobError(f"{key}: {path}/config.json: {_one_line(error)}; give another model") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise JobError(f"model.path: {path} is a {config.model_type}, no causal language model; give one that is")
+        raise JobError(f"{key}: {path} is a {config.model_type}, no causal language model; give one that is")
     if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
-        raise JobError(f"model.path: {path} holds no weights (*.safetensors); bring them, or give another model")
-    return path
+        raise JobError(f"{key}: {path} holds no weights (*.safetensors); bring them, or give another model")
+    return config
 
 
 def _refuse_architecture(job: Job, *, trains: bool) -> None:
@@ -242,17 +266,25 @@ def _refuse_architecture(job: Job, *, trains: bool) -> None:
     from transformers import AutoConfig
 
     from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import empty_model, prove_packed_architecture
+    from rollart.model.network import prove_packed_architecture
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
         prove_packed_architecture(config)
-        if any(pool.engines is not None and pool.engines.type == "embedded" for pool in job.pools):
+        if any(engines.type == "embedded" for _, engines in job.engines):
             prove_steps_architecture(config)
-        if trains and job.train.type == "fsdp2":
-            empty_model(config)
+        if trains:
+            _refuse_for_the_trainer(job, config)
     except JobError as error:
         raise JobError(f"model.path: {job.model.path}: {error}") from None
+
+
+def _refuse_for_the_trainer(job: Job, config: "PreTrainedConfig") -> None:
+    from rollart.model.network import empty_model, prove_packed_architecture
+
+    prove_packed_architecture(config)
+    if job.train.type == "fsdp2":
+        empty_model(config)
 
 
 def _saved_params(job: Job) -> int:
@@ -273,11 +305,19 @@ def _refuse_shape(job: Job) -> None:
 
 
 def _refuse_reference(job: Job) -> None:
-    if job.train.reference is not None and not (Path(job.train.reference) / "config.json").exists():
+    reference = job.train.reference
+    if reference is None:
+        return
+    instead = "name another, or remove it to take the KL to model.path"
+    if not (Path(reference) / "config.json").exists():
         raise JobError(
-            f"train.reference: {job.train.reference} is not a Hugging Face directory (it has no config.json); "
-            "name another, or remove it to take the KL to model.path"
+            f"train.reference: {reference} is not a Hugging Face directory (it has no config.json); {instead}"
         )
+    config = _causal_config("train.reference", Path(reference))
+    try:
+        _refuse_for_the_trainer(job, config)
+    except JobError as error:
+        raise JobError(f"train.reference: {reference}: {error}") from None
 
 
 def _refuse_adapter(job: Job) -> None:
@@ -303,14 +343,16 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def _task_set(job: Job, position: int) -> "TaskSet":
+def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
     from rollart.tasks.load import load_task_set
     from rollart.tasks.trial import fatal_call
 
     task = job.tasks[position]
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
-    fatal = fatal_call(task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, limit_s=TRIAL_S)
+    fatal = fatal_call(
+        task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
+    )
     if fatal is not None:
         raise JobError(
             f"tasks.{position}.use: {task.use}: {fatal}, which would end this one too: os._exit, native code that "
@@ -322,8 +364,10 @@ def _task_set(job: Job, position: int) -> "TaskSet":
         raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
 
 
-def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer") -> list[str]:
-    """Tasks none of whose first environments can begin an episode that fits."""
+def _prompt_problems(
+    job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer", *, evaluates: bool
+) -> list[str]:
+    """Tasks none of whose first environments, in training or held out, can begin an episode that fits."""
     from rollart.envs.process import ProcessEnvHost
 
     async def look() -> list[str]:
@@ -331,13 +375,13 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
             uses = {task.name: task.use for task in job.tasks if task.name in sets}
             inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
             variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
-            host = ProcessEnvHost(uses, slots=1, log_dir=logs, seed=job.seed, variables=variables)
+            host = ProcessEnvHost(uses, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
             try:
                 return [
                     f"tasks.{position}: {problem}"
                     for position, task in enumerate(job.tasks)
                     if task.name in sets
-                    and (problem := await _prompt_problem(job, task, sets[task.name], tokenizer, host)) is not None
+                    and (problem := await _first_problem(job, task, sets[task.name], tokenizer, host, evaluates))
                 ]
             finally:
                 await host.close()
@@ -345,14 +389,29 @@ def _prompt_problems(job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTo
     return asyncio.run(look()) if sets else []
 
 
+async def _first_problem(
+    job: Job,
+    task: TaskSettings,
+    task_set: "TaskSet",
+    tokenizer: "ChatTokenizer",
+    host: "ProcessEnvHost",
+    evaluates: bool,
+) -> str | None:
+    problem = await _prompt_problem(job, task, partial(draw, task_set, task.name), tokenizer, host)
+    if problem is None and evaluates:
+        held_out = partial(draw, task_set, task.name, held_out=True)
+        problem = await _prompt_problem(job, task, held_out, tokenizer, host)
+    return problem
+
+
 async def _prompt_problem(
-    job: Job, task: TaskSettings, task_set: "TaskSet", tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
+    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
 ) -> str | None:
     said: list[str] = []
     for index in range(FIRST_PROMPTS):
         try:
             async with asyncio.timeout(min(RESET_S, job.limits.reset_s)):
-                length = await _prompt_tokens(draw(task_set, task.name, index), tokenizer, host)
+                length = await _prompt_tokens(drawn(index), tokenizer, host)
         except TimeoutError:
             return None
         except Exception as error:  # the boundary to the task's own code, and to the chat template
@@ -400,30 +459,19 @@ def _refuse_reward_url(job: Job) -> None:
         )
 
 
-def _refuse_devices(job: Job) -> None:
-    """A device that is no device. Which GPUs there are is the placement's question."""
-    asked = [(f"pools.{pool.name}.engines.device", pool.engines.device) for pool in job.pools if pool.engines]
-    for key, device in [*asked, ("train.device", job.train.device)]:
-        kind, colon, number = device.partition(":")
-        if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
-            raise JobError(f"{key}: {device!r} is no device; write cpu, cuda, or such as cuda:0")
-
-
 def _refuse_pythons(job: Job) -> None:
     """A server's interpreter that is not on this machine. On Ray, servers run on other machines."""
     from rollart.engines.launch import PYTHON_VARIABLES, server_python
 
-    for pool in job.engine_pools if job.cluster.type != "ray" else ():
-        assert pool.engines is not None
-        kind = pool.engines.type
-        if kind == "embedded" or pool.engines.url is not None:
+    for pool, engines in job.engines if job.cluster.type != "ray" else ():
+        if engines.type == "embedded" or engines.url is not None:
             continue
-        python = server_python(kind, pool.engines.python)
+        python = server_python(engines.type, engines.python)
         if shutil.which(python) is None:
-            source = "" if pool.engines.python else f" (from {PYTHON_VARIABLES[kind]})"
+            source = "" if engines.python else f" (from {PYTHON_VARIABLES[engines.type]})"
             raise JobError(
-                f"pools.{pool.name}.engines.python: {python}{source} is no program that can be run here; name the "
-                f"interpreter that has {kind}, or install it there"
+                f"pools.{pool.name}.engines.python: {python}{source} is not a program that can be run here; name the "
+                f"interpreter that has {engines.type}, or install it there"
             )
 
 

@@ -17,6 +17,7 @@ import orjson
 
 from rollart.append import AppendFile
 from rollart.config.job import Job
+from rollart.config.settings import PoolSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
 from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
@@ -24,13 +25,14 @@ from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE
-from rollart.launch.offers import task_shares
+from rollart.launch.pools import task_shares
 from rollart.report.audit import Audit
+from rollart.report.fold import SummaryFold
 from rollart.report.summary import Summary
 
 EVENTS = "events.jsonl"
 RESTART_S = 5.0
-"""Until another coordinator is started in the place of one that was killed."""
+"""Until a killed coordinator is replaced."""
 
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
 Row = Callable[[Mapping[str, float]], object]
@@ -39,13 +41,13 @@ Row = Callable[[Mapping[str, float]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    summary: dict[str, Any]
+    summary: Summary
     violations: list[str]
     deadlock: bool
     faults: dict[str, list[int]]
     """Kind -> [fired, of these during a swap]"""
     full: bool = False
-    """It stopped because there was no room to write for longer than it may wait."""
+    """It stopped because its store was full for longer than it may wait."""
 
 
 class Books:
@@ -57,12 +59,12 @@ class Books:
         out: Path | None,
         *,
         audited: bool = True,
-        summary: Summary | None = None,
+        summary: SummaryFold | None = None,
         views: Sequence[Reader] = (),
         history: Reader | None = None,
     ) -> None:
-        """`views` read along. `history`: the run goes on; it and all others first read what was written so far."""
-        self.summary = summary or Summary()
+        """`views` read the events too. `history`: the run is resumed; it and all others first read what was written."""
+        self.summary = summary or SummaryFold()
         self.audit = Audit() if audited else None
         folds: list[Reader] = [self.summary.read, *([self.audit.read] if self.audit else []), *views]
         rows: list[Mapping[str, float]] = []
@@ -76,7 +78,7 @@ class Books:
         self._metrics = AppendFile(out / "metrics.jsonl", fresh=True) if out else None
         self.takers: list[Row] = [as_lines(self._metrics)] if self._metrics else []
         """Get the metrics of each step."""
-        for row in rows:  # made again from the events: none twice, none lost
+        for row in rows:  # made again from the events, so none is missing or twice there
             self.takers[0](row)
         for reader in (*folds, metric_rows(self.summary, self.takers)):
             self.log.read_by(reader)
@@ -113,9 +115,9 @@ class Life:
 async def drive(
     job: Job, log: EventLog, live: Callable[[], Life], work: Work, started: Callable[[Coordinator], None]
 ) -> RollartError | None:
-    """Run a coordinator to the end of its work, or to the error that stops it, which is written down and returned.
+    """Run a coordinator to the end of its work, or to the error that stops it. That is logged and returned.
 
-    What `live` raises is no such error: nothing was started yet.
+    What `live` raises is raised: nothing was started yet.
     """
     while True:
         life = live()
@@ -138,7 +140,7 @@ async def drive(
 
 
 async def _was_done(job: Job, log: EventLog, life: Life, work: Work, started: Callable[[Coordinator], None]) -> bool:
-    """One life: to the end of the work, or until it was killed on the way."""
+    """One life of the coordinator. False where it was killed before its work was done."""
     handle = LogHandle(log)
     coordinator = Coordinator(job, life.world, handle)
     started(coordinator)
@@ -169,7 +171,7 @@ def read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
     return last
 
 
-def metric_rows(summary: Summary, takers: Sequence[Row]) -> Reader:
+def metric_rows(summary: SummaryFold, takers: Sequence[Row]) -> Reader:
     """Hands each step's metrics to those who keep them."""
 
     def read(event: Event) -> None:
@@ -182,7 +184,7 @@ def metric_rows(summary: Summary, takers: Sequence[Row]) -> Reader:
 
 
 def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
-    """One JSON object a line, to be read at once, or when there is room again: `metrics.jsonl`."""
+    """`metrics.jsonl`: one JSON object a line, written at once, or when there is room again."""
 
     def keep(row: Mapping[str, float]) -> None:
         file.put(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
@@ -194,9 +196,10 @@ def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for garbage cycles seldom: a run makes few, and keeps many objects that are looked through each time."""
+    """Collect garbage cycles seldom: a run makes few, and each collection walks its many live objects. A million is
+    more than the trajectories of a large step leave when they go, so a steady run does not collect because of them."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(1_000_000, 50, 1000)
     try:
         yield
     finally:
@@ -204,7 +207,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def facts(job: Job, clock: str) -> schema.Run:
-    """What a reader of the events needs to know of the job."""
+    """What readers of the events need to know about the job."""
     target = task_shares(job)
     train_pool = job.train_pool
     return schema.Run(
@@ -234,8 +237,8 @@ def facts(job: Job, clock: str) -> schema.Run:
                 hardware=pool.hardware,
                 cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
                 engines=pool.engines.count if pool.engines else 0,
-                gpus=pool.engines.gpus if pool.engines else 0,
-                prefill=pool.engines.prefill if pool.engines else None,
+                gpus=pool.engines.decode_gpus if pool.engines else 0,
+                prefill=_prefill_facts(job, pool),
                 slots=pool.slots or 0,
             )
             for pool in job.pools
@@ -253,6 +256,13 @@ def facts(job: Job, clock: str) -> schema.Run:
     )
 
 
+def _prefill_facts(job: Job, pool: PoolSettings) -> schema.PrefillFacts | None:
+    other, prefill = job.prefill_pool(pool), pool.engines.prefill if pool.engines else None
+    if other is None or prefill is None:
+        return None
+    return schema.PrefillFacts(pool=other.name, workers=prefill.workers, gpus=prefill.gpus)
+
+
 def say(text: str) -> None:
-    """Progress, where results do not go."""
+    """Progress, on standard error: results go to standard output."""
     print(text, file=sys.stderr, flush=True)

@@ -4,21 +4,21 @@
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
 from rollart.control.world import World
-from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
-from rollart.launch.offers import build_affinity, offers
+from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
-from rollart.policy.placement import Demand, engine_specs, further_specs
-from rollart.ports import Cluster, EnvHost, Journal, RewardBackend
+from rollart.policy.placement import Demand
+from rollart.ports import Cluster, Journal
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.envs.remote import RemoteEnvHost
+    from rollart.rewards.episodes import Decode
+    from rollart.rewards.http import HttpRewards
+    from rollart.rewards.local import LocalRewards
     from rollart.tasks.api import TaskSet
 
 STORES = "stores.jsonl"
@@ -38,8 +41,8 @@ class RealWorld:
     """The ports of a real job, and what must be closed at its end."""
 
     world: World
-    close: "Callable[[], Any]"
-    """Awaitable: ends every process and frees shared memory."""
+    close: Callable[[], Awaitable[None]]
+    """Ends every process and frees shared memory."""
 
 
 def real_world(
@@ -57,13 +60,14 @@ def real_world(
     `trains`: whether a trainer will be started. `earlier`: (n, the job that the steps before n are replayed under), n
     rising.
     """
+    from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.store.open import new_store, open_store
     from rollart.store.shm import remove_left_behind
-    from rollart.tasks.load import load_task_set, reward_of
+    from rollart.tasks.load import reward_of
 
     model_path = Path(job.model.path)
-    task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
+    task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
     tokenizer = ChatTokenizer(model_path)
     where = new_store(job, out)
@@ -81,16 +85,9 @@ def real_world(
         job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
     )
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
-    scorer = _rewards(job, functions, tokenizer.decode, out / "logs", lost)
-    host: EnvHost = rooms
-    rewards: RewardBackend = scorer
+    scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
-    if latencies:
-        host = DelayedHost(host, latencies, seed=job.seed)
-    if job.rollout.stepping == "batched":
-        lockstep = Lockstep()
-        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
-        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+    host, rewards = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, scorer)
 
     async def close() -> None:
         await rooms.close()
@@ -103,7 +100,7 @@ def real_world(
     held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
     world = World(
         cluster=cluster,
-        engines=tuple(engine_specs(offers(job))),
+        engines=engine_specs(job),
         host=host,
         rewards=rewards,
         tokenizer=tokenizer,
@@ -111,7 +108,7 @@ def real_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
-        further_engines=tuple(further_specs(offers(job))),
+        further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
 
@@ -135,7 +132,9 @@ def _workers(
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
         )
         return on_ray, _rooms_on(on_ray, setup)
-    rooms = _rooms_here(setup, task_sets, lost)
+    isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    rooms = worker.env_host(job, task_sets, isolated=isolated, slots=slots, log_dir=setup.log_dir, lost=lost)
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
@@ -147,24 +146,8 @@ def _workers(
 
 def _most_wanted(job: Job) -> list[Demand]:
     """With the engines that may join."""
-    most = {offer.name: offer.most_engines for offer in offers(job)}
+    most = {pool.name: pool.engines.most or pool.engines.count for pool in job.engine_pools if pool.engines}
     return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
-
-
-def _rooms_here(
-    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None
-) -> "InlineEnvHost | ProcessEnvHost":
-    from rollart.envs.inline import InlineEnvHost
-    from rollart.envs.process import ProcessEnvHost
-
-    job = setup.job
-    slots = sum(pool.slots or 0 for pool in job.pools)
-    if any(pool.slots and pool.isolation == "process" for pool in job.pools):
-        uses = {task.name: task.use for task in job.tasks}
-        return ProcessEnvHost(
-            uses, slots=slots, log_dir=setup.log_dir, seed=job.seed, variables=job.task_variables, lost=lost
-        )
-    return InlineEnvHost(task_sets, slots=slots)
 
 
 def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
@@ -189,30 +172,15 @@ def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
     return RemoteEnvHost(launch, slots=sizes)
 
 
-def _rewards(job: Job, functions: Mapping[str, str], decode: Any, log_dir: Path, lost: Lost | None) -> Any:
-    settings = job.rewards
-    if settings.type == "http":
-        from rollart.rewards.http import HttpRewards
-
-        assert settings.url is not None
-        return HttpRewards(
-            settings.url,
-            decode=decode,
-            timeout_s=settings.timeout_s,
-            concurrency=settings.concurrency,
-            token=os.environ.get("ROLLART_REWARD_TOKEN"),
-        )
+def _rewards(
+    job: Job, functions: Mapping[str, str], decode: "Decode", log_dir: Path, lost: Lost | None
+) -> "HttpRewards | LocalRewards":
+    from rollart.rewards.http import HttpRewards
     from rollart.rewards.local import LocalRewards
 
-    return LocalRewards(
-        functions,
-        decode=decode,
-        log_dir=log_dir,
-        workers=settings.workers,
-        timeout_s=settings.timeout_s,
-        variables=settings.environment,
-        lost=lost,
-    )
+    if job.rewards.type == "http":
+        return HttpRewards(job.rewards, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
+    return LocalRewards(job.rewards, functions, decode, log_dir, lost)
 
 
 def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:

@@ -5,15 +5,16 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from rollart.config.job import Job
-from rollart.config.settings import EngineSettings, PoolSettings
+from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
 from rollart.hardware import HARDWARE
-from rollart.launch.offers import offers
+from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
-from rollart.policy.placement import Demand, Fit, fit, stand_ins
+from rollart.policy.placement import Demand, Fit, fit
+from rollart.report import reports
+from rollart.report.reports import PoolsReport
 from rollart.types import Needs, Node
 
 ENV_WORKER_CPUS = 1.0
@@ -27,13 +28,13 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
     """
     found: list[Demand] = []
     for pool in job.pools:
-        kind = _kind_of(pool)
+        kind = kind_of(pool)
         if pool.engines:
             engines = pool.engines
             # a server takes what hardware its pool has, an attached one has it elsewhere; the embedded engine is told
             attached = engines.url is not None
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
-            needs = _needs(kind, engines.threads, _gpus_of(engines), on_cpu=on_cpu)
+            needs = _needs(kind, engines.threads, engines.all_gpus, on_cpu=on_cpu)
             found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
         if pool.slots:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
@@ -44,10 +45,6 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             needs = _needs(kind, job.train.threads, 1, on_cpu=job.train.device == "cpu")
             found.append(Demand(pool=pool.name, role="train", count=job.train.gpus, needs=needs))
     return found
-
-
-def _gpus_of(engines: EngineSettings) -> int:
-    return engines.gpus + (engines.split.prefill_gpus if engines.split else 0)
 
 
 def devices_for(job: Job, *, trains: bool = True) -> Assignment:
@@ -91,9 +88,9 @@ def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
             if engines.type == "embedded":
                 found += _told(worker, f"{keys}.device", engines.device, 1)
             elif engines.device != "cpu":
-                found += _told(worker, f"{keys}.device", engines.device, _gpus_of(engines))
+                found += _told(worker, f"{keys}.device", engines.device, engines.all_gpus)
             elif pool.hardware != "cpu" and engines.url is None:
-                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=_gpus_of(engines)))
+                found.append(DeviceDemand(worker=worker, key=f"{keys}.gpus", own=engines.all_gpus))
     return found + (_told("trainer", "train.device", job.train.device, job.train.gpus) if trains else [])
 
 
@@ -111,7 +108,7 @@ def _needs(kind: str, threads: int, gpus: int, *, on_cpu: bool) -> Needs:
     return Needs(resource=kind, cpus=float(threads), gpus=0.0 if on_cpu else float(gpus))
 
 
-def _kind_of(pool: PoolSettings) -> str:
+def kind_of(pool: PoolSettings) -> str:
     """The resource by which a pool's machines are known."""
     if pool.resource is not None:
         return pool.resource
@@ -145,49 +142,44 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
         raise JobError(
             "pools: the job cannot be placed. "
             + " ".join(f"{_words(found)}." for found in lacking)
-            + " Add machines or lower the counts; `rollart pools JOB` shows all of it"
+            + " Add machines or lower the counts; `rollart pools JOB` shows everything"
             + (", and cluster.check=false waits for machines to come" if job.cluster.address else "")
         )
     if missing := devices_for(job, trains=trains).missing:
         raise JobError(" ".join(missing))
 
 
-def report(job: Job) -> dict[str, Any]:
-    """All that `rollart pools` shows, as JSON values."""
+def report(job: Job) -> PoolsReport:
+    """All that `rollart pools` shows."""
     nodes = nodes_for(job)
     fits = fit(demands(job), nodes)
-    order = stand_ins(offers(job))
+    order = pool_stand_ins(job)
     devices = devices_for(job)
-    return {
-        "cluster": {"type": job.cluster.type, "address": job.cluster.address},
-        "nodes": [{"name": node.name, "resources": _plain(node)} for node in nodes],
-        "pools": [
-            {
-                "name": pool.name,
-                "hardware": pool.hardware,
-                "cost": HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
-                "resource": next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
-                "roles": [_row(found) for found in fits if found.demand.pool == pool.name],
-                "tasks": [task.name for task in job.tasks if task.affinity == pool.name],
-                "stand_ins": order.get(pool.name, [pool.name])[1:],
-            }
+    return PoolsReport(
+        cluster=reports.Cluster(job.cluster.type, job.cluster.address),
+        nodes=[reports.Machine(node.name, _plain(node)) for node in nodes],
+        pools=[
+            reports.Pool(
+                name=pool.name,
+                hardware=pool.hardware,
+                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                resource=next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
+                roles=[_role(found) for found in fits if found.demand.pool == pool.name],
+                tasks=[task.name for task in job.tasks if task.affinity == pool.name],
+                stand_ins=order.get(pool.name, [pool.name])[1:],
+            )
             for pool in job.pools
         ],
-        "devices": {worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
-        "missing": [*(_words(found) for found in fits if found.missing), *devices.missing],
-        "fallbacks": _fallbacks(fits, order),
-    }
+        devices={worker: list(own) for worker, own in (dict(devices.own) | dict(devices.shared)).items()},
+        missing=[*(_words(found) for found in fits if found.missing), *devices.missing],
+        fallbacks=_fallbacks(fits, order),
+    )
 
 
-def _row(found: Fit) -> dict[str, Any]:
-    demand = found.demand
-    return {
-        "role": demand.role,
-        "workers": demand.count,
-        "placed": found.placed,
-        "each": {"cpus": demand.needs.cpus, "gpus": demand.needs.gpus},
-        "missing": found.missing,
-    }
+def _role(found: Fit) -> reports.Role:
+    demand, placed, missing = found.demand, found.placed, found.missing
+    each = reports.Each(demand.needs.cpus, demand.needs.gpus)
+    return reports.Role(role=demand.role, workers=demand.count, placed=placed, each=each, missing=missing)
 
 
 def _words(found: Fit) -> str:

@@ -1,21 +1,20 @@
-"""How a run goes on: under which job, what of it was changed, and which step still belongs to an earlier one.
+"""How a run goes on: under which job, which keys were changed, and which steps belong to an earlier job.
 
 A run directory holds the job it goes on with in `job.yaml`, and every earlier one as `job-until-<n>.yaml`: the job that
 the steps before n were trained under. A step that is replayed is trained under the job it was first trained under, so
 that it gives the same weights, at the first resume and at any later one.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from rollart.append import write_whole
 from rollart.config.changes import Change, as_replayed, differences, refuse_fixed
 from rollart.config.job import Job
-from rollart.config.load import build_job, load_job, parse, with_overrides
+from rollart.config.load import Plain, build_job, load_job, read_yaml, with_overrides
 from rollart.errors import JobError
 from rollart.store.journal import FileJournal
 
@@ -31,16 +30,16 @@ class Resumption:
     job: Job
     changes: tuple[Change, ...] = ()
     step: int = 0
-    """The first that was never trained: what is changed acts from here on."""
+    """The first step that was never trained. Changes act from here on."""
     earlier: tuple[tuple[int, Job], ...] = ()
     """(n, the job that the steps before n are replayed under), n rising."""
 
     def keep(self) -> None:
-        """Write the job, and beside it the one before. A kill in between leaves what the next resume reads alike."""
+        """Write the job, and keep the one before. After a kill in between, the next resume reads the same."""
         if self.changes:
             before = self.out / f"job-until-{self.step:08d}.yaml"
-            if not before.exists():  # one that nothing was trained under since need not be kept
-                _write(before, (self.out / JOB).read_text())
+            if not before.exists():  # a job that trained nothing need not be kept
+                write_whole(before, (self.out / JOB).read_bytes())
             write_job(self.out, self.job)
 
 
@@ -61,7 +60,7 @@ def resumption(out: Path, path: Path | None = None, overrides: Sequence[str] = (
     if job.train.steps < step:
         raise JobError(f"train.steps: {job.train.steps}, but {out} has trained {step} already; give {step} or more")
     found = [(int(file.stem[-8:]), file) for file in sorted(out.glob(EARLIER))]
-    jobs = [(until, build_job(_read(file))) for until, file in found if first < until]
+    jobs = [(until, build_job(read_yaml(file, "--resume", "bring it back"))) for until, file in found if first < until]
     if changes and step > first and step not in [until for until, _ in jobs]:
         jobs.append((step, before))
     return Resumption(
@@ -73,32 +72,10 @@ def resumption(out: Path, path: Path | None = None, overrides: Sequence[str] = (
     )
 
 
-def resumed_job(out: Path) -> dict[str, Any]:
+def resumed_job(out: Path) -> Plain:
     """The job a run directory was made for."""
-    try:
-        return _read(out / JOB)
-    except OSError as error:
-        raise JobError(
-            f"--resume: {out} is no run directory ({error.strerror}); give one, such as runs/NAME-TIME"
-        ) from None
+    return read_yaml(out / JOB, "--resume", "give a run directory, such as runs/NAME-TIME")
 
 
 def write_job(out: Path, job: Job) -> None:
-    _write(out / JOB, yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError:
-        raise JobError(f"{path}: is not text; bring it back, or start the job anew without --resume") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_whole(out / JOB, yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False).encode())

@@ -2,20 +2,31 @@
 
 import contextlib
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import orjson
-import yaml
+from msgspec.structs import replace
 
+from rollart.append import write_whole
 from rollart.config.job import Job
 from rollart.errors import JobError
 from rollart.events.log import event_files, read_events
-from rollart.launch.resume import resumed_job
-from rollart.report.summary import Summary
+from rollart.launch.resume import resumed_job, write_job
+from rollart.report.fold import SummaryFold
+from rollart.report.summary import Play, Plays, Progress, Summary
+
+
+class _State(msgspec.Struct):
+    """What is read of the summaries of other runs, which may be of another version."""
+
+    state: str
+
+
+S = TypeVar("S", Summary, _State)
 
 
 def make_run_dir(job: Job, out: Path) -> None:
@@ -27,7 +38,7 @@ def make_run_dir(job: Job, out: Path) -> None:
     except OSError as error:
         raise JobError(f"--out: {out} cannot be made ({error.strerror}); give a directory you can write to") from None
     try:
-        (out / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False))
+        write_job(out, job)
     except OSError as error:
         shutil.rmtree(out, ignore_errors=True)
         raise JobError(f"--out: {out} cannot be written to ({error.strerror}); give another directory") from None
@@ -50,16 +61,10 @@ def alone(out: Path) -> Iterator[None]:
         yield
 
 
-def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
-    """Whole or not at all: what was there stays where it finds no room. Raises OSError."""
-    beside = out / "summary.json.new"
-    try:
-        beside.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-        os.replace(beside, out / "summary.json")
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+def write_summary(out: Path, summary: Summary) -> None:
+    """Raises OSError, and leaves the old one in place then."""
+    text = orjson.dumps(summary, default=msgspec.to_builtins, option=orjson.OPT_INDENT_2)
+    write_whole(out / "summary.json", text)
 
 
 def newest_run(name: str, runs: Path = Path("runs")) -> Path:
@@ -67,8 +72,8 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
 
     def goes_on(out: Path) -> bool:
         if (out / "summary.json").exists():
-            summary = _written_summary(out) or _summary_from_events(out)
-            if summary["state"] == "finished":
+            summary = _written(out, _State) or _summary_from_events(out)
+            if summary.state == "finished":
                 return False
         return resumed_job(out).get("name") == name
 
@@ -77,23 +82,23 @@ def newest_run(name: str, runs: Path = Path("runs")) -> Path:
         raise JobError(f"--resume: no unfinished run of {name!r} in {runs}; give its directory, as in --resume RUN")
 
     def written_s(out: Path) -> float:
-        """0 where there are no events; who resumes it is told."""
+        """0 where there are no events; resuming such a run is refused later."""
         return max((part.stat().st_mtime for part in event_files(out / "events.jsonl")), default=0.0)
 
     return max(found, key=written_s)
 
 
-def summary_again(out: Path) -> dict[str, Any]:
-    """What a run came to, or has come to so far: as it was written at the end, or from its events."""
+def summary_again(out: Path) -> Summary:
+    """A run's summary, as written at its end; made from its events where it is missing or older than they are."""
     events, written = out / "events.jsonl", out / "summary.json"
     summary = None
     if written.exists() and written.stat().st_mtime >= max(part.stat().st_mtime for part in event_files(events)):
-        summary = _written_summary(out)
+        summary = _written(out, Summary)
     return summary or _summary_from_events(out)
 
 
-def _summary_from_events(out: Path) -> dict[str, Any]:
-    summary = Summary()
+def _summary_from_events(out: Path) -> Summary:
+    summary = SummaryFold()
     for event in read_events(out / "events.jsonl"):
         summary.read(event)
     return summary.result()
@@ -101,26 +106,27 @@ def _summary_from_events(out: Path) -> dict[str, Any]:
 
 def trained_s(out: Path) -> float:
     """How long a run trained, start-up and evaluations included."""
-    seconds = _summary_of(out)["time_s"]
-    assert isinstance(seconds, float)
-    return seconds
+    return _summary_of(out).time_s
 
 
-def add_control(out: Path, plays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Write into a run's summary, beside before and after, what another model reached; returns its `eval`."""
+def add_control(out: Path, plays: Plays) -> dict[str, Progress]:
+    """Add another model's result to a run's summary, beside before and after. Returns its `eval`."""
     summary = _summary_of(out)
-    for task, row in summary["eval"].items():
-        row["control"] = plays[task]["sampled"]["reward"]
-        if "greedy" in row and "greedy" in plays[task]:
-            row["greedy"]["control"] = plays[task]["greedy"]["reward"]
-    write_summary(out, summary)
-    rows: dict[str, Any] = summary["eval"]
+    rows = {task: _with_control(row, plays[task]) for task, row in summary.eval.items()}
+    write_summary(out, replace(summary, eval=rows))
     return rows
 
 
-def _summary_of(out: Path) -> dict[str, Any]:
+def _with_control(row: Progress, plays: Mapping[str, Play]) -> Progress:
+    greedy = row.greedy
+    if greedy is not msgspec.UNSET and "greedy" in plays:
+        greedy = replace(greedy, control=plays["greedy"].reward)
+    return replace(row, control=plays["sampled"].reward, greedy=greedy)
+
+
+def _summary_of(out: Path) -> Summary:
     try:
-        summary = _written_summary(out)
+        summary = _written(out, Summary)
     except OSError as error:
         raise JobError(f"{out}: has no summary ({error.strerror}); give the run directory of a finished job") from None
     if summary is None:
@@ -128,10 +134,9 @@ def _summary_of(out: Path) -> dict[str, Any]:
     return summary
 
 
-def _written_summary(out: Path) -> dict[str, Any] | None:
-    """None where the file is not whole: a machine that went down, or someone's own copy. Raises OSError."""
+def _written(out: Path, kind: type[S]) -> S | None:
+    """None where the file is not whole: a machine that went down, or an earlier version. Raises OSError."""
     try:
-        summary: dict[str, Any] = orjson.loads((out / "summary.json").read_bytes())
-    except ValueError:
+        return msgspec.json.decode((out / "summary.json").read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return summary

@@ -77,7 +77,7 @@ def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_params(model_path: Path) -> int:
-    """How many parameters the files of a directory hold, by their headers; 0 where there are no such files.
+    """How many parameters the files of a directory hold, by their headers; 0 where it has no such files.
     JobError for a file that is not whole."""
     from safetensors import SafetensorError, safe_open
 
@@ -88,7 +88,8 @@ def saved_params(model_path: Path) -> int:
                 total += sum(prod(opened.get_slice(key).get_shape()) for key in opened.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise JobError(
-                f"{path} is no whole safetensors file ({type(error).__name__}: {error}); bring it again (git lfs pull)"
+                f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); fetch it again (git lfs "
+                "pull)"
             ) from None
     return total
 

@@ -14,17 +14,15 @@ from rollart.config.job import Job
 from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
-from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.batched import in_lockstep
 from rollart.errors import Deadlock
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.offers import build_affinity, offers, pairs_of
+from rollart.launch.pools import build_affinity, disaggregated, engine_specs
 from rollart.launch.rundir import make_run_dir, write_summary
-from rollart.policy.placement import engine_specs, further_specs
-from rollart.ports import EnvHost, RewardBackend
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
@@ -130,7 +128,7 @@ def simulated_world(
         hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
-        pairs=pairs_of(job),
+        disaggregated=disaggregated(job),
         tasks=tasks,
         dice=dice,
         store=store,
@@ -150,15 +148,12 @@ def simulated_world(
         disk,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
-    host: EnvHost = SimHost(slots, tasks, dice, faults)
-    rewards: RewardBackend = SimRewards(job.rewards, sim.reward, tasks, dice, faults, log)
-    if job.rollout.stepping == "batched":
-        lockstep = Lockstep()
-        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
-        rewards = BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s)
+    host, rewards = in_lockstep(
+        job, SimHost(slots, tasks, dice, faults), SimRewards(job.rewards, sim.reward, tasks, dice, faults)
+    )
     return World(
         cluster=cluster,
-        engines=tuple(engine_specs(offers(job))),
+        engines=engine_specs(job),
         host=host,
         rewards=rewards,
         tokenizer=SimTokenizer(),
@@ -166,5 +161,5 @@ def simulated_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, MODELS[sim.model]),
-        further_engines=tuple(further_specs(offers(job))),
+        further_engines=engine_specs(job, further=True),
     )

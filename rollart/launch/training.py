@@ -27,18 +27,18 @@ from rollart.launch.resume import Resumption
 from rollart.launch.rundir import alone, make_run_dir, write_summary
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.report.trackers import Tracking, trackers
 from rollart.store.journal import FileJournal
 
-Watch = Callable[[Summary, Callable[[], str]], Reader]
+Watch = Callable[[SummaryFold, Callable[[], str]], Reader]
 """Makes a reader of events that looks at the summary as it grows, and asks what the run waits for: the live view."""
 
 
 WRITE_S = 1.0
 """Between two writes of new events to their file."""
 WAITS_SHOWN = 3
-"""The longest wait of so many kinds."""
+"""Kinds of waits of which the longest is shown."""
 
 
 def train(job: Job, out: Path, *, resume: Resumption | None = None, watch: Watch | None = None) -> RunResult:
@@ -70,7 +70,7 @@ async def _drive(
     job: Job, out: Path, work: Work, *, trains: bool = True, resume: Resumption | None, watch: Watch | None
 ) -> RunResult:
     loop = asyncio.get_running_loop()
-    summary = Summary()
+    summary = SummaryFold()
     running: list[Coordinator] = []
     known = _Known()
 
@@ -159,7 +159,7 @@ def _harmless(reader: Reader) -> Reader:
         if well:
             try:
                 reader(event)
-            except Exception as error:  # the boundary to whoever watches
+            except Exception as error:  # the boundary to the display
                 well = False
                 say(f"rollart: the display broke and is off, the run goes on: {type(error).__name__}: {error}")
 

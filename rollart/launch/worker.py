@@ -6,12 +6,13 @@ of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollart.config.job import Job
 from rollart.errors import BoundaryError, ClusterError
-from rollart.workers.launch import Process
+from rollart.workers.launch import Lost, Process
 from rollart.workers.setup import RankSetup, WorkerSetup
 
 START = "rollart.launch.worker:start"
@@ -22,7 +23,10 @@ RENDEZVOUS = "ranks-meet"
 if TYPE_CHECKING:
     from rollart.engines.embedded.threaded import ThreadedEngine
     from rollart.engines.remote import RemoteEngine
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
     from rollart.envs.service import EnvService
+    from rollart.tasks.api import TaskSet
     from rollart.train.ranks import RankedTrainer
     from rollart.train.settings import TrainerSettings
 
@@ -161,17 +165,35 @@ def _rendezvous_file(log_dir: Path) -> Path:
 
 def _environments(setup: WorkerSetup) -> "EnvService":
     """The slots of one worker, each isolated as the job says."""
-    from rollart.envs.inline import InlineEnvHost
-    from rollart.envs.process import ProcessEnvHost
     from rollart.envs.service import EnvService
-    from rollart.tasks.load import load_task_set
 
     job, pool = setup.job, setup.own_pool
-    slots = pool.slots_per_worker
-    if pool.isolation == "process":
-        uses, log_dir = {task.name: task.use for task in job.tasks}, setup.log_dir / setup.name
-        return EnvService(
-            ProcessEnvHost(uses, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables)
-        )
-    task_sets = {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
-    return EnvService(InlineEnvHost(task_sets, slots=slots))
+    isolated = pool.isolation == "process"
+    task_sets = {} if isolated else task_sets_of(job)
+    log_dir = setup.log_dir / setup.name
+    return EnvService(env_host(job, task_sets, isolated=isolated, slots=pool.slots_per_worker, log_dir=log_dir))
+
+
+def env_host(
+    job: Job,
+    task_sets: "Mapping[str, TaskSet]",
+    *,
+    isolated: bool,
+    slots: int,
+    log_dir: Path,
+    lost: Lost | None = None,
+) -> "InlineEnvHost | ProcessEnvHost":
+    """Environments on this machine: in processes of their own, which load the task sets themselves, or in this one."""
+    from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.process import ProcessEnvHost
+
+    if not isolated:
+        return InlineEnvHost(task_sets, slots=slots)
+    uses = {task.name: task.use for task in job.tasks}
+    return ProcessEnvHost(uses, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables, lost=lost)
+
+
+def task_sets_of(job: Job) -> "dict[str, TaskSet]":
+    from rollart.tasks.load import load_task_set
+
+    return {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}

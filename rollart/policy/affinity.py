@@ -21,8 +21,8 @@ REPLAN_EVERY = 64
 MAX_OWED = 2.0
 """Groups that a pool can be owed, or owe: one that was passed over for long does not get all of them at once."""
 YOUNG = 4
-"""Until so many steps' worth were measured, looks come this many times as often: what ends first is what is short, and
-the first profiles make tasks look shorter than they are."""
+"""Until this many steps' worth were measured, looks come this many times as often. Short trajectories end first, so the
+first profiles make tasks look shorter than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ class Affinity:
         *,
         ahead: float = 1.5,
     ) -> None:
-        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step; `members`: of
-        each group of it. `order`: pool -> itself and
-        its stand-ins, best first. `ahead`: steps that a group may take."""
+        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step. `members`:
+        trajectories in a group of each task. `order`: pool -> itself and its stand-ins, best first. `ahead`: steps that
+        a group may take."""
         self._fixed = {task: pool for task, pool in tasks.items() if pool != "auto"}
         self._demand = dict(demand)
         self._members = dict(members)
-        self._pools = list(pools)
+        self.pools = list(pools)
         self._order = {name: tuple(names) for name, names in order.items()}
         self._ahead = ahead
         self._step = sum(demand.values())
@@ -93,14 +93,14 @@ class Affinity:
             profiles=self.profiles,
             demand=self._demand,
             members=self._members,
-            pools=self._pools,
+            pools=self.pools,
             fixed={task: self._stand_in(pool) for task, pool in self._fixed.items()},
             ahead=self._ahead,
         )
 
     def _stand_in(self, wanted: str) -> str:
         """The pool that serves a declared task now: its own, unless that has no engine up."""
-        up = [pool.name for pool in self._pools if pool.engines]
+        up = [pool.name for pool in self.pools if pool.engines]
         return next((name for name in self._order[wanted] if name in up), wanted)
 
     def place(self, task: str, living: Mapping[str, int] | None = None) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Affinity:
     def first(self) -> Decision:
         """The assignment that the job begins with."""
         reason = "declared" if not self._free else "only one pool has engines"
-        if self._free and len(self._pools) > 1:
+        if self._free and len(self.pools) > 1:
             reason = "nothing is measured yet: each free task is spread over the pools by what they can do"
         return self._decision(self._problem(), reason, self.plan, {})
 
@@ -142,18 +142,18 @@ class Affinity:
 
     def engines(self, up: Mapping[str, int]) -> Decision | None:
         """Engines came or went; `up`: pool -> how many take part now. A decision where that changes anything."""
-        if all(pool.engines == up[pool.name] for pool in self._pools):
+        if all(pool.engines == up[pool.name] for pool in self.pools):
             return None
         changed = [
-            f"{pool.name} {pool.engines} -> {up[pool.name]}" for pool in self._pools if pool.engines != up[pool.name]
+            f"{pool.name} {pool.engines} -> {up[pool.name]}" for pool in self.pools if pool.engines != up[pool.name]
         ]
-        self._pools = [pool.with_engines(up[pool.name]) for pool in self._pools]
+        self.pools = [pool.with_engines(up[pool.name]) for pool in self.pools]
         return self._look(f"engines came or went: {', '.join(changed)}")
 
     def _look(self, occasion: str) -> Decision:
         self._since = 0
         problem = self._problem()
-        if not self._free or len(self._pools) == 1 or not any(pool.engines for pool in self._pools):
+        if not self._free or len(self.pools) == 1 or not any(pool.engines for pool in self.pools):
             return self._decision(problem, f"{occasion}; there is nothing to choose", self.plan, {})
         best = best_plan(problem) if self._measured else spread(problem)
         self.plan = {**self.plan, **{task: best[task] for task in self._fixed}}
@@ -183,7 +183,7 @@ class Affinity:
         predictions: dict[str, dict[str, Prediction]] = {}
         for task in self._meters:
             predictions[task] = {}
-            for pool in self._pools:
+            for pool in self.pools:
                 alone = problem.on(pool, {task: 1.0})
                 predictions[task][pool.name] = Prediction(step_s=alone.period_s, trajectory_s=alone.trajectory_s[task])
         return Decision(
@@ -191,7 +191,7 @@ class Affinity:
             plan={task: dict(shares) for task, shares in plan.items()},
             moves=moves,
             step_s=problem.periods(plan),
-            engines={pool.name: pool.engines for pool in self._pools},
+            engines={pool.name: pool.engines for pool in self.pools},
             profiles=self.profiles,
             predictions=predictions,
         )

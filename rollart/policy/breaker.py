@@ -1,13 +1,14 @@
 """A circuit breaker for each task: one that keeps failing leaves the mix, and is probed back in. Used by the rollout.
 
-Closed: the task is in the mix. After so many failures in a row (groups, or draws) it opens: no group of the task is
+Closed: the task is in the mix. After several failures in a row (groups, or draws) it opens: no group of the task is
 admitted. After a while one group is, as a probe: if it ends well the breaker closes; if it fails it stays open, for
 twice as long. While open only the probe counts; groups that were under way say nothing new. Pure: times are given.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from rollart.types import BreakerState
 
 MAX_WAIT_S = 600.0
 """Between two probes, however many have failed."""
@@ -28,7 +29,7 @@ class _Circuit:
 
 class Breaker:
     def __init__(self, tasks: Iterable[str], *, failures: int, wait_s: float, probes: int) -> None:
-        """Opens after `failures` in a row, first probes after `wait_s`, has no hope after so many failed probes."""
+        """Opens after `failures` in a row, first probes after `wait_s`, is hopeless after `probes` failed probes."""
         self._circuits = {task: _Circuit() for task in tasks}
         self._failures = failures
         self._wait_s = wait_s
@@ -91,21 +92,18 @@ class Breaker:
         return True
 
     def ended(self, task: str, group: str, now_s: float) -> None:
-        """A group ended in a way that says nothing of its task (stale, surplus): a probe may be made again at once."""
+        """A group ended in a way that says nothing about its task (stale, surplus): it may be probed again at once."""
         circuit = self._circuits[task]
         if circuit.probe == group:
             circuit.probe = None
             circuit.due_s = now_s
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint. Times are left out: whoever goes on has another clock, and may probe at once."""
-        return {
-            task: {"failures": circuit.failures, "open": circuit.open, "probes": circuit.probes}
-            for task, circuit in self._circuits.items()
-        }
+    def state(self) -> dict[str, BreakerState]:
+        """For a checkpoint. Times are left out: a resumed job has another clock, and may probe at once."""
+        return {task: BreakerState(one.failures, one.open, one.probes) for task, one in self._circuits.items()}
 
-    def restore(self, state: Mapping[str, Any], now_s: float) -> None:
+    def restore(self, state: Mapping[str, BreakerState], now_s: float) -> None:
         """What is in the mix stays there, also where fewer failures open it now: the next one does."""
         for task, saved in state.items():
-            failures = saved["failures"] if saved["open"] else min(saved["failures"], self._failures - 1)
-            self._circuits[task] = _Circuit(failures, saved["open"], saved["probes"], now_s)
+            failures = saved.failures if saved.open else min(saved.failures, self._failures - 1)
+            self._circuits[task] = _Circuit(failures, saved.open, saved.probes, now_s)

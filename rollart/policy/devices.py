@@ -1,7 +1,7 @@
 """Which GPUs of one machine each worker gets. Pure: the machine's devices are an argument.
 
-A worker either names its devices by their numbers, and shares them with whoever names the same; or it asks for so many
-of its own. Invariant: a device that is a worker's own is nobody else's.
+A worker either names its devices by their numbers, and shares them with all that name the same; or it asks for a
+number of its own. Invariant: a device that is a worker's own is nobody else's.
 """
 
 from collections.abc import Mapping, Sequence

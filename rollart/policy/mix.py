@@ -8,12 +8,13 @@ A task that is out (see `breaker.py`) has no share; the others divide it in prop
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from rollart.types import MixState
 
 STARVING_SHARE = 0.8
 """A task of whose last groups this share went stale is starving."""
 STARVING_WINDOW = 20
-"""Ended groups of a task that are looked at for that, or two batches' worth: a swap ends many at a time."""
+"""How many ended groups of a task are looked at for that, or two batches' worth: a swap ends many together."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Mix:
         tolerance: float,
         quotas: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`quotas`: tasks that have exactly so many groups in each batch."""
+        """`quotas`: task -> its exact number of groups in each batch."""
         fixed = quotas or {}
         self._window = max(STARVING_WINDOW, 2 * groups_per_step)
         self._lanes = {
@@ -124,7 +125,7 @@ class Mix:
         return index
 
     def not_drawn(self, name: str) -> None:
-        """There is no group for the index that was given out last: its task could not be drawn, and is passed over."""
+        """The task of the index that was given out last could not be drawn: the index is passed over."""
         self._lanes[name].alive -= 1
 
     def died(self, name: str, index: int, *, again: bool, stale: bool = False) -> None:
@@ -136,12 +137,12 @@ class Mix:
             lane.returned.append(index)
 
     def took_s(self, name: str, seconds: float) -> None:
-        """A group of this task was ready after so long."""
+        """A group of this task was ready after this time."""
         lane = self._lanes[name]
         lane.longest_s = max(lane.longest_s, seconds)
 
     def consumed(self, counts: Mapping[str, int]) -> None:
-        """So many groups of each task went into a batch."""
+        """Task -> groups that went into a batch."""
         for name, count in counts.items():
             lane = self._lanes[name]
             lane.alive -= count
@@ -216,25 +217,18 @@ class Mix:
                 found.append((name, _ceil(lane.longest_s / version_s) if version_s > 0 else 1))
         return found
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, MixState]:
         """For a checkpoint: where each task stands. The buffer keeps living groups, the breaker who is out."""
         return {
-            name: {
-                "cursor": lane.cursor,
-                "returned": list(lane.returned),
-                "consumed": lane.consumed,
-                "skip": sorted(lane.skip),
-            }
+            name: MixState(lane.cursor, tuple(lane.returned), lane.consumed, tuple(sorted(lane.skip)))
             for name, lane in self._lanes.items()
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, MixState]) -> None:
         for name, saved in state.items():
             lane = self._lanes[name]
-            lane.cursor = saved["cursor"]
-            lane.returned = deque(saved["returned"])
-            lane.consumed = saved["consumed"]
-            lane.skip = set(saved["skip"])
+            lane.cursor, lane.consumed = saved.cursor, saved.consumed
+            lane.returned, lane.skip = deque(saved.returned), set(saved.skip)
 
 
 def oldest_first(born: Sequence[tuple[int, str]], count: int) -> list[str]:

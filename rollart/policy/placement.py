@@ -1,67 +1,11 @@
-"""Which role runs on which pool, whether it fits, and which pool may stand in for which. Used by composition roots."""
+"""Whether workers fit on machines, and which pool may stand in for which. Used by composition roots."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.hardware import Hardware
-from rollart.types import EngineSpec, Needs, Node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOffer:
-    """What one pool of the job has."""
-
-    name: str
-    hardware: Hardware
-    engines: int = 0
-    most_engines: int = 0
-    """So many in all when machines join; `engines` of them from the start."""
-    engine_type: str = ""
-    gpus_per_engine: int = 1
-    env_slots: int = 0
-    prefills_for: str = ""
-    """The pool whose engines these are the other half of; they take no requests themselves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """A role and where it runs."""
-
-    role: str
-    """`rollout`, `prefill`, `train`, `environments`."""
-    pool: str
-    hardware: str
-    workers: int
-    devices: int
-
-
-def bindings(pools: Sequence[PoolOffer], train_pool: str, train_gpus: int) -> list[Binding]:
-    """Every role on its pool, in the order of the job file, training last."""
-    bound: list[Binding] = []
-    for pool in pools:
-        if pool.engines:
-            devices = pool.engines * pool.gpus_per_engine
-            bound.append(
-                Binding(
-                    role="prefill" if pool.prefills_for else "rollout",
-                    pool=pool.name,
-                    hardware=pool.hardware.name,
-                    workers=pool.engines,
-                    devices=devices,
-                )
-            )
-        if pool.env_slots:
-            bound.append(
-                Binding(
-                    role="environments", pool=pool.name, hardware=pool.hardware.name, workers=pool.env_slots, devices=0
-                )
-            )
-        if pool.name == train_pool:
-            bound.append(
-                Binding(role="train", pool=pool.name, hardware=pool.hardware.name, workers=1, devices=train_gpus)
-            )
-    return bound
+from rollart.types import Needs, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,41 +76,19 @@ def _missing(demand: Demand, nodes: Sequence[Node]) -> str:
     return f"{wanted} are needed beside the other workers, and the machines{of_kind} have {has or 'nothing'}"
 
 
-def engine_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
-    """One spec per engine that takes requests, ids `<pool>-<number>`."""
-    return [_spec(pool, number) for pool in pools if not pool.prefills_for for number in range(pool.engines)]
-
-
-def further_specs(pools: Sequence[PoolOffer]) -> list[EngineSpec]:
-    """Of engines that may join while the job runs."""
-    return [_spec(pool, number) for pool in pools for number in range(pool.engines, pool.most_engines)]
-
-
-def _spec(pool: PoolOffer, number: int) -> EngineSpec:
-    return EngineSpec(
-        id=f"{pool.name}-{number}",
-        pool=pool.name,
-        type=pool.engine_type,
-        hardware=pool.hardware.name,
-        gpus=pool.gpus_per_engine,
-    )
-
-
-def stand_ins(pools: Sequence[PoolOffer]) -> dict[str, list[str]]:
-    """For each pool with engines: itself, then the others, the most alike hardware first.
+def stand_ins(pools: Mapping[str, Hardware]) -> dict[str, list[str]]:
+    """For each pool: itself, then the others, the most alike hardware first.
 
     Alike: the ratio of compute to bandwidth, which decides whether prefill or decode is fast.
     """
-    serving = [pool for pool in pools if pool.engines and not pool.prefills_for]
 
-    def apart(one: PoolOffer, other: PoolOffer) -> float:
-        return abs(math.log(_intensity(one.hardware)) - math.log(_intensity(other.hardware)))
+    def apart(one: str, other: str) -> float:
+        return abs(math.log(_intensity(pools[one])) - math.log(_intensity(pools[other])))
 
-    order: dict[str, list[str]] = {}
-    for pool in serving:
-        others = sorted((other for other in serving if other is not pool), key=lambda other: apart(pool, other))
-        order[pool.name] = [pool.name, *(other.name for other in others)]
-    return order
+    return {
+        name: [name, *sorted((other for other in pools if other != name), key=lambda other: apart(name, other))]
+        for name in pools
+    }
 
 
 def _intensity(hardware: Hardware) -> float:

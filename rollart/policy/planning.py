@@ -14,9 +14,9 @@ from rollart.policy.profile import TaskProfile
 EXHAUSTIVE = 256
 """Up to this many assignments of whole tasks are all tried; beyond, one task is moved at a time."""
 PARTS = (2, 4, 8, 16)
-"""A task is split in so many parts, coarse first."""
+"""Numbers of parts that a task is split into, coarse first."""
 CLEARLY = 0.005
-"""A move that gains less than this is none: predictions are no finer."""
+"""A move that gains less than this share is not made: predictions are not finer."""
 SPLIT_COST = 0.05
 """Added to the predicted step where a task is split: its groups come in lumps, and small parts are served unevenly."""
 
@@ -40,8 +40,18 @@ class Problem:
     """Steps that a group may take."""
     _known: dict[tuple[str, tuple[tuple[str, float], ...]], Forecast] = field(default_factory=dict)
 
+    @property
+    def serving(self) -> list[str]:
+        """The pools that have engines; all, where none has."""
+        return [pool.name for pool in self.pools if pool.engines] or [pool.name for pool in self.pools]
+
+    @property
+    def free(self) -> list[str]:
+        """The tasks that may be placed anywhere."""
+        return [task for task in self.profiles if task not in self.fixed]
+
     def on(self, pool: PoolSpeed, work: Mapping[str, float]) -> Forecast:
-        """`work`: task -> share of it that this pool has."""
+        """`work`: task -> the share that this pool has."""
         key = (pool.name, tuple((task, share) for task, share in work.items() if share > 0.0))
         found = self._known.get(key)
         if found is None:
@@ -68,10 +78,9 @@ class Problem:
 
 def best_plan(problem: Problem) -> dict[str, dict[str, float]]:
     """The plan with the shortest predicted step."""
-    names = [pool.name for pool in problem.pools if pool.engines] or [pool.name for pool in problem.pools]
-    free = [task for task in problem.profiles if task not in problem.fixed]
-    whole = _whole_tasks(problem, names, free)
-    split = _split(problem, whole, names, free)
+    split = whole = _whole_tasks(problem)
+    for parts in PARTS:
+        split = _improved(problem, split, part=1.0 / parts)
     return split if problem.step_s(split) < problem.step_s(whole) else whole
 
 
@@ -87,32 +96,21 @@ def spread(problem: Problem) -> dict[str, dict[str, float]]:
     return {task: {problem.fixed[task]: 1.0} if task in problem.fixed else dict(shares) for task in problem.profiles}
 
 
-def _whole_tasks(problem: Problem, names: Sequence[str], free: Sequence[str]) -> dict[str, dict[str, float]]:
-    start = {task: {pool: 1.0} for task, pool in problem.fixed.items()}
+def _whole_tasks(problem: Problem) -> dict[str, dict[str, float]]:
+    names, free = problem.serving, problem.free
 
     def placed(chosen: Sequence[str]) -> dict[str, dict[str, float]]:
-        where = dict(zip(free, chosen, strict=True))
-        return {task: start[task] if task in start else {where[task]: 1.0} for task in problem.profiles}
+        where = {**problem.fixed, **dict(zip(free, chosen, strict=True))}
+        return {task: {where[task]: 1.0} for task in problem.profiles}
 
     if len(names) ** len(free) <= EXHAUSTIVE:
         return min(map(placed, itertools.product(names, repeat=len(free))), key=problem.value)
     by_name = {pool.name: pool for pool in problem.pools}
     best = placed([min(names, key=lambda name: problem.on(by_name[name], {task: 1.0}).period_s) for task in free])
-    return _improved(problem, best, names, free, part=1.0)
+    return _improved(problem, best, part=1.0)
 
 
-def _split(
-    problem: Problem, whole: dict[str, dict[str, float]], names: Sequence[str], free: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    plan = whole
-    for parts in PARTS:
-        plan = _improved(problem, plan, names, free, part=1.0 / parts)
-    return plan
-
-
-def _improved(
-    problem: Problem, plan: dict[str, dict[str, float]], names: Sequence[str], free: Sequence[str], *, part: float
-) -> dict[str, dict[str, float]]:
+def _improved(problem: Problem, plan: dict[str, dict[str, float]], *, part: float) -> dict[str, dict[str, float]]:
     """Move parts of tasks from pool to pool for as long as that makes the step shorter."""
 
     def value(plan: Plan) -> tuple[float, float]:
@@ -120,18 +118,16 @@ def _improved(
         return max(periods), sum(periods)
 
     while True:
-        best = min(_neighbours(plan, names, free, part), key=value, default=plan)
+        best = min(_neighbours(problem, plan, part), key=value, default=plan)
         if value(best)[0] > (1.0 - CLEARLY) * value(plan)[0]:
             return plan
         plan = best
 
 
-def _neighbours(
-    plan: Plan, names: Sequence[str], free: Sequence[str], part: float
-) -> Iterator[dict[str, dict[str, float]]]:
+def _neighbours(problem: Problem, plan: Plan, part: float) -> Iterator[dict[str, dict[str, float]]]:
     """Every plan in which one task has moved a part from one pool to another."""
-    for task in free:
-        for source, target in itertools.permutations(names, 2):
+    for task in problem.free:
+        for source, target in itertools.permutations(problem.serving, 2):
             has = plan[task].get(source, 0.0)
             if has < part - 1e-9:
                 continue

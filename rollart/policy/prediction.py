@@ -8,7 +8,7 @@ finish its trajectories in time? The shortest such period is the prediction. Use
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Disaggregated, Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -39,8 +39,8 @@ class PoolSpeed:
     """Prefill tokens beside one decode step."""
     overhead_s: float = 0.002
     """Each call, before its prefill."""
-    pair: Pair | None = None
-    """Where the engines are pairs: the half that prefills."""
+    disaggregated: Disaggregated | None = None
+    """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
 
     def with_engines(self, engines: int) -> "PoolSpeed":
         return replace(self, engines=engines)
@@ -73,14 +73,15 @@ def forecast(
         return Forecast(period_s=0.0, trajectory_s={})
     if pool.engines == 0:
         return Forecast(period_s=NEVER_S, trajectory_s=dict.fromkeys(tasks, NEVER_S))
+    load = _Load(pool=pool, work=work, profiles={task: profiles[task] for task in tasks})
     straggle = {task: profiles[task].straggle(members[task]) for task in tasks}
     limits = {task: ahead / straggle[task] for task in tasks}
     spans = dict(limits)
     period_s, lives = NEVER_S, dict.fromkeys(tasks, NEVER_S)
     for _ in range(ROUNDS):
         live = {task: (spans[task] * straggle[task] + WAVE) * work[task] / pool.engines for task in tasks}
-        computed = _computed(pool, tasks, profiles, _hit_rate(pool, live, profiles), spans)
-        found_s, lives = _shortest(pool, work, tasks, profiles, limits, computed)
+        computed = load.computed(load.hit_rate(live), spans)
+        found_s, lives = load.shortest(limits, computed)
         if abs(found_s - period_s) <= CLOSE_ENOUGH * period_s:
             break
         period_s = found_s
@@ -90,103 +91,93 @@ def forecast(
     return Forecast(period_s=period_s, trajectory_s=lives)
 
 
-def _computed(
-    pool: PoolSpeed, tasks: list[str], profiles: Mapping[str, TaskProfile], hit: float, spans: Mapping[str, float]
-) -> dict[str, float]:
-    """Task -> prompt tokens that the engines compute for one trajectory. `spans`: task -> periods that it lives, and so
-    the swaps that it lives through, each of which makes its cache worthless."""
-    computed: dict[str, float] = {}
-    for task in tasks:
-        one = profiles[task]
-        again = max(0.0, one.prompt_tokens - one.new_tokens)
-        kept = hit if one.cached_tokens or not one.trajectories else 0.0
-        held = max(0.0, one.context_tokens - one.decode_tokens / max(1.0, one.turns) / 2)
-        computed[task] = one.new_tokens + again * (1.0 - kept) + kept * spans[task] * held
-        if pool.pair is not None:  # what the other half said is not in this one's cache
-            computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
-    return computed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """A pool and its work: the tasks that it has any of."""
 
+    pool: PoolSpeed
+    work: Mapping[str, float]
+    profiles: Mapping[str, TaskProfile]
 
-def _hit_rate(pool: PoolSpeed, live: Mapping[str, float], profiles: Mapping[str, TaskProfile]) -> float:
-    """Share of caches that survive until the next turn: all while they fit, none when half as many again want room."""
-    room = ROOM * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
-    wanted = sum(count * profiles[task].context_tokens for task, count in live.items())
-    return max(0.0, min(1.0, 1.0 - 2.0 * (wanted / max(1.0, room) - 1.0)))
+    def computed(self, hit: float, spans: Mapping[str, float]) -> dict[str, float]:
+        """Task -> prompt tokens that the engines compute for one trajectory. `spans`: task -> periods that it lives,
+        and so the swaps that it lives through, each of which makes its cache worthless."""
+        computed: dict[str, float] = {}
+        for task, one in self.profiles.items():
+            again = max(0.0, one.prompt_tokens - one.new_tokens)
+            kept = hit if one.cached_tokens or not one.trajectories else 0.0
+            held = max(0.0, one.context_tokens - one.decode_tokens / max(1.0, one.turns) / 2)
+            computed[task] = one.new_tokens + again * (1.0 - kept) + kept * spans[task] * held
+            if self.pool.disaggregated is not None:  # what was decoded is not in the prefill workers' cache
+                computed[task] += kept * one.decode_tokens * (1.0 - 1.0 / max(1.0, one.turns))
+        return computed
 
+    def hit_rate(self, live: Mapping[str, float]) -> float:
+        """Share of caches that survive until the next turn: all while they fit, none when half as many again want
+        room."""
+        pool = self.pool
+        decoders = pool.disaggregated.decoders if pool.disaggregated else 1
+        room = ROOM * decoders * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
+        wanted = sum(count * self.profiles[task].context_tokens for task, count in live.items())
+        return max(0.0, min(1.0, 1.0 - 2.0 * (wanted / max(1.0, room) - 1.0)))
 
-def _shortest(
-    pool: PoolSpeed,
-    work: Mapping[str, float],
-    tasks: list[str],
-    profiles: Mapping[str, TaskProfile],
-    limits: Mapping[str, float],
-    computed: Mapping[str, float],
-) -> tuple[float, dict[str, float]]:
-    """`limits`: task -> periods that the mean trajectory may take."""
-    low_s = high_s = 1.0
-    lives = _lives(pool, work, tasks, profiles, high_s, computed)
-    while not _in_time(lives, limits, high_s):
-        low_s, high_s = high_s, 2.0 * high_s
-        if high_s > NEVER_S:
-            return NEVER_S, dict.fromkeys(tasks, NEVER_S)
-        lives = _lives(pool, work, tasks, profiles, high_s, computed)
-    if high_s == 1.0:
-        low_s = 1e-3
-    while high_s > (1.0 + CLOSE_ENOUGH) * low_s:
-        middle_s = (low_s * high_s) ** 0.5
-        tried = _lives(pool, work, tasks, profiles, middle_s, computed)
-        if _in_time(tried, limits, middle_s):
-            high_s, lives = middle_s, tried
-        else:
-            low_s = middle_s
-    assert lives is not None
-    return high_s, lives
+    def shortest(self, limits: Mapping[str, float], computed: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """The shortest period, and the lives in it. `limits`: task -> periods that the mean trajectory may take."""
+        low_s = high_s = 1.0
+        lives = self._lives(high_s, computed)
+        while not _in_time(lives, limits, high_s):
+            low_s, high_s = high_s, 2.0 * high_s
+            if high_s > NEVER_S:
+                return NEVER_S, dict.fromkeys(self.profiles, NEVER_S)
+            lives = self._lives(high_s, computed)
+        if high_s == 1.0:
+            low_s = 1e-3
+        while high_s > (1.0 + CLOSE_ENOUGH) * low_s:
+            middle_s = (low_s * high_s) ** 0.5
+            tried = self._lives(middle_s, computed)
+            if _in_time(tried, limits, middle_s):
+                high_s, lives = middle_s, tried
+            else:
+                low_s = middle_s
+        assert lives is not None
+        return high_s, lives
+
+    def _lives(self, period_s: float, computed: Mapping[str, float]) -> dict[str, float] | None:
+        """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
+        pool, model, apart = self.pool, self.pool.model, self.pool.disaggregated
+        workers, decoders = (apart.workers, apart.decoders) if apart is not None else (1, 1)
+        prefill_s = prefill_s_per_token(model, (apart or pool).hardware, (apart or pool).gpus)
+        loads = [
+            (task, one, self.work[task] / (period_s * pool.engines), computed[task])
+            for task, one in self.profiles.items()
+        ]
+        prefilling = sum(rate * (tokens * prefill_s + one.turns * pool.overhead_s) for _, one, rate, tokens in loads)
+        decoded = sum(rate * one.decode_tokens for _, one, rate, _ in loads)
+        if prefilling >= workers:
+            return None
+        free = 1.0 if apart is not None else 1.0 - prefilling
+        context = sum(rate * one.decode_tokens * one.context_tokens for _, one, rate, _ in loads) / decoded
+        step_s, batch = _decode(pool, decoded / decoders, free, context)
+        if batch > min(pool.max_batch, kv_capacity_tokens(model, pool.hardware, pool.gpus) / max(1.0, context)):
+            return None
+        beside_s = 0.0 if apart is not None else step_s * min(1.0, batch)
+        calls = [
+            (rate * one.turns / workers, _call_s(pool, one, tokens, prefill_s, beside_s))
+            for _, one, rate, tokens in loads
+        ]
+        queue = sum(rate * seconds for rate, seconds in calls)
+        if queue >= 1.0:
+            return None
+        wait_s = sum(rate * seconds * seconds for rate, seconds in calls) / (1.0 - queue)
+        lives: dict[str, float] = {}
+        for (task, one, _, _), (_, call_s) in zip(loads, calls, strict=True):
+            move_s = one.new_tokens * model.kv_bytes_per_token / apart.link_bytes_per_s if apart is not None else 0.0
+            lives[task] = one.elsewhere_s + one.turns * (wait_s + call_s) + move_s + one.decode_tokens * step_s / free
+        return lives
 
 
 def _in_time(lives: Mapping[str, float] | None, limits: Mapping[str, float], period_s: float) -> bool:
     return lives is not None and all(life_s <= limits[task] * period_s for task, life_s in lives.items())
-
-
-def _lives(
-    pool: PoolSpeed,
-    work: Mapping[str, float],
-    tasks: list[str],
-    profiles: Mapping[str, TaskProfile],
-    period_s: float,
-    computed: Mapping[str, float],
-) -> dict[str, float] | None:
-    """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
-    model, pair = pool.model, pool.pair
-    prefill_s = prefill_s_per_token(model, (pair or pool).hardware, (pair or pool).gpus)
-    rates = {task: work[task] / (period_s * pool.engines) for task in tasks}
-    prefilling = sum(
-        rates[task] * (computed[task] * prefill_s + profiles[task].turns * pool.overhead_s) for task in tasks
-    )
-    decoded = sum(rates[task] * profiles[task].decode_tokens for task in tasks)
-    if prefilling >= 1.0:
-        return None
-    free = 1.0 if pair is not None else 1.0 - prefilling
-    context = (
-        sum(rates[task] * profiles[task].decode_tokens * profiles[task].context_tokens for task in tasks) / decoded
-    )
-    step_s, batch = _decode(pool, decoded, free, context)
-    if batch > min(pool.max_batch, kv_capacity_tokens(model, pool.hardware, pool.gpus) / max(1.0, context)):
-        return None
-    beside_s = 0.0 if pair is not None else step_s * min(1.0, batch)
-    calls = [
-        (rates[task] * profiles[task].turns, _call_s(pool, profiles[task], computed[task], prefill_s, beside_s))
-        for task in tasks
-    ]
-    queue = sum(rate * seconds for rate, seconds in calls)
-    if queue >= 1.0:
-        return None
-    wait_s = sum(rate * seconds * seconds for rate, seconds in calls) / (1.0 - queue)
-    lives: dict[str, float] = {}
-    for task, (_, call_s) in zip(tasks, calls, strict=True):
-        one = profiles[task]
-        move_s = one.new_tokens * model.kv_bytes_per_token / pair.link_bytes_per_s if pair is not None else 0.0
-        lives[task] = one.elsewhere_s + one.turns * (wait_s + call_s) + move_s + one.decode_tokens * step_s / free
-    return lives
 
 
 def _call_s(pool: PoolSpeed, one: TaskProfile, computed: float, prefill_s: float, beside_s: float) -> float:
@@ -196,7 +187,7 @@ def _call_s(pool: PoolSpeed, one: TaskProfile, computed: float, prefill_s: float
 
 
 def _decode(pool: PoolSpeed, rate: float, free: float, context: float) -> tuple[float, float]:
-    """(seconds of a decode step, sequences in it) at which so many tokens a second come out in the `free` share of the
+    """(seconds of a decode step, sequences in it) at which `rate` tokens a second come out in the `free` share of the
     time; an infinite batch where they cannot."""
     model, hardware, gpus = pool.model, pool.hardware, pool.gpus
     step_s = decode_step_s(model, hardware, gpus, 1.0, context)

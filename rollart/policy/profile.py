@@ -9,7 +9,7 @@ are of whole steps: a part of a step is of short ones or of long ones.
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MEMORY = 256
 """Trajectories that the average is of, or `MEMORY_STEPS` steps' worth where that is more; the newest count most."""
@@ -46,7 +46,7 @@ class TaskProfile:
     """How many the average is of."""
 
     def straggle(self, members: int) -> float:
-        """How much longer than its mean trajectory the slowest of so many takes: about, from the spread of tokens."""
+        """About how much longer the slowest of `members` takes than the mean trajectory, from the spread of tokens."""
         return 1.0 + self.decode_spread * math.sqrt(math.log(max(1, members)))
 
     @property
@@ -58,21 +58,13 @@ class TaskProfile:
         """With one more trajectory; the first ones count evenly, each later one for one of `memory`."""
         weight = max(1.0 / memory, 1.0 / (self.trajectories + 1))
 
-        def mixed(mine: float, its: float) -> float:
+        def mixed(name: str) -> float:
+            mine: float = getattr(self, name)
+            its: float = getattr(other, name)
             return mine + weight * (its - mine)
 
-        return TaskProfile(
-            prompt_tokens=mixed(self.prompt_tokens, other.prompt_tokens),
-            new_tokens=mixed(self.new_tokens, other.new_tokens),
-            cached_tokens=mixed(self.cached_tokens, other.cached_tokens),
-            prefill_tokens=mixed(self.prefill_tokens, other.prefill_tokens),
-            decode_tokens=mixed(self.decode_tokens, other.decode_tokens),
-            decode_squares=mixed(self.decode_squares, other.decode_squares),
-            turns=mixed(self.turns, other.turns),
-            context_tokens=mixed(self.context_tokens, other.context_tokens),
-            elsewhere_s=mixed(self.elsewhere_s, other.elsewhere_s),
-            trajectories=self.trajectories + 1,
-        )
+        means = {one.name: mixed(one.name) for one in fields(self) if one.name != "trajectories"}
+        return TaskProfile(**means, trajectories=self.trajectories + 1)
 
 
 UNKNOWN = TaskProfile(

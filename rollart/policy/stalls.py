@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FAR = 10.0
-"""So many times longer than its peers, and than is usual for its kind, is far longer."""
+"""How many times longer than its peers, and than is usual for its kind, counts as far longer."""
 AGAIN = 2.0
-"""A part that was named is named again when it has stood still for so many times as long."""
+"""A part that was named is named again when it has stood still for this many times as long."""
 MOST = 3
 """Parts of one kind that are named at a time: the longest."""
 

@@ -5,16 +5,16 @@ So a file only ever grows, and one that was cut off anywhere is readable up to i
 msgpack: `[texts, contexts, tokens, logprobs, rows]`.
 
 - `texts`: every different text of the frame once, as a msgpack list compressed with zlib. Rows name texts by position.
-  Members of a group are shown the same, and short answers repeat: this alone makes most of the difference.
+  Members of a group see the same texts, and short answers repeat: this saves the most.
 - `contexts`: every different piece of prompt tokens once, as their lengths and all of them in a row.
 - `tokens`, `logprobs`: all sampled ones, attempt after attempt. Tokens are 16 or 24 bits each where they fit,
   log-probabilities float32.
 - `rows`: lists, the kind first: `life` (first of each file: format, how often the run had been started before),
   `played` (one attempt), `ended` (a group ended untrained, and how), `trained` (a step, its groups' members and their
-  advantages: known only later, joined when read), `dropped` (so many attempts could not be kept).
+  advantages: known only later, joined when read), `dropped` (how many attempts could not be kept).
 
-Only texts are compressed: random numbers gain little from it, and compressing them took longer than all the rest
-together. The whole is flat for the same reason: what is written costs the job its time, what is read does not.
+Only texts are compressed: numbers shrink little, and compressing them took longer than everything else together. The
+layout is flat for the same reason: writing costs the job time, reading does not.
 """
 
 import struct
@@ -22,43 +22,32 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgpack
+import msgspec
 import numpy as np
 
-from rollart.types import NO_LOGPROBS, NO_TOKENS, Batch, Logprobs, Played, Tokens
+from rollart.errors import as_utf8
+from rollart.records.rows import TIMES, Attempt, Row
+from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Played, Tokens
 
 T = TypeVar("T")
 
-FORMAT = 1
 FOLDER = "trajectories"
 SUFFIX = ".rec"
 FRAME = struct.Struct("<II")
 LEVEL = 1
 ROW_BYTES = 200
-"""Of a row beside its arrays and texts, about."""
+"""About what a row takes beside its arrays and texts."""
 
-HEAD = (
-    "id",
-    "group",
-    "task",
-    "domain",
-    "eval",
-    "status",
-    "reason",
-    "reward",
-    "parts",
-    "born",
-    "newest",
-    "turns",
-    "tokens",
-)
-"""Of a played row after its kind, in order."""
-TIMES = ("started_s", "ended_s", "open_s", "reset_s", "wait_s", "generate_s", "env_s", "queue_s", "reward_s")
-"""Then these, as float64; `FIRST`, where its sampled tokens begin; `NUMBERS`, `REWARDS` and `SECONDS` of its turns."""
-TEXTS = ("group", "task", "domain", "status", "reason")
-"""Of `HEAD`, positions in `texts`."""
+Packed = tuple[int, bytes]
+"""Bytes per token, and all tokens in a row. Of three bytes, the lower two of all tokens come first, then the third."""
+Contexts = tuple[list[int], Packed]
+"""Their lengths, and all of them in a row."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[bytes, Contexts, Packed, bytes, list[Row]]).decode
+_decode_texts = msgspec.msgpack.Decoder(list[str]).decode
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -67,7 +56,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class _Places(dict[T, int]):
-    """Each different value and its position, given out when it is first asked for."""
+    """Each different value and its position, which it gets when it is first looked up."""
 
     def __missing__(self, value: T) -> int:
         self[value] = place = len(self)
@@ -76,10 +65,8 @@ class _Places(dict[T, int]):
 
 def _as_text(text: object) -> str:
     """User code may have put anything into a message."""
-    if type(text) is str:
-        return text
     try:
-        return str(text)
+        return as_utf8(str(text))
     except Exception:  # the boundary to user code
         return f"<a {type(text).__name__}>"
 
@@ -88,7 +75,7 @@ class Frame:
     """Rows that are written together. Add, then `whole`."""
 
     def __init__(self) -> None:
-        self._rows: list[bytes] = []
+        self._rows: list[msgspec.Raw] = []
         self._texts: _Places[str] = _Places()
         self._contexts: _Places[bytes] = _Places()
         self._tokens: list[Tokens] = []
@@ -99,20 +86,11 @@ class Frame:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def life(self, life: int) -> None:
-        self._rows.append(_pack(["life", FORMAT, life]))
-
-    def dropped(self, count: int) -> None:
-        self._rows.append(_pack(["dropped", count]))
-
-    def ended(self, group: str, how: str) -> None:
-        self._rows.append(_pack(["ended", group, how]))
-
-    def trained(self, step: int, groups: Sequence[Any]) -> None:
-        self._rows.append(_pack(["trained", step, groups]))
+    def add(self, row: Row) -> None:
+        self._rows.append(msgspec.Raw(_encode(row)))
 
     def played(self, played: Played, zero_s: float) -> None:
-        """One attempt; its times count from `zero_s`. Raises for what cannot be written, and has then added no row."""
+        """One attempt. Its times count from `zero_s`. Raises for what cannot be encoded; no row is added then."""
         trajectory, turns = played.trajectory, played.trajectory.turns
         texts, contexts = self._texts, self._contexts
         numbers: list[int] = []
@@ -160,28 +138,28 @@ class Frame:
             played.queue_s,
             played.reward_s,
         )
-        row = [
-            "played",
-            str(trajectory.id),
-            texts[trajectory.id.group],
-            texts[trajectory.task.id],
-            texts[trajectory.task.domain],
-            played.evaluation,
-            texts[trajectory.status],
-            texts[trajectory.reason],
-            trajectory.reward,
-            dict(trajectory.reward_parts),
-            trajectory.born,
-            turns[-1].completion.spans[-1].version if turns else None,
-            len(turns),
-            count,
-            times,
-            self._first,
-            numbers,
-            struct.pack(f"<{len(rewards)}d", *rewards),
-            struct.pack(f"<{len(seconds)}f", *seconds),
-        ]
-        self._rows.append(_pack(row))
+        self.add(
+            Attempt(
+                id=str(trajectory.id),
+                group=texts[trajectory.id.group],
+                task=texts[trajectory.task.id],
+                domain=texts[trajectory.task.domain],
+                evaluation=played.evaluation,
+                status=texts[trajectory.status],
+                reason=texts[trajectory.reason],
+                reward=trajectory.reward,
+                parts={as_utf8(name): value for name, value in trajectory.reward_parts.items()},
+                born=trajectory.born,
+                newest=turns[-1].completion.spans[-1].version if turns else None,
+                turns=len(turns),
+                tokens=count,
+                times=times,
+                first=self._first,
+                numbers=numbers,
+                rewards=struct.pack(f"<{len(rewards)}d", *rewards),
+                seconds=struct.pack(f"<{len(seconds)}f", *seconds),
+            )
+        )
         self._tokens += [turn.completion.tokens for turn in turns]
         self._logprobs += [turn.completion.logprobs for turn in turns]
         self._first += count
@@ -190,16 +168,14 @@ class Frame:
         """As it is written."""
         contexts = [np.frombuffer(raw, dtype=np.int32) for raw in self._contexts]
         logprobs = np.concatenate(self._logprobs).astype("<f4", copy=False) if self._logprobs else NO_LOGPROBS
-        payload = b"".join(
-            [
-                b"\x95",  # a list of five
-                _pack(zlib.compress(_pack([_as_text(text) for text in self._texts]), LEVEL)),
-                _pack([[len(context) for context in contexts], packed_tokens(contexts)]),
-                _pack(packed_tokens(self._tokens)),
-                _pack(logprobs.tobytes()),
-                msgpack.Packer().pack_array_header(len(self._rows)),
-                *self._rows,
-            ]
+        payload = _encode(
+            (
+                zlib.compress(_encode([_as_text(text) for text in self._texts]), LEVEL),
+                ([len(context) for context in contexts], packed_tokens(contexts)),
+                packed_tokens(self._tokens),
+                logprobs.tobytes(),
+                self._rows,
+            )
         )
         return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
@@ -209,31 +185,25 @@ class ReadFrame:
     """A frame as it is read again."""
 
     texts: list[str]
-    contexts: list[Any]
-    tokens: list[Any]
+    contexts: Contexts
+    tokens: Packed
     logprobs: bytes
-    rows: list[Any]
+    rows: list[Row]
 
 
-def trained_groups(batch: Batch) -> list[Any]:
-    """What a `trained` row says of each group."""
-    return [[g.id, [str(member.id) for member in g.members], list(g.advantages)] for g in batch.groups]
-
-
-def packed_tokens(pieces: Sequence[Tokens]) -> list[Any]:
-    """[bytes per token, all of them in a row]; of three bytes, the lower two of all come first, then the third."""
+def packed_tokens(pieces: Sequence[Tokens]) -> Packed:
     tokens = np.concatenate(pieces) if pieces else NO_TOKENS
     if not len(tokens):
-        return [4, b""]
+        return 4, b""
     most = int(tokens.max()) if int(tokens.min()) >= 0 else 1 << 31
     if most < 1 << 16:
-        return [2, tokens.astype("<u2").tobytes()]
+        return 2, tokens.astype("<u2").tobytes()
     if most < 1 << 24:
-        return [3, tokens.astype("<u2").tobytes() + (tokens >> 16).astype(np.uint8).tobytes()]
-    return [4, tokens.astype("<i4").tobytes()]
+        return 3, tokens.astype("<u2").tobytes() + (tokens >> 16).astype(np.uint8).tobytes()
+    return 4, tokens.astype("<i4").tobytes()
 
 
-def unpacked_tokens(packed: Sequence[Any]) -> Tokens:
+def unpacked_tokens(packed: Packed) -> Tokens:
     width, raw = packed
     if width == 3:
         low = np.frombuffer(raw, dtype="<u2", count=len(raw) // 3).astype(np.int32)
@@ -241,22 +211,13 @@ def unpacked_tokens(packed: Sequence[Any]) -> Tokens:
     return np.frombuffer(raw, dtype="<u2" if width == 2 else "<i4").astype(np.int32)
 
 
-def _pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return packed
-
-
-def unpack(raw: bytes) -> Any:
-    return msgpack.unpackb(raw, unicode_errors="replace", strict_map_key=False)
-
-
 def frames_of(path: Path) -> Iterator[ReadFrame]:
-    """The frames of one file, in order. What was cut off is left out, and what follows damage."""
+    """The frames of one file, in order, up to the first that is cut off or damaged."""
     with open(path, "rb") as file:
         while len(header := file.read(FRAME.size)) == FRAME.size:
             size, check = FRAME.unpack(header)
             payload = file.read(size)
             if len(payload) < size or zlib.crc32(payload) != check:
                 return
-            texts, *others = unpack(payload)
-            yield ReadFrame(unpack(zlib.decompress(texts)), *others)
+            texts, contexts, tokens, logprobs, rows = _decode(payload)
+            yield ReadFrame(_decode_texts(zlib.decompress(texts)), contexts, tokens, logprobs, rows)

@@ -1,20 +1,22 @@
-"""Reads a run's trajectories: joins what became of each, finds those that were asked for, and unpacks them.
+"""Reads a run's trajectories: joins each with its fate, finds those that match, and unpacks them.
 
-Fates are known only later than the trajectories, so files are gone through twice: once for the heads and the fates,
-and once more for the bodies of what was chosen.
+A fate is written after its trajectory, so files are read twice: once for heads and fates, and once for the bodies of
+those that were chosen.
 """
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollart.errors import JobError
-from rollart.records.format import FOLDER, FORMAT, HEAD, TEXTS, TIMES, ReadFrame, files_of, frames_of, unpacked_tokens
+from rollart.records.format import FOLDER, ReadFrame, files_of, frames_of, unpacked_tokens
+from rollart.records.rows import FORMAT, TIMES, Attempt, Dropped, Ended, Life, Trained
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Message, Tokens
 
 ORDERS = ("newest", "worst", "best", "longest", "failed")
@@ -22,72 +24,54 @@ Key = tuple[int, str]
 """Life and id: held-out episodes of a killed run are played again under the same id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, kw_only=True, rename={"evaluation": "eval"}):
     """One attempt, without its turns."""
 
     id: str
-    life: int
-    """How often the run had been started before it was played."""
+    life: int = 0
+    """How often the run had been started before."""
     group: str
     task: str
     domain: str
-    evaluation: bool
+    evaluation: bool = False
     status: str
-    reason: str
+    reason: str = ""
     reward: float | None
     parts: Mapping[str, float]
-    born: int | None
-    newest: int | None
-    """Versions of its first and its last sampled token."""
-    turns: int
-    tokens: int
-    """Sampled."""
-    times: Mapping[str, float]
-    """`started_s`, `ended_s` on the run's clock; `open_s`, `reset_s`, `wait_s` (for an engine), `generate_s`, `env_s`,
-    `queue_s` (for a reward slot), `reward_s`."""
+    advantage: float | None = None
     fate: str = "open"
     """`trained`, `eval`, how its group ended (`filtered`, `stale`, `failed`, `surplus`), `unused` (its group was
     trained without it), `restart` (lost with a killed coordinator), or `open`."""
     step: int | None = None
     """That it was trained in."""
-    advantage: float | None = None
+    born: int | None = None
+    newest: int | None = None
+    """Versions of its first and its last sampled token."""
+    turns: int
+    tokens: int = 0
+    """Sampled."""
+    times: Mapping[str, float] = {}
+    """`started_s`, `ended_s` on the run's clock; `open_s`, `reset_s`, `wait_s` (for an engine), `generate_s`, `env_s`,
+    `queue_s` (for a reward slot), `reward_s`."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "life": self.life,
-            "group": self.group,
-            "task": self.task,
-            "domain": self.domain,
-            "eval": self.evaluation,
-            "status": self.status,
-            "reason": self.reason,
-            "reward": self.reward,
-            "parts": dict(self.parts),
-            "advantage": self.advantage,
-            "fate": self.fate,
-            "step": self.step,
-            "born": self.born,
-            "newest": self.newest,
-            "tokens": self.tokens,
-            **self.times,
-        }
+    def to_json(self) -> dict[str, object]:
+        fields: dict[str, object] = msgspec.to_builtins(self)
+        del fields["turns"], fields["times"]
+        return {**fields, **self.times}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTurn:
+class ReadTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn as it is read again."""
 
     shown: tuple[Message, ...]
     text: str
     reward: float
     fresh: bool = False
-    context: Tokens = field(default_factory=lambda: NO_TOKENS)
-    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
-    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
-    spans: tuple[tuple[int, int], ...] = ()
-    """Versions, and how many tokens each sampled."""
+    context: Tokens = msgspec.field(default_factory=lambda: NO_TOKENS)
+    tokens: Tokens = msgspec.field(default_factory=lambda: NO_TOKENS)
+    logprobs: Logprobs = msgspec.field(default_factory=lambda: NO_LOGPROBS)
+    versions: Tokens = msgspec.field(default_factory=lambda: NO_TOKENS)
+    """Of the weights that sampled each token."""
     finish: str = ""
     engine: str = ""
     pool: str = ""
@@ -97,29 +81,8 @@ class ReadTurn:
     prefill: int = 0
     cached: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "shown": _as_json(self.shown),
-            "text": self.text,
-            "reward": self.reward,
-            "fresh": self.fresh,
-            "context": self.context.tolist(),
-            "tokens": self.tokens.tolist(),
-            "logprobs": [round(value, 7) for value in self.logprobs.tolist()],
-            "versions": [version for version, count in self.spans for _ in range(count)],
-            "finish": self.finish,
-            "engine": self.engine,
-            "pool": self.pool,
-            "wait_s": self.wait_s,
-            "generate_s": self.generate_s,
-            "env_s": self.env_s,
-            "prefill": self.prefill,
-            "cached": self.cached,
-        }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTrajectory:
+class ReadTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt, whole."""
 
     head: Head
@@ -127,14 +90,19 @@ class ReadTrajectory:
     left: tuple[Message, ...] = ()
     """What the environment said last."""
 
-    def to_json(self) -> dict[str, Any]:
-        turns = [turn.to_json() for turn in self.turns]
-        return {**self.head.to_json(), "turns": turns, "left": _as_json(self.left)}
+    def to_json(self) -> dict[str, object]:
+        whole: dict[str, object] = msgspec.to_builtins(self, enc_hook=_as_list)
+        return {**self.head.to_json(), "turns": whole["turns"], "left": whole["left"]}
+
+
+def _as_list(array: Any) -> list[float]:
+    """A numpy array for JSON. Log-probabilities are float32: more digits would be noise."""
+    return [round(value, 7) for value in array.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to look for; everything where nothing is said."""
+    """What to look for. A field that is not given matches everything."""
 
     name: str | None = None
     """Of an attempt, or of a group."""
@@ -171,14 +139,14 @@ class Archive:
                 "trajectories.keep is above 0, `rollart sim` keeps none"
             )
         self.first_is_gone = int(self._files[0].stem) > 0
-        """The oldest files went, for `trajectories.total_mb`."""
+        """The oldest files were deleted, for `trajectories.total_mb`."""
         self.dropped = 0
         """Finished attempts that could not be kept."""
         self._heads: list[Head] = []
         self._read_heads()
 
     def find(self, wanted: Wanted, order: str = "newest", most: int | None = None) -> list[Head]:
-        """Those that were asked for, in this order."""
+        """Those that match, in this order."""
         found = [head for head in self._heads if wanted.takes(head)]
         match order:
             case "worst" | "best":
@@ -197,7 +165,8 @@ class Archive:
         left = {(head.life, head.id): head for head in heads}
         for path in self._files:
             for life, frame in _frames(path):
-                chosen = [(left.pop((life, row[1])), row) for row in frame.rows if _is_in(row, life, left)]
+                rows = [row for row in frame.rows if isinstance(row, Attempt) and (life, row.id) in left]
+                chosen = [(left.pop((life, row.id)), row) for row in rows]
                 if chosen:
                     yield from _whole(frame, chosen)
                 if not left:
@@ -210,7 +179,7 @@ class Archive:
         return found
 
     def _read_heads(self) -> None:
-        heads: dict[Key, dict[str, Any]] = {}
+        heads: dict[Key, Head] = {}
         ended: dict[str, tuple[str, int]] = {}
         """By group: how, and the life that said so. A group that a resumed run opens again may end once more."""
         trained: dict[str, tuple[int, int]] = {}
@@ -223,34 +192,35 @@ class Archive:
                 newest_life = max(newest_life, life)
                 for row in frame.rows:
                     match row:
-                        case ["played", *_]:
-                            heads[(life, row[1])] = _named(row, frame.texts)
-                        case ["ended", group, how]:
-                            ended[group] = (how, life)
-                        case ["trained", step, groups]:
-                            for group, members, values in groups:
-                                trained.setdefault(group, (step, life))
-                                advantages |= {name: (step, value) for name, value in zip(members, values, strict=True)}
-                        case ["dropped", count]:
-                            self.dropped += count
-        for (life, name), head in heads.items():
-            group, step, advantage = head["group"], None, None
-            if head["eval"]:
+                        case Attempt():
+                            heads[life, row.id] = _head(row, frame.texts, life)
+                        case Ended():
+                            ended[row.group] = (row.how, life)
+                        case Trained():
+                            for group in row.groups:
+                                trained.setdefault(group.id, (row.step, life))
+                                steps = ((row.step, value) for value in group.advantages)
+                                advantages.update(zip(group.members, steps, strict=True))
+                        case Dropped():
+                            self.dropped += row.count
+        for head in heads.values():
+            step, advantage = None, None
+            if head.evaluation:
                 fate = "eval"
-            elif name in advantages:
+            elif head.id in advantages:
                 fate = "trained"
-                step, advantage = advantages[name]
-            elif group in trained:
-                fate = "unused" if trained[group][1] == life else "restart"
-            elif group in ended and ended[group][1] >= life:
-                fate = ended[group][0]
+                step, advantage = advantages[head.id]
+            elif head.group in trained:
+                fate = "unused" if trained[head.group][1] == head.life else "restart"
+            elif head.group in ended and ended[head.group][1] >= head.life:
+                fate = ended[head.group][0]
             else:
-                fate = "open" if life == newest_life else "restart"
-            self._heads.append(_head(head, life, fate, step, advantage))
+                fate = "open" if head.life == newest_life else "restart"
+            self._heads.append(msgspec.structs.replace(head, fate=fate, step=step, advantage=advantage))
 
 
 def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) -> list[Head]:
-    """Those that were asked for: all of `wanted`, or of these the first in an order, or one by its name, or a group."""
+    """All that match `wanted`; or the first of these in an order; or one by its name; or a group."""
     if name is None or name in ORDERS:
         found = archive.find(wanted, name or order or "newest", 1 if name else None)
         if not found and name is not None:
@@ -267,68 +237,55 @@ def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) 
 
 
 def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
-    """The frames of a file with the life they were written in. None where it went since, as the oldest may."""
+    """The frames of a file, each with the life it was written in. None where the file was deleted meanwhile."""
     life = 0
     for frame in frames_of(path) if path.exists() else ():
-        if frame.rows and frame.rows[0][0] == "life":
-            _, written, life = frame.rows[0]
-            if written != FORMAT:
-                raise JobError(f"{path}: written in format {written}, this version of rollart reads {FORMAT}")
+        match frame.rows:
+            case [Life() as first, *_]:
+                life = first.life
+                if first.format != FORMAT:
+                    raise JobError(f"{path}: written in format {first.format}, this version of rollart reads {FORMAT}")
         yield life, frame
 
 
-def _is_in(row: Sequence[Any], life: int, wanted: Mapping[Key, Head]) -> bool:
-    return row[0] == "played" and (life, row[1]) in wanted
-
-
-def _named(row: Sequence[Any], texts: Sequence[str]) -> dict[str, Any]:
-    """A played row without its turns, by names."""
-    named = dict(zip(HEAD, row[1:], strict=False))
-    times = dict(zip(TIMES, struct.unpack(f"<{len(TIMES)}d", row[len(HEAD) + 1]), strict=True))
-    return {name: texts[value] if name in TEXTS else value for name, value in named.items()} | times
-
-
-def _head(row: Mapping[str, Any], life: int, fate: str, step: int | None, advantage: float | None) -> Head:
+def _head(row: Attempt, texts: Sequence[str], life: int) -> Head:
+    times = struct.unpack(f"<{len(TIMES)}d", row.times)
     return Head(
-        id=row["id"],
+        id=row.id,
         life=life,
-        group=row["group"],
-        task=row["task"],
-        domain=row["domain"],
-        evaluation=row["eval"],
-        status=row["status"],
-        reason=row["reason"],
-        reward=row["reward"],
-        parts=row["parts"],
-        born=row["born"],
-        newest=row["newest"],
-        turns=row["turns"],
-        tokens=row["tokens"],
-        times={name: round(row[name], 6) for name in TIMES},
-        fate=fate,
-        step=step,
-        advantage=advantage,
+        group=texts[row.group],
+        task=texts[row.task],
+        domain=texts[row.domain],
+        evaluation=row.evaluation,
+        status=texts[row.status],
+        reason=texts[row.reason],
+        reward=row.reward,
+        parts=row.parts,
+        born=row.born,
+        newest=row.newest,
+        turns=row.turns,
+        tokens=row.tokens,
+        times={name: round(seconds, 6) for name, seconds in zip(TIMES, times, strict=True)},
     )
 
 
-def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, Sequence[Any]]]) -> Iterator[ReadTrajectory]:
+def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, Attempt]]) -> Iterator[ReadTrajectory]:
     """These rows of a frame, with their turns."""
     lengths, packed = frame.contexts
     pieces = np.split(unpacked_tokens(packed), np.cumsum(lengths)[:-1]) if lengths else []
     tokens = unpacked_tokens(frame.tokens)
     logprobs = np.frombuffer(frame.logprobs, dtype="<f4").astype(np.float32)
     for head, row in chosen:
-        at, raw_numbers, raw_rewards, raw_seconds = row[len(HEAD) + 2 :]
-        numbers = iter(raw_numbers)
-        rewards = struct.unpack(f"<{head.turns}d", raw_rewards)
-        seconds = struct.unpack(f"<{3 * head.turns}f", raw_seconds)
+        at, numbers = row.first, iter(row.numbers)
+        rewards = struct.unpack(f"<{head.turns}d", row.rewards)
+        seconds = struct.unpack(f"<{3 * head.turns}f", row.seconds)
         turns: list[ReadTurn] = []
         for number, reward in enumerate(rewards):
             context, count, fresh, finish, engine, pool, prefill, cached, text, spans, shown = islice(numbers, 11)
             wait_s, generate_s, env_s = (round(value, 6) for value in seconds[3 * number : 3 * number + 3])
             turns.append(
                 ReadTurn(
-                    spans=tuple(_pairs(numbers, spans)),
+                    versions=_versions(_pairs(numbers, spans)),
                     shown=_messages(_pairs(numbers, shown), frame.texts),
                     text=frame.texts[text],
                     reward=reward,
@@ -361,5 +318,6 @@ def _messages(places: Sequence[tuple[int, int]], texts: Sequence[str]) -> tuple[
     return tuple(Message(role=texts[role], content=texts[content]) for role, content in places)
 
 
-def _as_json(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _versions(spans: Sequence[tuple[int, int]]) -> Tokens:
+    """One for each token."""
+    return np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(np.int32)

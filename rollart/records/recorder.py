@@ -1,9 +1,9 @@
 """The Recorder port over files of the run directory.
 
-What control hands over goes into a queue and nothing else; a thread of its own encodes and writes it, once in a while.
-Invariant: nothing here ever holds up or ends a job. What does not fit into the queue, or cannot be written, is dropped
-and counted, and warned about once; what is written later says how many are missing. What became of groups is small:
-where it cannot be written it is held, and written with what comes next.
+Control only puts into a queue; a thread encodes and writes, about once a second.
+Invariant: nothing here ever delays or ends a job. What does not fit into the queue, or cannot be written, is dropped,
+counted, and warned about once; later rows say how many are missing. The fates of groups are small: those that cannot
+be written are held, and written with the next frame.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of, trained_groups
+from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of
+from rollart.records.rows import FORMAT, Dropped, Ended, Life, Trained, TrainedGroup
 from rollart.types import Batch, Played
 
 WRITE_S = 1.0
@@ -27,15 +28,15 @@ FRAME_BYTES = 4 << 20
 FILE_BYTES = 64 << 20
 """A file of this size is closed and the next one begun."""
 FEWEST_FILES = 8
-"""Where the total is bounded it is so many files at least: the oldest one that goes is then a small part of it."""
+"""A bounded total is made of this many files at least, so that deleting the oldest loses a small part."""
 HELD_ROWS = 4096
-"""Most rows of what became of groups that are held while nothing can be written; more are dropped."""
+"""Fates of groups that are held while nothing can be written; more are dropped."""
 CLOSE_S = 30.0
-"""Most that the end of a run waits for the last write."""
+"""The end of a run waits this long for the last write."""
 Warn = Callable[[str], None]
 """May be called from any thread."""
-Settled = tuple[str, Any, Any]
-"""What became of groups: kind of row and its values."""
+Settled = Ended | Trained
+"""The fate of groups."""
 
 
 class FileRecorder:
@@ -59,21 +60,21 @@ class FileRecorder:
         self._queue: deque[tuple[int, Played | Settled]] = deque()
         self._queue_bytes = queue_bytes
         self._given_bytes = 0
-        """Ever put into the queue. Changed by the giving thread only, as `_left_out` is."""
+        """Put into the queue since the start. Only the giving thread changes it and `_left_out`."""
         self._left_out = 0
         """Attempts that found the queue full."""
         self._rows_left_out = 0
-        """Rows of what became of groups that did."""
+        """Fates of groups that did."""
         self._taken_bytes = 0
-        """Ever taken out again. Changed by the writing thread only, as all below are."""
+        """Taken out since the start. Only the writing thread changes it and all below."""
         self._lost = 0
         """Attempts that could not be written."""
         self._noted = 0
-        """Of both, what the files say."""
+        """How many of both the files mention."""
         self._held: list[Settled] = []
-        """What became of groups and could not be written yet."""
+        """Fates of groups that could not be written yet."""
         self._rows_lost = 0
-        """Such rows that were too many to hold, or cannot be encoded."""
+        """Fates that were too many to hold, or cannot be encoded."""
         self._told = False
         self._files = _Files(folder, total_bytes)
         self._closing = threading.Event()
@@ -91,29 +92,30 @@ class FileRecorder:
             return
         try:
             size = _bytes_of(played)
-        except Exception:  # a message that is none, or no text; what becomes of it is the writing thread's
+        except Exception:  # a strange message: the writing thread deals with it
             size = ROW_BYTES
         if not self._put(size, played):
             self._left_out += 1
 
     def ended(self, group: str, how: str) -> None:
         if self._is_kept(group):
-            self._settled(("ended", group, how))
+            self._settled(Ended(group, how))
 
     def trained(self, batch: Batch) -> None:
-        self._settled(("trained", batch.step, trained_groups(batch)))
+        groups = [TrainedGroup(g.id, [str(member.id) for member in g.members], g.advantages) for g in batch.groups]
+        self._settled(Trained(batch.step, groups))
 
     def close(self) -> None:
-        """Write what is left; waits for that, a bounded time."""
+        """Write what is left. Waits for that, but not longer than `CLOSE_S`."""
         self._closing.set()
         self._thread.join(CLOSE_S)
         if self.dropped:
             self._warn(f"trajectories: {self.dropped} finished attempts were not kept")
         if rows := self._rows_left_out + self._rows_lost:
-            self._warn(f"trajectories: {rows} rows that say what became of groups were not kept")
+            self._warn(f"trajectories: {rows} fates of groups were not kept")
 
     def _is_kept(self, key: str) -> bool:
-        """Drawn by name: members of a group are kept together, and a resumed run keeps the same ones."""
+        """Drawn by name, so members of a group are kept together, and a resumed run keeps the same groups."""
         return self._share >= 1.0 or zlib.crc32(key.encode()) < self._share * 2**32
 
     def _settled(self, row: Settled) -> None:
@@ -143,12 +145,12 @@ class FileRecorder:
         self._files.close()
 
     def _write_some(self) -> None:
-        """What is held, and one frame's worth of what waits."""
+        """Write what is held, and one frame from the queue."""
         frame = Frame()
         attempts = taken_bytes = 0
         dropped = self.dropped
         if dropped > self._noted:
-            frame.dropped(dropped - self._noted)
+            frame.add(Dropped(dropped - self._noted))
         settled = [row for row in self._held if self._encode(frame, row)]
         while self._queue and taken_bytes < FRAME_BYTES:
             given_bytes, item = self._queue.popleft()
@@ -164,7 +166,7 @@ class FileRecorder:
                 self._files.write(frame.whole())
                 self._noted = dropped
             self._held = []
-        except Exception as error:  # a disk that is full or gone is never worth a job
+        except Exception as error:  # a full or lost disk must not end a job
             self._held = settled[:HELD_ROWS]
             self._rows_lost += len(settled) - len(self._held)
             self._lose(attempts, f"{type(error).__name__}: {error}")
@@ -175,11 +177,9 @@ class FileRecorder:
         try:
             if isinstance(item, Played):
                 frame.played(item, self._zero_s)
-            elif item[0] == "ended":
-                frame.ended(item[1], item[2])
             else:
-                frame.trained(item[1], item[2])
-        except Exception as error:  # whatever users put into a message, it costs this attempt only
+                frame.add(item)
+        except Exception as error:  # strange user data costs this attempt only
             attempt = isinstance(item, Played)
             self._rows_lost += not attempt
             self._lose(int(attempt), f"one cannot be encoded ({type(error).__name__}: {error})")
@@ -210,7 +210,7 @@ class _Files:
         self._life = -1
 
     def write(self, frame: bytes) -> None:
-        """Raises OSError; then the file ends where it ended before, or a new one is begun by the next write."""
+        """Raises OSError. The file then ends where it did before, or the next write begins a new one."""
         if self._file is None or self._bytes >= self._file_bytes:
             self._begin()
         assert self._file is not None
@@ -248,17 +248,17 @@ class _Files:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
         self._bytes = 0
         first = Frame()
-        first.life(self._life)
+        first.add(Life(FORMAT, self._life))
         try:
             self._append(first.whole())
-        except OSError:  # without its first row it would be of no life
+        except OSError:  # without its first row its life would be unknown
             self.close()
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
 
     def _trim(self) -> None:
-        """Make room for the next file: the oldest ones go."""
+        """Make room for the next file by deleting the oldest ones."""
         if self._total_bytes is None or self._bytes < self._file_bytes:
             return
         with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ class _Files:
 
 
 def _bytes_of(played: Played) -> int:
-    """What it takes in memory, about: arrays, and texts by the tokens they are made of."""
+    """About what it takes in memory. Texts are estimated from their tokens."""
     size = ROW_BYTES
     for turn in played.trajectory.turns:
         size += 2 * turn.context.nbytes + 3 * turn.completion.tokens.nbytes
@@ -283,7 +283,8 @@ def _bytes_of(played: Played) -> int:
 
 
 def _life_of(path: Path) -> int:
-    """From a file's first row; a file that has none, or another one first, was torn at once."""
+    """From a file's first row. A file without it was cut off at once."""
     for frame in frames_of(path):
-        return int(frame.rows[0][2]) if frame.rows[0][0] == "life" else -1
+        first = frame.rows[0]
+        return first.life if isinstance(first, Life) else -1
     return -1

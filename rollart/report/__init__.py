@@ -1,1 +1,1 @@
-"""Folds over the events of a run, and what people read of it."""
+"""Folds over the events of a run, and the tables that people read."""

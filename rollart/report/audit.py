@@ -7,8 +7,8 @@ control plane computed (an age, a count of slots, a serving version) where it ca
 from dataclasses import dataclass
 
 from rollart.events import schema
-from rollart.events.log import Handlers, on
-from rollart.events.schema import Event
+from rollart.events.log import Fold
+from rollart.events.schema import Event, attempt_of, task_set
 from rollart.report.audit_tasks import TaskBooks
 
 SENDS = 6
@@ -35,7 +35,7 @@ class _Attempt:
     """One of its answers was."""
 
 
-class Audit:
+class Audit(Fold):
     """Feed it every event of a run, in order, then ask for `violations`."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Audit:
         self.faults: dict[str, list[int]] = {}
         """Kind -> [how often it fired, how often of these during a swap]"""
         self._job: schema.Run
-        """As the first event says, and the last change."""
+        """From the first event, and the last change."""
         self._now = Event()
         self._serving = 0
         self._target = 0
@@ -62,9 +62,9 @@ class Audit:
         self._hit: dict[str, int] = {}
         """Attempt or engine -> the last fault that happened to it; an engine's is forgotten as it goes down."""
         self._spoilt: dict[str, None] = {}
-        """Calls whose answer a fault made one that nobody may believe."""
+        """Calls whose answer a fault has spoilt: it must not be believed."""
         self._outages: dict[str, float] = {}
-        """Task -> a fault lets it fail until then."""
+        """Task -> a fault makes it fail until this time."""
         self._task_books = TaskBooks(self._broken)
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Audit:
         self._told_again: dict[int, None] = {}
         """Steps that set something aside since their replay began."""
         self._untrainable: dict[int, bool] = {}
-        """Steps that a fault gave data that cannot be trained on; may the trainer still be lost with it?"""
+        """Steps that a fault gave untrainable data -> whether the trainer may still be lost with it."""
         self._steps_done = 0
         self._stepping = -1
         self._checkpoint: tuple[int, dict[str, None]] = (0, {})
@@ -91,57 +91,12 @@ class Audit:
         self._full_s: dict[str, float] = {}
         """What waits for room -> since when."""
         self._trainer_faults = 0
-        self._handlers: Handlers = dict(
-            [
-                on(schema.Run, self._on_run),
-                on(schema.Changed, self._on_changed),
-                on(schema.Started, self._on_started),
-                on(schema.Finished, self._on_finished),
-                on(schema.Interrupted, self._on_interrupted),
-                on(schema.Stopped, self._on_stopped),
-                on(schema.Fault, self._on_fault),
-                on(schema.StoreFull, self._on_store_full),
-                on(schema.StoreRoom, self._on_store_room),
-                on(schema.TrainerDown, self._on_trainer_down),
-                on(schema.Admit, self._on_admit),
-                on(schema.Start, self._on_start),
-                on(schema.Send, self._on_send),
-                on(schema.Said, self._on_said),
-                on(schema.Reward, self._on_reward),
-                on(schema.Lost, self._on_lost),
-                on(schema.Refused, self._on_refused),
-                on(schema.End, self._on_end),
-                on(schema.Ready, self._on_ready),
-                on(schema.Group, self._on_group),
-                on(schema.Batch, self._on_batch),
-                on(schema.Written, self._on_written),
-                on(schema.StepStart, self._on_step_start),
-                on(schema.StepAside, self._on_step_aside),
-                on(schema.Replayed, self._on_replayed),
-                on(schema.StepEnd, self._on_step_end),
-                on(schema.Replay, self._on_replay),
-                on(schema.Bucket, self._on_bucket),
-                on(schema.Manifest, self._on_manifest),
-                on(schema.Loaded, self._on_loaded),
-                on(schema.EngineSwap, self._on_engine_swap),
-                on(schema.Suspend, self._on_suspend),
-                on(schema.Resume, self._on_resume),
-                on(schema.EngineDown, self._on_engine_down),
-                on(schema.EngineUp, self._on_engine_up),
-                on(schema.SwapStart, self._on_swap_start),
-                on(schema.SwapEnd, self._on_swap_end),
-                on(schema.Checkpoint, self._on_checkpoint),
-                on(schema.Killed, self._on_killed),
-                on(schema.Resumed, self._on_resumed),
-            ]
-        )
+        super().__init__()
 
     def read(self, event: Event) -> None:
         self._now = event
         self._task_books.read(event)
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        super().read(event)
 
     @property
     def over(self) -> bool:
@@ -187,7 +142,7 @@ class Audit:
         self._over = "stopped"
         self.full = event.full
         if self.full and event.t - min(self._full_s.values(), default=event.t) < self._job.store_full_s - 1.0:
-            self._broken(8, "the job stopped for want of room before its time")
+            self._broken(8, "the job stopped for lack of room too early")
         if event.deadlock:
             self._broken(10, f"deadlock: {event.reason}")
 
@@ -199,7 +154,7 @@ class Audit:
         if event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event.target] = event.n
         elif event.fault == "bad_answer":
-            self._hit[event.target.rpartition("/")[0]] = event.n
+            self._hit[attempt_of(event.target)] = event.n
             self._spoilt[event.target] = None
         elif event.fault == "failing_task":
             until_s = event.t + event.for_s
@@ -214,7 +169,7 @@ class Audit:
         self._full_s.pop(event.what, None)
 
     def _on_trainer_down(self, event: schema.TrainerDown) -> None:
-        """A full store is nobody's death."""
+        """A full store must not count as the trainer's failure."""
         if self._untrainable.get(self._steps_done):
             self._untrainable[self._steps_done] = False
             return
@@ -236,13 +191,11 @@ class Audit:
     def _on_start(self, event: schema.Start) -> None:
         if event.id in self._runs or event.id in self._scored:
             self._broken(8, f"attempt {event.id} was started twice")
-        self._runs[event.id] = _Attempt(
-            task=event.task.split("/", 1)[0], pool=event.pool, eval=event.eval, started_s=event.t
-        )
+        self._runs[event.id] = _Attempt(task=task_set(event.task), pool=event.pool, eval=event.eval, started_s=event.t)
 
     def _on_send(self, event: schema.Send) -> None:
         call = event.id
-        attempt = call.rpartition("/")[0]
+        attempt = attempt_of(call)
         run = self._runs.get(attempt)
         engine = event.engine
         self._pool.setdefault(engine, event.pool)
@@ -268,7 +221,7 @@ class Audit:
 
     def _on_said(self, event: schema.Said) -> None:
         call = event.id
-        attempt = call.rpartition("/")[0]
+        attempt = attempt_of(call)
         run = self._runs.get(attempt)
         if self._calls.pop(attempt, None) != (call, event.engine) or run is None:
             self._broken(6, f"an answer to {call} came from {event.engine}, where it was not sent")
@@ -290,7 +243,7 @@ class Audit:
         self._must_be_fresh(run, call)
 
     def _must_be_fresh(self, run: _Attempt, what: str) -> None:
-        """Under the live re-check, a swap stops what is too old wherever it waits: nothing of it is heard again."""
+        """Under the live re-check, a swap stops attempts that are too old, wherever they wait."""
         if self._job.recheck == "live" and not run.eval and self._too_old(run.born):
             self._broken(1, f"{what}, born {run.born}, went on under {self._serving}")
 
@@ -302,14 +255,14 @@ class Audit:
             self._must_be_fresh(run, f"the scoring of {event.id}")
 
     def _on_lost(self, event: schema.Lost) -> None:
-        key = event.id.rpartition("/")[0]
+        key = attempt_of(event.id)
         if key in self._runs:
             self._runs[key].lost += 1
         if self._calls.pop(key, None) != (event.id, event.engine):
             self._broken(6, f"call {event.id} was lost with {event.engine}, where it was not")
 
     def _on_refused(self, event: schema.Refused) -> None:
-        key = event.id.rpartition("/")[0]
+        key = attempt_of(event.id)
         if self._calls.pop(key, None) != (event.id, event.engine):
             self._broken(6, f"an answer to {event.id} of {event.engine} was refused, where it was not sent")
         if key in self._runs:
@@ -334,12 +287,12 @@ class Audit:
 
     @property
     def _simulated(self) -> bool:
-        """Nothing breaks that no `fault` event has announced."""
+        """Every failure is announced by a `fault` event."""
         return self._job.clock == "virtual" and not self._job.breaks
 
     def _must_have_cause(self, attempt: str, reason: str, run: _Attempt, engine: str) -> None:
-        """An attempt fails by what happened to itself, and not with an engine. One whose call was in an engine when
-        that began to hang may be over its own limit before the engine is given up; no later call may."""
+        """An attempt fails because of a fault of its own, not with an engine. One whose call was in an engine when that
+        began to hang may exceed its own limit before the engine is given up; no later call may."""
         if reason.startswith("EngineError") and run.lost < SENDS:
             self._broken(6, f"attempt {attempt} was given up with its engine instead of being sent again")
         hung = self._hit.get(engine, -1) > run.sent
@@ -359,7 +312,7 @@ class Audit:
         for member in event.members:
             if member not in self._scored:
                 self._broken(3, f"group {group} holds {member}, which did not end well")
-        sizes = self._job.tasks[self._task_of[group].split("/", 1)[0]]
+        sizes = self._job.tasks[task_set(self._task_of[group])]
         if not sizes.min_group_size <= len(event.members) <= sizes.group_size:
             self._broken(3, f"group {group} has {len(event.members)} members")
         born = [self._scored[member][1] for member in event.members if member in self._scored]
@@ -407,7 +360,7 @@ class Audit:
             self._broken(1, f"step {step} began under version {self._serving}")
 
     def _on_step_aside(self, event: schema.StepAside) -> None:
-        """What a step left out: of its own groups, and the same whenever it is done again."""
+        """What a step left out must be of its own groups, and the same in a replay."""
         step = event.step
         names = [name for name, _ in event.trajectories]
         groups = self._written.get(step, [])
@@ -473,7 +426,7 @@ class Audit:
             self._suspended.pop(engine, None)
 
     def _on_engine_down(self, event: schema.EngineDown) -> None:
-        """An engine that computes is never given up for what one request takes."""
+        """An engine that computes is not given up because one request takes long."""
         other = event.reason.startswith("swap to") or "could not be believed" in event.reason
         if self._hit.pop(event.engine, None) is None and self._simulated and not other:
             self._broken(3, f"{event.engine} was given up ({event.reason}) though nothing happened to it")
@@ -515,7 +468,7 @@ class Audit:
         }
 
     def _on_killed(self, event: schema.Killed) -> None:
-        """All workers died with the coordinator; attempts under way never were."""
+        """All workers died with the coordinator. Attempts under way are forgotten."""
         self._runs.clear()
         self._calls.clear()
         self._versions.clear()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rollart.events import schema
-from rollart.events.log import Handlers, on
-from rollart.events.schema import Event
+from rollart.events.log import Fold
+from rollart.events.schema import task_set
 
 LATE_S = 1e-3
 """Times in events are rounded."""
@@ -18,16 +18,16 @@ LATE_S = 1e-3
 @dataclass(slots=True)
 class _Task:
     failures: int = 0
-    """Groups and draws that failed, since one group was scored."""
+    """Groups and draws that failed since the last group was scored."""
     out: bool = False
     due_s: float = 0.0
     """When a probe may be made."""
     probe: str = ""
     owed: int | None = None
-    """Just back in the mix: one of so many next groups must be of this task."""
+    """Just back in the mix: one of this many next groups must be of this task."""
 
 
-class TaskBooks:
+class TaskBooks(Fold):
     def __init__(self, broken: Callable[[int, str], None]) -> None:
         self._broken = broken
         self._most = 0
@@ -39,27 +39,7 @@ class TaskBooks:
         self._alive: dict[str, None] = {}
         """Groups admitted and not ended."""
         self._reopening: dict[str, None] = {}
-        self._handlers: Handlers = dict(
-            [
-                on(schema.Run, self._run),
-                on(schema.Changed, self._changed),
-                on(schema.Admit, self._admitted),
-                on(schema.Ready, self._ready),
-                on(schema.Group, self._ended),
-                on(schema.Batch, self._trained),
-                on(schema.DrawFailed, self._undrawn),
-                on(schema.BreakerOpen, self._opened),
-                on(schema.BreakerProbe, self._probed),
-                on(schema.BreakerClose, self._closed),
-                on(schema.Checkpoint, self._checkpoint),
-                on(schema.Resumed, self._resumed),
-            ]
-        )
-
-    def read(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        super().__init__()
 
     def _run(self, event: schema.Run) -> None:
         self._most = event.task_failures
@@ -71,7 +51,7 @@ class TaskBooks:
         self._most = event.job.task_failures
 
     def _admitted(self, event: schema.Admit) -> None:
-        group, name = event.group, event.task.split("/", 1)[0]
+        group, name = event.group, task_set(event.task)
         self._task_of[group] = name
         self._alive[group] = None
         if group in self._reopening:
@@ -88,14 +68,14 @@ class TaskBooks:
             if waits.owed is not None:
                 waits.owed = None if other == name else waits.owed - 1
                 if waits.owed == 0:
-                    self._broken(3, f"task {other} is back in the mix, but has no share of it")
+                    self._broken(3, f"task {other} is back in the mix, but gets no groups")
 
     def _ready(self, event: schema.Ready) -> None:
         self._scored(event.group)
 
     def _ended(self, event: schema.Group) -> None:
         self._alive.pop(event.group, None)
-        name = event.task.split("/", 1)[0]
+        name = task_set(event.task)
         task = self._tasks[name]
         if event.how == "failed":
             task.failures += 1
@@ -134,7 +114,7 @@ class TaskBooks:
         task = self._tasks[event.task]
         if not task.out or task.probe != event.group:
             self._broken(3, f"task {event.task} came back to the mix, but not by its probe")
-        # What is alive of it counts towards its share: so many others may come first.
+        # Its groups that are alive count towards its share, so groups of other tasks may come first.
         alive = sum(self._task_of[group] == event.task for group in self._alive)
         self._tasks[event.task] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event.task]))
 
@@ -144,8 +124,8 @@ class TaskBooks:
         self._task_of = {group: self._task_of[group] for group in held if group in self._task_of}
 
     def _resumed(self, event: schema.Resumed) -> None:
-        """The breakers are as in the checkpoint; probes may be made at once. Where fewer failures are allowed now, a
-        task that is in the mix has one left."""
+        """The breakers are as in the checkpoint, and probes may be made at once. Where fewer failures are allowed now,
+        a task that is in the mix has one left."""
         self._tasks = {
             name: replace(
                 task,

@@ -1,13 +1,15 @@
 """What a run's devices were reserved for and what used them, in engine seconds and in money. A part of the summary.
 
-The engine time of a call that was answered is what its engine measured. Nobody measures a call that came to nothing
-(aborted, lost with its engine, refused): it is booked at an equal part of its engine's time with the calls beside it.
+The engine time of a call that was answered is what its engine measured. A call without
+an answer (aborted, lost with its engine, refused) is not measured: it is charged an equal part of its engine's time
+with the calls that ran at the same time.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from rollart.events import schema
+from rollart.events.schema import attempt_of
+from rollart.report import summary
 
 HOUR_S = 3600.0
 
@@ -18,16 +20,22 @@ class _Pool:
     gpus: int = 0
     cost: float = 0.0
     slots: int = 0
-    prefill: str | None = None
-    """The pool that prefills for this one."""
+    prefill: schema.PrefillFacts | None = None
+    prefill_gpus: int = 0
+    """Of prefill workers here, whichever pool's engines they belong to."""
     reserved_s: float = 0.0
-    """Engine-seconds, up to the last change of the job."""
+    """Device-seconds, up to the last change of the job."""
     paid: float = 0.0
     """Device-seconds times price, up to the last change of the job."""
     busy_s: float = 0.0
+    """Device-seconds."""
     requests: int = 0
     tokens: int = 0
     fallbacks: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.gpus + self.prefill_gpus
 
 
 @dataclass(slots=True)
@@ -36,7 +44,7 @@ class _Engine:
     calls: int = 0
     """Under way."""
     share_s: float = 0.0
-    """What a call would have used that was under way all the time."""
+    """What a call would be charged that ran all the time."""
     at_s: float = 0.0
 
     def advance(self, now_s: float) -> float:
@@ -46,14 +54,14 @@ class _Engine:
         return self.share_s
 
 
-class Costs:
+class CostFold:
     """Fed by the summary, event by event."""
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
         self._engines: dict[str, _Engine] = {}
         self._calls: dict[str, tuple[_Engine, float]] = {}
-        """By attempt: the engine that has its call, and its `share_s` when that was sent."""
+        """By attempt: the engine that runs its call, and that engine's `share_s` when the call was sent."""
         self._train = schema.TrainFacts(pool="", gpus=0, cost=0.0)
         self._trainer_paid = 0.0
         self._reward_workers = 0
@@ -65,10 +73,10 @@ class Costs:
         """When the job's settings were changed last."""
 
     def job(self, job: schema.Run, now_s: float) -> None:
-        """The job's settings from now on; what was reserved until now is settled under those before."""
+        """The job's settings from now on. What was reserved until now is charged under the settings before."""
         for pool in self._pools.values():
             pool.reserved_s, pool.paid = self._reserved_s(pool, now_s), self._paid(pool, now_s)
-            pool.engines = pool.slots = 0
+            pool.engines = pool.slots = pool.prefill_gpus = 0
         self._trainer_paid = self._paid_for_training(now_s)
         self._rewards_paid = self._paid_for_rewards(now_s)
         self._changed_s = now_s
@@ -79,6 +87,9 @@ class Costs:
             pool = self._pools.setdefault(name, _Pool())
             pool.engines, pool.gpus, pool.cost = now.engines, now.gpus, now.cost
             pool.slots, pool.prefill = now.slots, now.prefill
+        for now in job.pools.values():
+            if now.prefill is not None:
+                self._pools[now.prefill.pool].prefill_gpus += now.engines * now.prefill.workers * now.prefill.gpus
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -91,24 +102,22 @@ class Costs:
             engine = self._engines[event.engine] = _Engine(pool)
         share_s = engine.advance(event.t)
         engine.calls += 1
-        self._calls[_attempt(event)] = (engine, share_s)
+        self._calls[attempt_of(event.id)] = (engine, share_s)
 
     def said(self, event: schema.Said) -> float:
         """The price of an answered call."""
         pool = self._engines[event.engine].pool
-        self._ended(_attempt(event), event.t)
+        self._ended(attempt_of(event.id), event.t)
         pool.tokens += event.tokens
-        cost = _used(pool, event.busy_s)
+        cost = _used(pool, event.busy_s, pool.gpus)
         if pool.prefill is not None:
-            beside = self._pools[pool.prefill]
-            beside.requests += 1
-            cost += _used(beside, event.prefill_busy_s or 0.0)
+            cost += _used(self._pools[pool.prefill.pool], event.prefill_busy_s or 0.0, pool.prefill.gpus)
         return cost
 
     def given_up(self, attempt: str, now_s: float) -> float:
-        """The price of the call that this attempt has under way, if any, and that comes to nothing."""
+        """The price of the call that this attempt gives up, if it has one."""
         ended = self._ended(attempt, now_s)
-        return _used(*ended) if ended is not None else 0.0
+        return _used(*ended, ended[0].gpus) if ended is not None else 0.0
 
     def _ended(self, attempt: str, now_s: float) -> tuple[_Pool, float] | None:
         found = self._calls.pop(attempt, None)
@@ -135,43 +144,38 @@ class Costs:
 
     # --- figures ----------------------------------------------------------------------------------------------
 
-    def pool_rows(self, now_s: float) -> dict[str, Any]:
+    def pools(self, now_s: float) -> dict[str, summary.Pool]:
         return {
-            name: {
-                "engines": pool.engines,
-                "gpus": pool.engines * pool.gpus,
-                "utilisation": round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
-                "requests": pool.requests,
-                "tokens": pool.tokens,
-                "fallbacks": pool.fallbacks,
-            }
+            name: summary.Pool(
+                engines=pool.engines,
+                gpus=pool.devices,
+                utilisation=round(pool.busy_s / max(self._reserved_s(pool, now_s), 1e-9), 4),
+                requests=pool.requests,
+                tokens=pool.tokens,
+                fallbacks=pool.fallbacks,
+            )
             for name, pool in self._pools.items()
-            if pool.engines or pool.reserved_s
+            if pool.devices or pool.reserved_s
         }
 
-    def reserved(self, now_s: float) -> dict[str, Any]:
-        """What everything cost, whether it was used or not."""
+    def reserved(self, now_s: float) -> summary.Reserved:
+        """What everything cost, used or not."""
         pools = {name: round(self._paid(pool, now_s) / HOUR_S, 4) for name, pool in self._pools.items()}
         trainer = round(self._paid_for_training(now_s) / HOUR_S, 4)
         rewards = round(self._paid_for_rewards(now_s) / HOUR_S, 4)
-        return {
-            "total": round(sum(pools.values()) + trainer + rewards, 4),
-            "pools": pools,
-            "train": trainer,
-            "rewards": rewards,
-        }
+        total = round(sum(pools.values()) + trainer + rewards, 4)
+        return summary.Reserved(total=total, pools=pools, train=trainer, rewards=rewards)
 
     def engines(self, now_s: float) -> float:
         """What the pools with engines cost."""
         return sum(self._paid(pool, now_s) / HOUR_S for pool in self._pools.values() if self._reserved_s(pool, now_s))
 
     def _reserved_s(self, pool: _Pool, now_s: float) -> float:
-        """Engine-seconds so far."""
-        return pool.reserved_s + pool.engines * (now_s - self._changed_s)
+        """Device-seconds so far."""
+        return pool.reserved_s + pool.devices * (now_s - self._changed_s)
 
     def _paid(self, pool: _Pool, now_s: float) -> float:
-        devices = pool.engines * pool.gpus + (0 if pool.engines else pool.slots)
-        return pool.paid + devices * pool.cost * (now_s - self._changed_s)
+        return pool.paid + (pool.devices or pool.slots) * pool.cost * (now_s - self._changed_s)
 
     def _paid_for_training(self, now_s: float) -> float:
         rate = self._train.gpus * self._train.cost
@@ -182,12 +186,7 @@ class Costs:
         return self._rewards_paid + rate * (now_s - self._changed_s)
 
 
-def _used(pool: _Pool, busy_s: float) -> float:
-    """Book engine seconds on a pool; returns their price."""
-    pool.busy_s += busy_s
-    return busy_s * pool.gpus * pool.cost / HOUR_S
-
-
-def _attempt(event: schema.Send | schema.Said) -> str:
-    """The attempt of a call."""
-    return event.id.rpartition("/")[0]
+def _used(pool: _Pool, busy_s: float, gpus: int) -> float:
+    """Book the seconds of a worker with these GPUs on a pool; returns their price."""
+    pool.busy_s += busy_s * gpus
+    return busy_s * gpus * pool.cost / HOUR_S

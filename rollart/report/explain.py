@@ -1,134 +1,137 @@
 """Why each task ran where it did: a fold over a run's events. `rollart explain`.
 
-Reads what was decided and what was predicted from the `affinity` events, and what then happened from the rest.
+Decisions and predictions come from the `affinity` events, what then happened from the others.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
-from msgspec import to_builtins
+import msgspec
 
 from rollart.events import schema
-from rollart.events.schema import Event
+from rollart.events.log import Fold
+from rollart.events.schema import attempt_of, task_set
 
 
-@dataclass(slots=True)
-class _Task:
-    declared: str
-    started: dict[str, int] = field(default_factory=dict)
-    """Pool -> attempts that were to stay there."""
-    calls: dict[str, int] = field(default_factory=dict)
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A task was given other pools."""
+
+    t: float
+    pools: Mapping[str, float]
+    reason: str
+
+
+class TaskPlacement(msgspec.Struct, kw_only=True):
+    """Where one task ran, and why. The fold fills it in as it reads."""
+
+    affinity: str
+    """As the job declares it."""
+    pools: Mapping[str, float] = {}
+    """Pool -> its share of the task, by the last look."""
+    reason: str = ""
+    profile: schema.Profile | None = None
+    predicted: Mapping[str, schema.Alone] = {}
+    """Pool -> what it would do with this task alone."""
+    last_look: str = ""
+    attempts: dict[str, int] = {}
+    """Pool -> attempts that were assigned to it."""
+    calls: dict[str, int] = {}
     """Pool -> generate calls it served."""
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    changes: list[Change] = []
+    fallbacks: dict[str, int] = {}
     """Reason -> calls that another pool served."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Explain:
-    """Feed it every event of a run, in order; `result` may be asked for at any time."""
+class Placements(msgspec.Struct, kw_only=True):
+    """What `rollart explain --json` prints."""
+
+    name: str | None = None
+    clock: str | None = None
+    looks: int = 0
+    """How often the assignment was reconsidered."""
+    predicted_step_s: Mapping[str, float | None] = {}
+    engines: Mapping[str, int] = {}
+    tasks: dict[str, TaskPlacement] = {}
+
+
+class Explain(Fold):
+    """Feed it every event of a run, in order; `result` may be read at any time."""
 
     def __init__(self) -> None:
-        self._job: schema.Run | None = None
-        self._tasks: dict[str, _Task] = {}
-        self._look: schema.Affinity | None = None
-        self._looks = 0
-        self._task_of: dict[str, str] = {}
-        """Attempt under way -> its task."""
+        self.result = Placements()
+        self._task_of: dict[str, TaskPlacement] = {}
+        """By attempt under way."""
+        super().__init__()
 
-    def read(self, event: Event) -> None:
-        match event:
-            case schema.Run():
-                self._job = event
-                self._tasks = {name: _Task(task.affinity) for name, task in event.tasks.items()}
-            case schema.Affinity():
-                self._on_affinity(event)
-            case schema.Start():
-                name = event.task.split("/", 1)[0]
-                self._task_of[event.id] = name
-                _count(self._tasks[name].started, event.pool)
-            case schema.Send():
-                task = self._tasks[self._task_of[event.id.rpartition("/")[0]]]
-                _count(task.calls, event.pool)
-                if event.fallback:
-                    _count(task.fallbacks, f"{event.fallback}: {event.pool} served instead")
-            case schema.End():
-                self._task_of.pop(event.id, None)
-            case schema.Killed():
-                self._task_of.clear()
+    def _on_run(self, event: schema.Run) -> None:
+        self.result.name, self.result.clock = event.name, event.clock
+        for name, task in event.tasks.items():
+            declared = "" if task.affinity == "auto" else f"declared: {task.affinity}"
+            self.result.tasks[name] = TaskPlacement(affinity=task.affinity, reason=declared)
 
     def _on_affinity(self, event: schema.Affinity) -> None:
-        first = not self._looks
-        self._look = event
-        self._looks += 1
-        for name, task in self._tasks.items():
-            if first or name in event.moves:
-                task.changes.append({"t": event.t, "pools": event.plan[name], "reason": event.reason})
+        result = self.result
+        result.looks += 1
+        result.predicted_step_s, result.engines = event.step_s, event.engines
+        for name, task in result.tasks.items():
+            task.pools, task.last_look = event.plan[name], event.reason
+            task.profile, task.predicted = event.profiles[name], event.predicted[name]
+            if result.looks == 1 or name in event.moves:
+                task.changes.append(Change(t=event.t, pools=event.plan[name], reason=event.reason))
+                if task.affinity == "auto":
+                    task.reason = event.reason
 
-    def result(self) -> dict[str, Any]:
-        """For each task: profile, pools, predictions, reason, changes, fallbacks."""
-        job, look = self._job, self._look
-        return {
-            "name": job and job.name,
-            "clock": job and job.clock,
-            "looks": self._looks,
-            "predicted_step_s": look.step_s if look else {},
-            "engines": look.engines if look else {},
-            "tasks": {
-                name: {
-                    "affinity": task.declared,
-                    "pools": look.plan[name] if look else {},
-                    "reason": self._reason(task),
-                    "profile": to_builtins(look.profiles[name]) if look else {},
-                    "predicted": to_builtins(look.predicted[name]) if look else {},
-                    "last_look": look.reason if look else "",
-                    "attempts": task.started,
-                    "calls": task.calls,
-                    "changes": task.changes,
-                    "fallbacks": task.fallbacks,
-                }
-                for name, task in self._tasks.items()
-            },
-        }
+    def _on_start(self, event: schema.Start) -> None:
+        task = self._task_of[event.id] = self.result.tasks[task_set(event.task)]
+        _count(task.attempts, event.pool)
 
-    def _reason(self, task: _Task) -> str:
-        if task.declared != "auto":
-            return f"declared: {task.declared}"
-        return task.changes[-1]["reason"] if task.changes else ""
+    def _on_send(self, event: schema.Send) -> None:
+        task = self._task_of[attempt_of(event.id)]
+        _count(task.calls, event.pool)
+        if event.fallback:
+            _count(task.fallbacks, f"{event.fallback}: {event.pool} served instead")
+
+    def _on_end(self, event: schema.End) -> None:
+        self._task_of.pop(event.id, None)
+
+    def _on_killed(self, event: schema.Killed) -> None:
+        self._task_of.clear()
 
 
-def words(result: dict[str, Any]) -> str:
+def words(result: Placements) -> str:
     """The same for people."""
-    simulated = ", simulated" if result["clock"] == "virtual" else ""
-    lines = [f"{result['name']}{simulated}: {result['looks']} looks at the assignment"]
-    steps = ", ".join(f"{pool} {_seconds(value)}" for pool, value in result["predicted_step_s"].items())
+    simulated = ", simulated" if result.clock == "virtual" else ""
+    steps = ", ".join(f"{pool} {_seconds(value)}" for pool, value in result.predicted_step_s.items())
+    lines = [f"{result.name}{simulated}: {result.looks} looks at the assignment"]
     lines.append(f"predicted for a step, by pool: {steps}")
-    for name, task in result["tasks"].items():
-        profile = task["profile"]
-        lines += ["", f"{name} -> {_shares(task['pools'])}   (affinity: {task['affinity']})"]
-        lines.append(f"  why         {task['reason']}")
-        if profile and profile["trajectories"]:
-            hits = profile["cached_tokens"] / max(1.0, profile["prompt_tokens"])
+    for name, task in result.tasks.items():
+        lines += ["", f"{name} -> {_shares(task.pools)}   (affinity: {task.affinity})"]
+        lines.append(f"  why         {task.reason}")
+        lines.append(f"  profile     {_profile(task.profile)}")
+        for pool, alone in task.predicted.items():
             lines.append(
-                f"  profile     {profile['turns']:.1f} turns, {profile['new_tokens']:,.0f} new prompt tokens, "
-                f"{profile['decode_tokens']:,.0f} decoded, {hits:.0%} of prompts from the cache, "
-                f"{profile['elsewhere_s']:.1f} s elsewhere ({profile['trajectories']} trajectories)"
-            )
-        else:
-            lines.append("  profile     nothing measured")
-        for pool, alone in task["predicted"].items():
-            lines.append(
-                f"  on {pool:<8} {_seconds(alone['trajectory_s'])} a trajectory, {_seconds(alone['step_s'])} a step, "
+                f"  on {pool:<8} {_seconds(alone.trajectory_s)} a trajectory, {_seconds(alone.step_s)} a step, "
                 "if the task were alone there"
             )
-        lines.append(f"  last look   {task['last_look']}")
-        lines.append(f"  attempts    {_counts(task['attempts'])}")
-        for change in task["changes"]:
-            lines.append(f"  t = {change['t']:>9,.1f} s  {_shares(change['pools'])}: {change['reason']}")
-        for reason, count in task["fallbacks"].items():
+        lines.append(f"  last look   {task.last_look}")
+        lines.append(f"  attempts    {_counts(task.attempts)}")
+        for change in task.changes:
+            lines.append(f"  t = {change.t:>9,.1f} s  {_shares(change.pools)}: {change.reason}")
+        for reason, count in task.fallbacks.items():
             lines.append(f"  fallback    {count} calls: {reason}")
-        if not task["fallbacks"]:
+        if not task.fallbacks:
             lines.append("  fallback    none")
     return "\n".join(lines)
+
+
+def _profile(profile: schema.Profile | None) -> str:
+    if profile is None or not profile.trajectories:
+        return "nothing measured"
+    hits = profile.cached_tokens / max(1.0, profile.prompt_tokens)
+    return (
+        f"{profile.turns:.1f} turns, {profile.new_tokens:,.0f} new prompt tokens, {profile.decode_tokens:,.0f} "
+        f"decoded, {hits:.0%} of prompts from the cache, {profile.elsewhere_s:.1f} s elsewhere "
+        f"({profile.trajectories} trajectories)"
+    )
 
 
 def _count(counts: dict[str, int], key: str) -> None:
@@ -139,7 +142,7 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
 
 
-def _shares(pools: dict[str, float]) -> str:
+def _shares(pools: Mapping[str, float]) -> str:
     return ", ".join(name if share == 1.0 else f"{name} {share:.0%}" for name, share in pools.items()) or "no pool yet"
 
 

@@ -14,7 +14,7 @@ from rollart.records.reader import Head, ReadTrajectory, ReadTurn
 from rollart.types import Observation, Task
 
 CHARACTERS = 2_000
-"""Of one message, unless all is asked for."""
+"""Shown of one message, unless `--full` is given."""
 STYLES = {"assistant": "green", "system": "magenta", "tool": "cyan"}
 """By role; others are plain."""
 
@@ -81,7 +81,7 @@ def episode(
     reward: float | None,
     parts: Mapping[str, float],
 ) -> ReadTrajectory:
-    """One that was played without a model, by `who`: to be read as if it had been kept. It may have broken off."""
+    """An episode played without a model, by `who`, to be shown like one that was kept. It may have broken off."""
     after = [*observations[1:], *[Observation()] * (len(actions) + 1 - len(observations))]
     turns = [
         ReadTurn(shown=before.messages, text=action, reward=then.reward)
@@ -91,20 +91,13 @@ def episode(
     return ReadTrajectory(
         head=Head(
             id=who,
-            life=0,
             group=who,
             task=task.id,
             domain=task.domain,
-            evaluation=False,
             status="done" if last.done else "truncated" if last.truncated else "broken off",
-            reason="",
             reward=reward,
             parts=parts,
-            born=None,
-            newest=None,
             turns=len(turns),
-            tokens=0,
-            times={},
             fate="",
         ),
         turns=tuple(turns),
@@ -134,7 +127,7 @@ def _where(turn: ReadTurn) -> str:
         return ""
     total = float(turn.logprobs.sum())
     mean = total / max(1, len(turn.logprobs))
-    versions = _versions(turn.spans[0][0], turn.spans[-1][0]) if turn.spans else "?"
+    versions = _versions(turn.versions[0], turn.versions[-1]) if len(turn.versions) else "?"
     return (
         f": {turn.engine} (pool {turn.pool}), version {versions}, {len(turn.tokens)} tokens ({turn.finish}), "
         f"log-probability {total:.2f}, {mean:.2f} a token; waited {turn.wait_s:.2f} s, "

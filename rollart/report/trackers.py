@@ -1,7 +1,6 @@
 """TensorBoard and Weights & Biases: metrics and evaluations beside `metrics.jsonl`.
 
-A tracker is a reader of the run. One that fails, at its start or later, is warned about and left out: watching never
-ends the run.
+A tracker only reads. One that fails, at its start or later, is left out with a warning: it never ends the run.
 """
 
 import os
@@ -102,7 +101,7 @@ class Tracking:
         for tracker in list(self._trackers):
             try:
                 act(tracker)
-            except Exception as error:  # the boundary of other people's code: a tracker is never worth a run
+            except Exception as error:  # other people's code, whose errors must not end a run
                 self._trackers.remove(tracker)
                 self._warn(f"{type(tracker).__name__} failed and is left out from here on: {error}")
 
@@ -117,7 +116,7 @@ def check_trackers(job: Job) -> None:
 
 
 def trackers(job: Job, out: Path) -> dict[str, Callable[[], Tracker]]:
-    """What makes those the job asks for."""
+    """Makers of the trackers that the job asks for."""
     found: dict[str, Callable[[], Tracker]] = {}
     if job.track.tensorboard:
         found["TensorBoard"] = partial(TensorBoard, out / "tensorboard")

@@ -4,7 +4,7 @@
 
 Several functions, one for each domain: `ROLLART_REWARD_FUNCTION="maths=my_maths:score,lake=my_lake:score"`.
 Where ROLLART_REWARD_TOKEN is set, callers must show it as a bearer token.
-Answers: 200 with the reward; 400 for what is no episode, 401 without the token, 422 where the function returned
+Answers: 200 with the reward; 400 for what is not an episode, 401 without the token, 422 where the function returned
 nonsense (all three: do not try again); 500 where it raised.
 """
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rollart.config.settings import RewardSettings
 from rollart.errors import RewardError
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.types import Score, Trajectory
@@ -23,26 +24,19 @@ _WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HttpRewards:
-    """Calls the function at `url`, at most `concurrency` calls at a time."""
+    """Calls the function at `rewards.url`, at most `rewards.concurrency` calls at a time."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        decode: Decode,
-        timeout_s: float = 30.0,
-        concurrency: int = 256,
-        token: str | None = None,
-    ) -> None:
-        self._url = url
+    def __init__(self, settings: RewardSettings, decode: Decode, token: str | None = None) -> None:
+        assert settings.url is not None
+        self._url = settings.url
         self._decode = decode
-        self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(concurrency)
+        self._timeout_s = settings.timeout_s
+        self._slots = asyncio.Semaphore(settings.concurrency)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            timeout=httpx.Timeout(settings.timeout_s),
+            limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            trust_env=not is_loopback(urlsplit(url).hostname or ""),  # no proxy between us and ourselves
+            trust_env=not is_loopback(urlsplit(self._url).hostname or ""),  # no proxy between us and ourselves
         )
 
     async def score(self, trajectory: Trajectory) -> Score:

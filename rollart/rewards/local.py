@@ -1,9 +1,10 @@
 """A RewardBackend of functions in a pool of local processes. One that takes too long is killed, with its process."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+from rollart.config.settings import RewardSettings
 from rollart.errors import ClusterError, RewardError
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.types import Score, Trajectory
@@ -17,33 +18,24 @@ class LocalRewards:
 
     def __init__(
         self,
+        settings: RewardSettings,
         functions: Mapping[str, str],
-        *,
         decode: Decode,
-        log_dir: str | Path,
-        workers: int = 4,
-        timeout_s: float = 30.0,
-        variables: Sequence[str] = (),
+        log_dir: Path,
         lost: Lost | None = None,
     ) -> None:
-        """`variables`: of our environment, those that workers get beside what every program needs."""
         self._functions = dict(functions)
         self._decode = decode
-        self._timeout_s = timeout_s
-        self._pool = ProcessPool(
+        self._timeout_s = settings.timeout_s
+        self.pool = ProcessPool(
+            "reward",
             "rollart.rewards.worker:RewardWorker",
             self._functions,
-            size=workers,
-            log_dir=Path(log_dir),
-            name="reward",
-            variables=variables,
+            size=settings.workers,
+            log_dir=log_dir,
+            variables=settings.environment,
             lost=lost,
         )
-
-    @property
-    def pids(self) -> list[int]:
-        """The worker processes now running."""
-        return self._pool.pids
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the function itself; waiting for a worker does not count."""
@@ -53,7 +45,7 @@ class LocalRewards:
         name = self._functions[domain]
         request = episode_of(trajectory, self._decode).to_json()
         try:
-            process = await self._pool.acquire()
+            process = await self.pool.acquire()
         except ClusterError as error:
             raise RewardError(f"{name}: no worker: {error}") from error
         cold_start_s, process.start_s = process.start_s, 0.0
@@ -65,11 +57,11 @@ class LocalRewards:
         except (WorkerFailed, WorkerGone) as error:
             raise RewardError(f"{name}: {error}") from error
         finally:
-            self._pool.release(process)
+            self.pool.release(process)
         if isinstance(answer, dict) and "nonsense" in answer:
             raise RewardError(f"{name}: {answer['nonsense']}", retryable=False)
         return score_from_json(answer, cold_start_s=cold_start_s)
 
     async def close(self) -> None:
         """Kill all workers."""
-        await self._pool.close()
+        await self.pool.close()

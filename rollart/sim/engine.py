@@ -11,7 +11,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
 from rollart.events import schema
 from rollart.events.log import EventLog
-from rollart.hardware import Hardware, ModelShape, Pair, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Disaggregated, Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -51,8 +52,8 @@ class EngineWorld:
     settings: SimEngineSettings
     max_batch: Mapping[str, int]
     """By pool."""
-    pairs: Mapping[str, Pair]
-    """By pool, where its engines are pairs."""
+    disaggregated: Mapping[str, Disaggregated]
+    """By pool, where its engines have prefill and decode on workers of their own."""
     tasks: Mapping[str, SimTaskSettings]
     dice: Dice
     store: SimStore
@@ -61,44 +62,29 @@ class EngineWorld:
     faults: Faults
 
 
+@dataclass(slots=True, eq=False)
 class SimSequence:
     """One request in the engine."""
 
-    __slots__ = (
-        "began_share",
-        "busy_s",
-        "cached",
-        "future",
-        "kv",
-        "need",
-        "prefill",
-        "prefill_busy_s",
-        "prefilled",
-        "request",
-        "shift",
-        "slow_s",
-        "spans",
-        "target",
-    )
-
-    def __init__(self, request: GenerateRequest, need: int, future: "asyncio.Future[Completion]") -> None:
-        self.request = request
-        self.need = need
-        self.future = future
-        self.kv = request.prompt_tokens + need
-        self.cached = 0
-        self.prefill = 0.0
-        self.prefilled = 0
-        self.busy_s = 0.0
-        self.prefill_busy_s = 0.0
-        self.target = -1.0
-        """Step count at which its last token comes; -1 while it does not decode."""
-        self.shift = 0.0
-        """Its context length minus the step count."""
-        self.began_share = 0.0
-        self.slow_s = 0.0
-        """A fault: its last token takes so much longer, while all others go on."""
-        self.spans: list[Span] = []
+    request: GenerateRequest
+    need: int
+    """Tokens it will say."""
+    kv: int
+    future: "asyncio.Future[Completion]"
+    cached: int = 0
+    prefill: float = 0.0
+    """Tokens that are still to be computed before it decodes."""
+    prefilled: int = 0
+    busy_s: float = 0.0
+    prefill_busy_s: float = 0.0
+    target: float = -1.0
+    """Step count at which its last token comes; -1 while it does not decode."""
+    shift: float = 0.0
+    """Its context length minus the step count."""
+    began_share: float = 0.0
+    slow_s: float = 0.0
+    """A fault: its last token takes this much longer, while all others go on."""
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def said(self) -> int:
@@ -120,8 +106,10 @@ class SimEngine:
             else prefill_s_per_token(world.model, hardware, spec.gpus)
         )
         self._overhead_tokens = world.settings.overhead_s / self._prefill_s
-        self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
-        self._loading_gpus = spec.gpus
+        self._longest = self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
+        """KV tokens that one request, and all of them, can have."""
+        self._prefill_workers = 1
+        self._gpus = self._loading_gpus = spec.gpus
         self._max_batch = world.max_batch[spec.pool]
         self._loop = asyncio.get_running_loop()
         self.version: WeightVersion = 0
@@ -168,11 +156,9 @@ class SimEngine:
             await self._alive()
         task = world.tasks[request.domain].at(self._loop.time())
         need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
-        if request.prompt_tokens + need > self._capacity:
-            raise RequestError(
-                f"prompt of {request.prompt_tokens} tokens does not fit in {self._capacity} of KV memory"
-            )
-        sequence = SimSequence(request, need, self._loop.create_future())
+        if request.prompt_tokens + need > self._longest:
+            raise RequestError(f"prompt of {request.prompt_tokens} tokens does not fit in {self._longest} of KV memory")
+        sequence = SimSequence(request, need, request.prompt_tokens + need, self._loop.create_future())
         self._active[request.id] = sequence
         self._waiting.append(sequence)
         self._advance()
@@ -247,7 +233,7 @@ class SimEngine:
         self._died(self.spec.id)
 
     def hang(self, *, fronted: bool = False) -> None:
-        """It stops computing, for ever; nobody is told. `fronted`: it still answers, but to requests."""
+        """It stops computing, and nobody is told. `fronted`: it still answers everything but requests."""
         self._advance()
         self.hung, self.fronted = True, fronted
         self._cancel_timer()
@@ -257,7 +243,7 @@ class SimEngine:
         return list(self._active)
 
     def slow(self, request_id: str, seconds: float) -> str:
-        """One answer takes so much longer. Returns whose it is."""
+        """One answer takes this much longer. Returns whose it is."""
         sequence = self._active[request_id]
         sequence.slow_s += seconds
         return sequence.request.session
@@ -282,7 +268,8 @@ class SimEngine:
             self._steps += self._step_rate * passed_s
             self._share_s += passed_s * self._decode_part / self._num_decoding
         if self._prefill_rate:
-            self._prefilling[0].prefill -= self._prefill_rate * passed_s
+            for sequence in islice(self._prefilling, self._prefill_workers):
+                sequence.prefill -= self._prefill_rate * passed_s
 
     def _plan(self) -> None:
         """Move what is done, fill the batch, set the rates, and look again when the next thing is done."""
@@ -293,26 +280,30 @@ class SimEngine:
             self._cancel_timer()
             return
         while True:
-            while self._prefilling and self._prefilling[0].prefill <= ALMOST:
-                self._prefilled(self._prefilling.popleft())
+            while (next_one := self._next_prefilled()) is not None and next_one.prefill <= ALMOST:
+                self._prefilling.remove(next_one)
+                self._prefilled(next_one)
             while self._decoding and self._decoding[0][0] <= self._steps + ALMOST:
                 self._finish(heapq.heappop(self._decoding)[2])
-            if not self._admit() or self._prefilling[0].prefill > ALMOST:
+            if not self._admit():
+                break
+            next_one = self._next_prefilled()
+            if next_one is None or next_one.prefill > ALMOST:
                 break
         batch = self._num_decoding
-        if self._measured is not None and self._prefilling:
+        if self._measured is not None and next_one is not None:
             batch = 0  # what prefill costs was measured as seconds by which a step takes longer for all
         decode_s = chunk_s = 0.0
         if batch:
             decode_s = self._decode_s(batch, self._shift + batch * self._steps)
-        if self._prefilling:
-            chunk = min(float(self._world.settings.chunk_tokens), max(1.0, self._prefilling[0].prefill))
+        if next_one is not None:
+            chunk = min(float(self._world.settings.chunk_tokens), max(1.0, next_one.prefill))
             chunk_s = chunk * self._prefill_s
         step_s, prefill_s = self._cycles(decode_s, chunk_s)
         when_s = self._moved_s()
-        if self._prefilling:
+        if next_one is not None:
             self._prefill_rate = chunk / prefill_s
-            when_s = min(when_s, self._at_s + self._prefilling[0].prefill / self._prefill_rate)
+            when_s = min(when_s, self._at_s + next_one.prefill / self._prefill_rate)
         if batch:
             self._step_rate = 1.0 / step_s
             self._decode_part = decode_s / step_s
@@ -324,7 +315,11 @@ class SimEngine:
         else:
             self._look_at(when_s)
 
-    # --- what is different in a pair --------------------------------------------------------------------------
+    # --- what is different where prefill and decode are apart -------------------------------------------------
+
+    def _next_prefilled(self) -> SimSequence | None:
+        """Of those that are being prefilled, the one that is done first."""
+        return self._prefilling[0] if self._prefilling else None
 
     def _cycles(self, decode_s: float, chunk_s: float) -> tuple[float, float]:
         """Seconds from one decode step to the next, and from one chunk of prefill to the next: they take turns."""
@@ -338,7 +333,7 @@ class SimEngine:
         return math.inf
 
     def _drop(self, sequence: SimSequence) -> None:
-        """Take an aborted sequence out of wherever it is."""
+        """Take out an aborted sequence."""
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         elif sequence.target >= 0:
@@ -348,12 +343,12 @@ class SimEngine:
     def _in_batch(self) -> int:
         return len(self._prefilling) + self._num_decoding
 
-    def _decode_s(self, batch: int, context: float) -> float:
+    def _decode_s(self, batch: float, context: float) -> float:
         measured = self._measured
         if measured is not None:
             context += batch * max(0.0, self._decoding[0][0] - self._steps) / 2  # the mean until the next one is done
             return measured.step_s + measured.sequence_s * batch + measured.kv_token_s * context
-        return decode_step_s(self._world.model, self._hardware, self.spec.gpus, batch, context)
+        return decode_step_s(self._world.model, self._hardware, self._gpus, batch, context)
 
     def _look_at(self, when_s: float) -> None:
         """Keep a timer that fires early enough; one that fires too early just plans again."""
@@ -492,7 +487,7 @@ class SimEngine:
 
 
 def _spoilt(completion: Completion, way: int) -> Completion:
-    """An answer as no well engine gives it."""
+    """An answer that only a broken engine gives."""
     last = completion.spans[-1]
     match way % 4:
         case 0:

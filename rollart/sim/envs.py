@@ -8,7 +8,7 @@ import numpy as np
 from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
-from rollart.sim.faults import Faults, Work
+from rollart.sim.faults import Faults, Work, Workplace
 from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
 
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -46,28 +46,23 @@ class SimTaskSet:
 
 
 class SimHost:
-    """All environment slots of the job. A fault hits environments in the middle of a call, or else the next ones."""
+    """All environment slots of the job."""
 
     def __init__(self, slots: int, tasks: Mapping[str, SimTaskSettings], dice: Dice, faults: Faults) -> None:
-        self._room = asyncio.Semaphore(slots)
+        self.room = asyncio.Semaphore(slots)
         self._tasks = tasks
-        self._dice = dice
-        self._faults = faults
-        self.busy: dict[Work, None] = {}
-        for kind in ("env_crash", "env_hang", "env_slow"):
-            faults.on(kind, lambda fault: faults.hit(fault, self.busy, strike))
+        self.dice = dice
+        self.faults = faults
+        self.work = Workplace(faults, ("env_crash", "env_hang", "env_slow"), _strike)
         faults.on("failing_task", lambda fault: faults.break_task(fault, tuple(tasks)))
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
-        await self._room.acquire()
+        await self.room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(settings, task.domain, str(trajectory), self._dice, self._faults, self)
-
-    def release(self) -> None:
-        self._room.release()
+        return SimEnv(self, settings, task.domain, str(trajectory))
 
 
-def strike(work: Work, fault: FaultSettings) -> None:
+def _strike(work: Work, fault: FaultSettings) -> None:
     """Let an environment fault happen to work under way."""
     match fault.kind:
         case "env_crash":
@@ -79,18 +74,16 @@ def strike(work: Work, fault: FaultSettings) -> None:
 
 
 class SimEnv:
-    def __init__(
-        self, settings: SimTaskSettings, domain: str, key: str, dice: Dice, faults: Faults, host: SimHost
-    ) -> None:
+    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str) -> None:
+        self._host = host
+        self._dice = host.dice
+        self._faults = host.faults
         self._settings = settings
         self._domain = domain
         self._key = key
-        self._dice = dice
-        self._faults = faults
-        self._host = host
         self._open = True
         self._step = 0
-        self._turns = dice.count(settings.turns, f"{key}/turns")
+        self._turns = self._dice.count(settings.turns, f"{key}/turns")
         self._fails_at = self._unlucky(settings.failure, "failure")
         self._hangs_at = self._unlucky(settings.hang, "hang")
 
@@ -119,7 +112,7 @@ class SimEnv:
     async def close(self) -> None:
         if self._open:
             self._open = False
-            self._host.release()
+            self._host.room.release()
 
     def _observe(self, tokens: int) -> Observation:
         refused = self._faults.take("refused_observation", self._key) is not None
@@ -134,12 +127,4 @@ class SimEnv:
         work = Work(self._key, seconds)
         if self._hangs_at == self._step:
             work.hang()
-        for kind in ("env_crash", "env_hang", "env_slow"):
-            fault = self._faults.take(kind, self._key)
-            if fault is not None:
-                strike(work, fault)
-        self._host.busy[work] = None
-        try:
-            await work.wait()
-        finally:
-            del self._host.busy[work]
+        await self._host.work.do(work)

@@ -5,7 +5,7 @@ the `fault` event is written then. Adapters ask `take`; workers that can be kill
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultKind, FaultSettings
 from rollart.events import schema
@@ -18,7 +18,7 @@ AT_A_SWAP = 0.6
 
 
 LASTING = {"slow_answer": (1.0, 10.0), "full_store": (0.1, 10.0)}
-"""Of drawn faults of these kinds that share lasts so many times longer, or no limit would ever be passed."""
+"""By kind: the share of drawn faults that last longer, and by which factor. Without it no limit would be passed."""
 SEVERAL = ("bad_answer", "env", "reward", "refused")
 """Kinds that hit one to four times."""
 
@@ -70,7 +70,7 @@ class Faults:
         self._armed: dict[str, list[FaultSettings]] = {}
         self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
         self._outages: dict[tuple[str, str], float] = {}
-        """Task and which part of it (`draw` or `environment`) -> it fails until then."""
+        """Task and its part (`draw` or `environment`) -> when it stops failing."""
         self._swaps = 0
         log.read_by(self._watch)
 
@@ -93,19 +93,8 @@ class Faults:
         self.fired(fault, target)
         return fault
 
-    def hit(
-        self, fault: FaultSettings, busy: Mapping[Work, None], strike: Callable[[Work, FaultSettings], None]
-    ) -> bool:
-        """Let a fault happen to work under way, `fault.count` times. False where there is none."""
-        works = list(busy)
-        for number in range(min(fault.count, len(works))):
-            work = works[(fault.target + number) % len(works)]
-            self.fired(fault, work.key)
-            strike(work, fault)
-        return bool(works)
-
     def break_task(self, fault: FaultSettings, tasks: Sequence[str]) -> bool:
-        """Let the draws or the environments of one task fail for a while, whoever lives or dies meanwhile."""
+        """Let the draws or the environments of one task fail for a while, also over restarts."""
         which, task = divmod(fault.target, len(tasks))
         part = ("draw", "environment")[which % 2]
         until_s = asyncio.get_running_loop().time() + fault.duration_s
@@ -133,6 +122,38 @@ class Faults:
         hook = self._hooks.get(fault.kind)
         if hook is None or not hook(fault):
             self._armed.setdefault(fault.kind, []).extend([fault] * fault.count)
+
+
+class Workplace:
+    """Where work is under way. A fault of these kinds hits it in the middle, or else the next work that begins."""
+
+    def __init__(self, faults: Faults, kinds: Sequence[str], strike: Callable[[Work, FaultSettings], None]) -> None:
+        self._faults = faults
+        self._kinds = kinds
+        self._strike = strike
+        self._busy: dict[Work, None] = {}
+        for kind in kinds:
+            faults.on(kind, self._hit)
+
+    async def do(self, work: Work) -> None:
+        for kind in self._kinds:
+            fault = self._faults.take(kind, work.key)
+            if fault is not None:
+                self._strike(work, fault)
+        self._busy[work] = None
+        try:
+            await work.wait()
+        finally:
+            del self._busy[work]
+
+    def _hit(self, fault: FaultSettings) -> bool:
+        """`fault.count` times. False where no work is under way."""
+        works = list(self._busy)
+        for number in range(min(fault.count, len(works))):
+            work = works[(fault.target + number) % len(works)]
+            self._faults.fired(fault, work.key)
+            self._strike(work, fault)
+        return bool(works)
 
 
 def draw_plan(chaos: ChaosSettings, seed: int) -> tuple[FaultSettings, ...]:

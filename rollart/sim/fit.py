@@ -8,8 +8,9 @@ cost each other is in the figures.
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.events.log import Handlers, on, read_events
+from rollart.events.log import read_events
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
@@ -33,6 +34,8 @@ SKEWED = 1.0
 """Skewness from which on a lognormal is taken instead of a normal distribution."""
 BEFORE_SAVE = (schema.Started, schema.SwapEnd, schema.StepEnd, schema.Push)
 """What a checkpoint may come right after."""
+SPREADS = ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "reset_s", "step_s", "reward_s")
+"""Keys of `sim.tasks` that are fitted with a distribution."""
 SHORTEST_S = 1e-6
 """For a rate: no transfer is taken to be shorter than this."""
 
@@ -51,18 +54,8 @@ class _Attempt:
     """Of the last call."""
 
 
-@dataclass(slots=True)
-class _Task:
-    """What was seen of one task."""
-
-    turns: list[float] = field(default_factory=list)
-    prompt: list[float] = field(default_factory=list)
-    observation: list[float] = field(default_factory=list)
-    answer: list[float] = field(default_factory=list)
-    reset_s: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    reward_s: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+Seen = dict[str, list[float]]
+"""What was seen of one task: values by the key of `sim.tasks` that they are for; `rewards` beside."""
 
 
 class Fit:
@@ -70,7 +63,7 @@ class Fit:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._tasks = {task.name: _Task() for task in job.tasks}
+        self._tasks: dict[str, Seen] = {task.name: defaultdict(list) for task in job.tasks}
         self._live: dict[str, _Attempt] = {}
         self._calls: dict[str, GenerateCall] = {}
         """Sent and not answered."""
@@ -91,24 +84,6 @@ class Fit:
         """(tokens, seconds) of each train step but the first, writing the batch down included."""
         self._written_s = 0.0
         self._start_s: list[float] = []
-        self._handlers: Handlers = dict(
-            [
-                on(schema.Start, self._on_start),
-                on(schema.Send, self._on_send),
-                on(schema.Said, self._on_said),
-                on(schema.Reward, self._on_reward),
-                on(schema.End, self._on_end),
-                on(schema.Lost, self._on_lost),
-                on(schema.Started, self._on_started),
-                on(schema.Written, self._on_written),
-                on(schema.StepEnd, self._on_step_end),
-                on(schema.Push, self._on_push),
-                on(schema.SwapStart, self._on_swap_start),
-                on(schema.SwapEnd, self._on_swap_end),
-                on(schema.EngineSwap, self._on_engine_swap),
-                on(schema.Checkpoint, self._on_checkpoint),
-            ]
-        )
 
     def next_run(self) -> None:
         """Times and ids begin anew."""
@@ -121,31 +96,57 @@ class Fit:
         self._swapped_s = -1.0
 
     def read(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        match event:
+            case schema.Start():
+                self._live[event.id] = _Attempt(event.task.split("/", 1)[0], event.t)
+            case schema.Send():
+                self._sent(event)
+            case schema.Said():
+                self._said(event)
+            case schema.Reward():
+                self._rewarded(event)
+            case schema.End():
+                self._ended(event)
+            case schema.Lost():
+                self._give_up(event.id, event.t)
+            case schema.Started():
+                self._start_s.append(event.t - self._began[schema.Starting])
+            case schema.Written():
+                self._written_s = event.t - self._began[schema.Batch]
+            case schema.StepEnd() if event.step:  # the first step of a run also warms up what it runs on
+                self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
+            case schema.Push():
+                self._pushed[event.version] = event.t
+            case schema.SwapStart():
+                self._swap_began = event.t
+                if event.version in self._pushed:
+                    self._push_s.append(event.t - self._pushed[event.version])
+            case schema.SwapEnd():
+                assert self._swap_began is not None
+                self._swap_s.append(event.t - self._swap_began)
+                self._swap_began, self._swapped_s = None, event.t
+            case schema.EngineSwap():
+                self._pull_s.append(event.pull_s)
+            case schema.Checkpoint():  # what lies between the last thing that was done and this is the save
+                before = [self._began[kind] for kind in BEFORE_SAVE if kind in self._began]
+                self._save_s.append(event.t - max(before, default=event.t))
         self._began[type(event)] = event.t
 
-    # --- trajectories -----------------------------------------------------------------------------------------
-
-    def _on_start(self, event: schema.Start) -> None:
-        self._live[event.id] = _Attempt(event.task.split("/", 1)[0], event.t)
-
-    def _on_send(self, event: schema.Send) -> None:
+    def _sent(self, event: schema.Send) -> None:
         attempt = self._live[event.id.rpartition("/")[0]]
         task, undisturbed = self._tasks[attempt.task], not self._swapped_since(attempt.free_s or attempt.started_s)
         if attempt.free_s is None:
-            task.prompt.append(event.prompt)
+            task["prompt_tokens"].append(event.prompt)
             if undisturbed:
-                task.reset_s.append(event.t - attempt.started_s)
+                task["reset_s"].append(event.t - attempt.started_s)
         else:
-            task.observation.append(event.prompt - attempt.prompt - attempt.said)
+            task["observation_tokens"].append(event.prompt - attempt.prompt - attempt.said)
             if undisturbed:
-                task.step_s.append(event.t - attempt.free_s)
+                task["step_s"].append(event.t - attempt.free_s)
         attempt.prompt = event.prompt
         self._calls[event.id] = GenerateCall(engine=f"{self._run}/{event.engine}", pool=event.pool, sent_s=event.t)
 
-    def _on_said(self, event: schema.Said) -> None:
+    def _said(self, event: schema.Said) -> None:
         call = self._calls.pop(event.id)
         attempt = self._live.get(event.id.rpartition("/")[0])
         call.said_s, call.tokens, call.prefill = event.t, event.tokens, event.prefill
@@ -154,26 +155,23 @@ class Fit:
             call.prompt = attempt.prompt
             attempt.free_s, attempt.said = event.t, event.tokens
             if call.whole:
-                self._tasks[attempt.task].answer.append(event.tokens)
+                self._tasks[attempt.task]["answer_tokens"].append(event.tokens)
         self._done.append(call)
 
-    def _on_reward(self, event: schema.Reward) -> None:
+    def _rewarded(self, event: schema.Reward) -> None:
         attempt = self._live.get(event.id)
         if attempt is not None:
-            self._tasks[attempt.task].reward_s.append(event.s - event.cold_s)
-            self._tasks[attempt.task].rewards.append(event.value)
+            self._tasks[attempt.task]["reward_s"].append(event.s - event.cold_s)
+            self._tasks[attempt.task]["rewards"].append(event.value)
         if event.cold_s > 0:
             self._cold_s.append(event.cold_s)
 
-    def _on_end(self, event: schema.End) -> None:
+    def _ended(self, event: schema.End) -> None:
         attempt = self._live.pop(event.id, None)
         if attempt is not None and event.status in ("done", "truncated"):
-            self._tasks[attempt.task].turns.append(event.turns)
+            self._tasks[attempt.task]["turns"].append(event.turns)
         for key in [key for key in self._calls if key.rpartition("/")[0] == event.id]:
             self._give_up(key, event.t)
-
-    def _on_lost(self, event: schema.Lost) -> None:
-        self._give_up(event.id, event.t)
 
     def _give_up(self, key: str, at_s: float) -> None:
         """Aborted, or lost with its engine: it was in the batch, but how many tokens it got is not known."""
@@ -181,39 +179,6 @@ class Fit:
         if call is not None:
             call.said_s, call.whole = at_s, False
             self._done.append(call)
-
-    # --- steps and weights --------------------------------------------------------------------------------------
-
-    def _on_started(self, event: schema.Started) -> None:
-        self._start_s.append(event.t - self._began[schema.Starting])
-
-    def _on_written(self, event: schema.Written) -> None:
-        self._written_s = event.t - self._began[schema.Batch]
-
-    def _on_step_end(self, event: schema.StepEnd) -> None:
-        if event.step:  # the first step of a run also warms up what it runs on
-            self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
-
-    def _on_push(self, event: schema.Push) -> None:
-        self._pushed[event.version] = event.t
-
-    def _on_swap_start(self, event: schema.SwapStart) -> None:
-        self._swap_began = event.t
-        if event.version in self._pushed:
-            self._push_s.append(event.t - self._pushed[event.version])
-
-    def _on_swap_end(self, event: schema.SwapEnd) -> None:
-        assert self._swap_began is not None
-        self._swap_s.append(event.t - self._swap_began)
-        self._swap_began, self._swapped_s = None, event.t
-
-    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
-        self._pull_s.append(event.pull_s)
-
-    def _on_checkpoint(self, event: schema.Checkpoint) -> None:
-        """What lies between the last thing that was done and this is the save."""
-        before = [self._began[kind] for kind in BEFORE_SAVE if kind in self._began]
-        self._save_s.append(event.t - max(before, default=event.t))
 
     def _swapped_since(self, since_s: float) -> bool:
         """Whether a swap was under way between then and now: a call may have waited for it."""
@@ -231,7 +196,7 @@ class Fit:
         serverless = self._job.rewards.type == "http"  # other simulated workers are always warm
         return {
             "model": self._job.sim.model,
-            "tasks": {name: _task_settings(task) for name, task in self._tasks.items() if task.answer},
+            "tasks": {name: _task_settings(task) for name, task in self._tasks.items() if task["answer_tokens"]},
             "engine": {
                 "start_s": _rounded(max(0.0, statistics.fmean(self._start_s) - fixed_s)),
                 "load_gb_s": _rate_gb_s(weight_bytes, self._swap_s),
@@ -291,7 +256,9 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
             for event in read_events(run / "events.jsonl"):
                 fit.read(event)
         except OSError as error:
-            raise JobError(f"{run}: is no run directory ({error.strerror}); give one, such as runs/NAME-TIME") from None
+            raise JobError(
+                f"{run}: is not a run directory ({error.strerror}); give one, such as runs/NAME-TIME"
+            ) from None
     assert fit is not None
     return fit
 
@@ -320,21 +287,12 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=low, high=high)
 
 
-def _task_settings(task: _Task) -> dict[str, Any]:
-    seen = {
-        "turns": task.turns,
-        "prompt_tokens": task.prompt,
-        "observation_tokens": task.observation,
-        "answer_tokens": task.answer,
-        "reset_s": task.reset_s,
-        "step_s": task.step_s,
-        "reward_s": task.reward_s,
-    }
+def _task_settings(seen: Seen) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        name: spread_of(values).model_dump(exclude_defaults=True) for name, values in seen.items() if values
+        key: spread_of(seen[key]).model_dump(exclude_defaults=True) for key in SPREADS if seen[key]
     }
-    if task.rewards:
-        settings["success"] = _rounded(min(1.0, max(0.0, statistics.fmean(task.rewards))))
+    if seen["rewards"]:
+        settings["success"] = _rounded(min(1.0, max(0.0, statistics.fmean(seen["rewards"]))))
         settings["success_gain"] = 0.0
     return settings
 

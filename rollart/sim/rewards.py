@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from rollart.config.settings import RewardSettings
 from rollart.config.sim import FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError
-from rollart.events.log import EventLog
 from rollart.sim.dice import Dice
-from rollart.sim.faults import Faults, Work
+from rollart.sim.faults import Faults, Work, Workplace
 from rollart.types import Score, Trajectory
 
 
@@ -22,36 +21,22 @@ class SimRewards:
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
         faults: Faults,
-        log: EventLog,
     ) -> None:
         self._serverless = settings.type == "http"
         self._sim = sim
         self._tasks = tasks
         self._dice = dice
-        self._faults = faults
-        self._log = log
         self._loop = asyncio.get_running_loop()
         self._warm: list[float] = []
         """When each idle instance became idle; the latest last."""
-        self._busy: dict[Work, None] = {}
-        for kind in ("reward_error", "reward_timeout"):
-            faults.on(kind, lambda fault: faults.hit(fault, self._busy, _strike))
+        self._work = Workplace(faults, ("reward_error", "reward_timeout"), _strike)
 
     async def score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
         settings = self._tasks[trajectory.task.domain]
         busy_s = self._dice.draw(settings.reward_s, f"{key}/reward")
         cold_s = self._cold_start_s()
-        work = Work(key, cold_s + busy_s)
-        for kind in ("reward_error", "reward_timeout"):
-            fault = self._faults.take(kind, key)
-            if fault is not None:
-                _strike(work, fault)
-        self._busy[work] = None
-        try:
-            await work.wait()
-        finally:
-            del self._busy[work]
+        await self._work.do(Work(key, cold_s + busy_s))
         if self._serverless:
             self._warm.append(self._loop.time())
         return Score(value=self._value(trajectory, settings, key), cold_start_s=cold_s, busy_s=busy_s)

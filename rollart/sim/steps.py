@@ -14,7 +14,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 FAR = 4.0
-"""Calls whose error is more than so many times the typical one are left out of a second fit."""
+"""Calls whose error is more than this many times the typical one are left out of a second fit."""
 ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
 the steps in it; then all of the time is in the steps. Prompts: what comes with a call from what its tokens cost; then a

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from rollart.config.sim import FaultSettings, SimTrainSettings
 from rollart.errors import StartAgain, TrainerError
 from rollart.hardware import Hardware, ModelShape, train_s_per_token
+from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SLOW, Disk, SimLink, SimStore, digest_of
-from rollart.sim.pair import SimPair
 from rollart.types import (
     Batch,
     Bucket,
@@ -211,7 +211,7 @@ class SimCluster:
 
     async def engine(self, spec: EngineSpec) -> SimEngine:
         await asyncio.sleep(self._world.settings.start_s)
-        kind = SimPair if spec.pool in self._world.pairs else SimEngine
+        kind = SimDisaggregated if spec.pool in self._world.disaggregated else SimEngine
         engine = kind(spec, self._world, lambda name: self.engines.pop(name, None))
         self.engines[spec.id] = engine
         return engine

@@ -9,7 +9,7 @@ A subclass says where the directory is and what else a version's folder holds.
 safetensors writes and maps the buckets. Invariants: a bucket never changes after its name appears; its digest (CRC-32)
 is checked on every fetch; a mapping outlives the dropping of its version; a push holds one bucket at a time, and the
 tensor after it, of tensors that are made when they are asked for (a sharded trainer's). The trainer pushes, engines
-fetch, and whoever ends the run closes.
+fetch, and the end of the run closes.
 """
 
 import asyncio
@@ -55,18 +55,18 @@ class BucketStore:
 
     def __init__(self, directory: Path, bucket_bytes: int, *, patience_s: float = 0.0) -> None:
         """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
-        self._dir = directory
-        self._bucket_bytes = bucket_bytes
+        self.directory = directory
+        self.bucket_bytes = bucket_bytes
         self._patience_s = patience_s
         self._claim: Claim | None = None
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
 
-        A tensor larger than `bucket_bytes` gets a bucket of its own. Raises StoreFull, leaving nothing of the version
-        behind: a part of one would take the room that is missing.
+        A tensor larger than `bucket_bytes` gets a bucket of its own. Raises StoreFull, and then removes what it has
+        written: a part of a version would take the room that is missing.
         """
-        folder, what = self.folder(version), f"push of version {version} to {self._dir}"
+        folder, what = self.folder(version), f"push of version {version} to {self.directory}"
         with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (folder / MANIFEST).unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class BucketStore:
                 places |= dict.fromkeys(members, path.name)
                 buckets.append(_write_bucket(path, members))
                 members.clear()  # or they would live on beside the next bucket's
-            for path in set(folder.glob(BUCKETS)) - {self._dir / bucket.name for bucket in buckets}:
+            for path in set(folder.glob(BUCKETS)) - {self.directory / bucket.name for bucket in buckets}:
                 path.unlink()  # of an earlier push that was split otherwise
             self._complete(folder, places)
             manifest = WeightManifest(version=version, buckets=tuple(buckets), probe=probe)
@@ -93,7 +93,7 @@ class BucketStore:
             text = (self.folder(version) / MANIFEST).read_text()
         except OSError:
             return None
-        with boundary(WeightError, f"manifest of version {version} in {self._dir}"):
+        with boundary(WeightError, f"manifest of version {version} in {self.directory}"):
             return MANIFESTS.validate_json(text)
 
     def fetch(self, manifest: WeightManifest, ahead: Mapping[str, Mapped] | None = None) -> dict[str, Tensor]:
@@ -116,14 +116,14 @@ class BucketStore:
         """Map one bucket as it is, and take its digest. Raises WeightError where it is not there."""
         tensors: dict[str, Tensor] = {}
         try:
-            with open(self._dir / name, "rb") as file:
+            with open(self.directory / name, "rb") as file:
                 size, digest = _size_and_digest(file)
                 # By its handle: another push may have given the name to other bytes. Mapped copy-on-write: pages stay
                 # shared until someone writes. A file that is not readable has another digest than its manifest says.
                 with suppress(SafetensorError), safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as opened:
                     tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
         except FileNotFoundError:
-            raise WeightError(f"weight bucket {name}: missing from {self._dir}") from None
+            raise WeightError(f"weight bucket {name}: missing from {self.directory}") from None
         except OSError as error:
             raise WeightError(f"weight bucket {name}: cannot be mapped ({error.strerror})") from error
         return Mapped(tensors, size, digest)
@@ -134,28 +134,28 @@ class BucketStore:
 
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""
-        self._claim = self._claim or claim(self._dir)
+        self._claim = self._claim or claim(self.directory)
         return self._claim is not None
 
     def close(self) -> None:
-        """Remove everything of this run, also what a killed process left behind; nothing of another live run."""
+        """Remove everything of this run, also what a killed process left behind. Other live runs keep theirs."""
         if self.claim() and self._claim is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
             self._claim.release()
             self._claim = None
 
     def folder(self, version: WeightVersion) -> Path:
         """Where a version's files are."""
-        return self._dir / f"v{version:08d}"
+        return self.directory / f"v{version:08d}"
 
     def _complete(self, folder: Path, places: Mapping[str, str]) -> None:
         """Write what else the version's folder holds, before its manifest. `places`: the file of each tensor."""
         return
 
     def _drop_before(self, version: WeightVersion) -> None:
-        if not self._dir.is_dir():
+        if not self.directory.is_dir():
             return
-        for folder in sorted(self._dir.iterdir()):
+        for folder in sorted(self.directory.iterdir()):
             found = VERSION.fullmatch(folder.name)
             if found and int(found[1]) < version:
                 (folder / MANIFEST).unlink(missing_ok=True)
@@ -163,11 +163,11 @@ class BucketStore:
 
     def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
-        huggingface_hub wants all sizes first, and so all tensors."""
+        huggingface_hub wants all sizes first, which needs all tensors."""
         members: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors.items():
-            if members and size + tensor.nbytes > self._bucket_bytes:
+            if members and size + tensor.nbytes > self.bucket_bytes:
                 yield members
                 members, size = {}, 0
             members[name] = tensor.contiguous()
@@ -205,7 +205,7 @@ class BucketStore:
             time.sleep(wait_s)
             wait_s *= 2
             with suppress(OSError):
-                os.listdir((self._dir / bucket.name).parent)  # or what was not there may stay so in a client's cache
+                os.listdir((self.directory / bucket.name).parent)  # or a client's cache may go on without it
 
 
 @contextmanager

@@ -70,19 +70,19 @@ class FileStore(BucketStore):
         return super().push(version, self._untied(tensors), probe)
 
     def initial(self) -> Path:
-        """The initial model as a server may load it: its own directory, or an untied copy of it."""
+        """The initial model as a server may load it: its own directory, or an untied copy."""
         assert self._model_path is not None
         if not self._config.get(TIED):
             return self._model_path
-        folder = self._dir / "initial" / self.folder(0).name
+        folder = self.directory / "initial" / self.folder(0).name
         if folder.exists():
             return folder
         # Several engines may do so at once: each makes its own, and the first one's stays.
-        own = FileStore(self._dir / f"initial-{os.getpid()}", self._bucket_bytes, model_path=self._model_path)
+        own = FileStore(self.directory / f"initial-{os.getpid()}", self.bucket_bytes, model_path=self._model_path)
         with boundary(WeightError, f"untied copy of {self._model_path}"):
             own.push(0, StoredTensors(sorted(self._model_path.glob("*.safetensors"))))
             try:
-                os.rename(own._dir, self._dir / "initial")
+                os.rename(own.directory, self.directory / "initial")
             except OSError:
                 own.close()
                 if not folder.exists():

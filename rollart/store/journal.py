@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from rollart.append import write_whole
 from rollart.errors import JobError, writing
 from rollart.types import Batch, Checkpoint
 from rollart.workers.wire import SCHEMA, pack, unpack
@@ -46,17 +47,8 @@ class FileJournal:
 
 
 def _write(path: Path, body: bytes) -> None:
-    beside = path.with_name(path.name + ".new")
     with writing(str(path)):
-        try:
-            with open(beside, "wb") as file:
-                file.write(SCHEMA.to_bytes(4, "big") + body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except OSError:
-            beside.unlink(missing_ok=True)  # a part of it would take the room that is missing
-            raise
+        write_whole(path, SCHEMA.to_bytes(4, "big") + body)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -42,7 +42,7 @@ def claim(store: Path) -> Claim | None:
         except OSError:  # another's, or a file system without locks
             os.close(handle)
             return None
-        os.close(handle)  # whoever held it removed it meanwhile: this is no lock any more
+        os.close(handle)  # its holder removed it meanwhile, so this lock protects nothing
 
 
 def left_behind(root: Path, prefix: str) -> list[Path]:

@@ -24,7 +24,7 @@ class FetchAhead:
     def __init__(self, store: BucketStore) -> None:
         self._store = store
         self._changed = threading.Condition()
-        """Held while a bucket is mapped: whoever fetches waits for the one under way, and no longer."""
+        """Held while a bucket is mapped: a fetch waits for the bucket under way, and no longer."""
         self._version: WeightVersion | None = None
         self._awaited = False
         self._held: dict[str, Mapped] = {}
@@ -73,7 +73,7 @@ class FetchAhead:
             try:
                 self._held[name] = self._store.map_bucket(name)
             except WeightError:
-                return None  # gone again; whoever swaps will say so
+                return None  # gone again; the swap will say so
             self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
             return False
         try:

@@ -33,9 +33,11 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any, Literal, Self
+
+import msgspec
 
 from rollart.errors import JobError
 from rollart.types import Message, Observation, Task
@@ -97,7 +99,7 @@ class TaskSet(ABC):
         """A new environment for this problem; randomness only from `task.seed`."""
 
     def key(self, payload: Mapping[str, Any]) -> Any:
-        """What makes a problem the same problem; equal keys fall into the same split. Default: all of it."""
+        """What makes a problem the same problem; equal keys fall into the same split. Default: the whole payload."""
         return payload
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
@@ -180,57 +182,15 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
     def to_json(self) -> dict[str, Any]:
-        task, turns = self.task, self.turns
-        return {
-            "id": self.id,
-            "status": self.status,
-            "task": task_to_json(task),
-            "turns": [
-                {"context": turn.context, "text": turn.text, "tokens": turn.tokens, "reward": turn.reward}
-                for turn in turns
-            ],
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError where this is no episode."""
+        """Raises ValueError where this is not an episode."""
         try:
-            return cls(
-                id=str(value["id"]),
-                status=str(value["status"]),
-                task=task_from_json(value["task"]),
-                turns=tuple(
-                    EpisodeTurn(
-                        context=str(turn["context"]),
-                        text=str(turn["text"]),
-                        tokens=int(turn["tokens"]),
-                        reward=float(turn["reward"]),
-                    )
-                    for turn in value["turns"]
-                ),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not an episode: {type(error).__name__}: {error}") from error
-
-
-def task_to_json(task: Task) -> dict[str, Any]:
-    return {
-        "id": task.id,
-        "domain": task.domain,
-        "index": task.index,
-        "payload": dict(task.payload),
-        "seed": task.seed,
-    }
-
-
-def task_from_json(value: Mapping[str, Any]) -> Task:
-    return Task(
-        id=str(value["id"]),
-        domain=str(value["domain"]),
-        index=int(value["index"]),
-        payload=dict(value["payload"]),
-        seed=int(value["seed"]),
-    )
+            return msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not an episode: {error}") from error
 
 
 def score(episode: Episode) -> float:
@@ -253,7 +213,7 @@ def as_observation(value: object) -> Observation:
         raise ValueError(f"returned messages that are {_short(value.messages)}; give a tuple of Message")
     for message in value.messages:
         if not isinstance(message.content, str) or not isinstance(message.role, str):
-            raise ValueError(f"returned a message that is no text: {_short(message.content)}")
+            raise ValueError(f"returned a message that is not text: {_short(message.content)}")
     if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
     if not isinstance(value.info, Mapping):

@@ -100,7 +100,7 @@ def _read(text: str) -> tuple[list[str], Place]:
 
 
 def _safe_moves(grid: Sequence[str], place: Place) -> list[tuple[str, Place]]:
-    """Moves that lead to another cell that is no hole."""
+    """Moves that lead to another cell, and not into a hole."""
     steps = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
     moves = [(name, (place[0] + down, place[1] + right)) for name, (down, right) in steps.items()]
     return [

@@ -65,7 +65,7 @@ def _import(module: str, use: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise JobError(f"{use} needs the package {error.name}: pip install {error.name}") from error
-        raise JobError(f"{use}: there is no module {module}; give a module or the path of a .py file") from error
+        raise JobError(f"{use}: no module {module} was found; give a module or the path of a .py file") from error
     except (Exception, SystemExit) as error:  # the boundary to user code: whatever it raises is its author's to read
         raise JobError(f"{use} cannot be imported: {type(error).__name__}: {error}") from error
 

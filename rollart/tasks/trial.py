@@ -1,7 +1,8 @@
-"""Loads a task set and draws its first tasks in a child process first: one that ends its process ends only that one.
+"""Runs a task set in a child process first: one that ends its process ends only that one.
 
-`fatal_call` is called by `launch/checks.py` before the task set is loaded where the job runs. What is merely raised is
-of no interest here: it is met again there.
+The child keeps a note of what it is about to call, and empties it at the end: what the note says when the child is gone
+is where it died. `fatal_call` is asked by `launch/checks.py` before a task set is loaded where the job runs; what is
+merely raised is of no interest there: it is met again. `rollart task check` runs the whole check so.
 """
 
 import contextlib
@@ -9,44 +10,66 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
 
 
-def fatal_call(use: str, *, seed: int, domain: str, draws: int, limit_s: float) -> str | None:
-    """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
+class Noted(NamedTuple):
+    """A child that has ended."""
+
+    where: str
+    """What it was calling; empty where it came to its end."""
+    code: int
+    output: str
+
+
+def run_noted(
+    module: str, *words: str, limit_s: float | None = None, variables: Mapping[str, str] | None = None
+) -> Noted:
+    """`python -m MODULE WORDS NOTE`, with our path and these environment variables. Raises TimeoutExpired."""
     with tempfile.TemporaryDirectory(prefix="rollart-trial-") as folder:
         note = Path(folder) / "note"
         note.write_text("its start")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__, str(note), use, str(seed), domain, str(draws)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return None
-        where = note.read_text()
-    return f"{where} ended its process ({how_it_ended(done.returncode)})" if where else None
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, *words, str(note)],
+            env={**os.environ, "PYTHONPATH": path, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=limit_s,
+            check=False,
+        )
+        return Noted(note.read_text(), done.returncode, done.stdout.decode(errors="replace"))
 
 
-def main(note: Path, use: str, seed: int, domain: str, draws: int) -> None:
-    """In the child. The note says what is being called, and at the end nothing: see `rollart.tasks.check`."""
+def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float) -> str | None:
+    """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
+    try:
+        child = run_noted(__name__, use, str(seed), domain, str(draws), str(int(held_out)), limit_s=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    return f"{child.where} ended its process ({how_it_ended(child.code)})" if child.where else None
+
+
+def main(use: str, seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
+    """In the child of `fatal_call`. What is printed here is thrown away."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
         task_set = load_task_set(use, seed=seed, domain=domain)
-        for index in range(draws):
-            note.write_text(f"task({index})")
-            with contextlib.suppress(Exception, SystemExit):
-                task_set.task(index)
+        calls = [("task", task_set.task), *([("held_out", task_set.held_out)] if held_out else [])]
+        for name, call in calls:
+            for index in range(draws):
+                note.write_text(f"{name}({index})")
+                with contextlib.suppress(Exception, SystemExit):
+                    call(index)
     note.write_text("")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    _, named, number, name_of_task, count, also_held_out, path = sys.argv
+    main(named, int(number), name_of_task, int(count), Path(path), held_out=also_held_out == "1")

@@ -70,7 +70,7 @@ class Process:
         """`environment`: all that it gets, but for what lets it find our code."""
         self.name = name
         self.start_s = 0.0
-        """How long its start took; set to 0 by whoever has booked it."""
+        """How long its start took; set to 0 when it has been booked."""
         self._target = target
         self._log = log_dir / f"{name}.log"
         self._log_start = 0

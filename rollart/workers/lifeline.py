@@ -1,7 +1,7 @@
 """Nothing that this process starts outlives it.
 
-All children read one pipe whose other end only this process holds. At its end each kills its process group, and so all
-that it started itself.
+All children read one pipe whose other end only this process holds. When it closes, each kills its process group, and
+with it all that it started.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ def lifeline() -> int:
 def die_with_parent(line: int) -> None:
     """From now on this process, and all that it starts, ends when its parent does.
 
-    Two ways, since each alone has a gap. A thread reads the pipe; but it needs the interpreter, and a call that never
-    gives it back (a regular expression that explodes) keeps it for ever. So the kernel is asked as well: when the
-    pipe's other end closes, it kills the process group.
+    Two ways, since each alone has a gap. A thread reads the pipe; but it needs the interpreter, which a call may
+    never give back (a regular expression that explodes). So the kernel is asked as well: when the pipe's other end
+    closes, it kills the process group.
     """
     os.set_inheritable(line, False)
 

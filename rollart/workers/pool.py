@@ -8,6 +8,7 @@ what the job names. Used by the process environment host and by local rewards.
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,19 @@ class ProcessPool:
 
     def __init__(
         self,
+        name: str,
         target: str,
         *arguments: Any,
         size: int,
         log_dir: Path,
-        name: str,
         variables: Sequence[str] = (),
         lost: Lost | None = None,
     ) -> None:
         """`variables`: of our environment, those that user code gets beside what every program needs."""
-        self._target = target
-        self._arguments = arguments
-        self._environment = {"OMP_NUM_THREADS": "1"} | for_children(os.environ, variables)
-        self._log_dir = log_dir
+        environment = {"OMP_NUM_THREADS": "1"} | for_children(os.environ, variables)
+        self._process = partial(Process, target=target, log_dir=log_dir, environment=environment, lost=lost)
         self._name = name
-        self._lost = lost
+        self._arguments = arguments
         self._slots = asyncio.Semaphore(size)
         self._idle: list[Process] = []
         self._all: dict[int, Process] = {}
@@ -78,9 +77,8 @@ class ProcessPool:
     async def _start(self) -> Process:
         if self._closed:
             raise ClusterError(f"{self._name}: closed")
-        slot = next(number for number in range(len(self._all) + 1) if number not in self._all)
-        name = f"{self._name}-{slot}"
-        process = self._all[slot] = Process(name, self._target, self._log_dir, self._environment, self._lost)
+        number = next(number for number in range(len(self._all) + 1) if number not in self._all)
+        process = self._all[number] = self._process(f"{self._name}-{number}")
         try:
             await process.start(*self._arguments)
         except BaseException:
@@ -90,4 +88,4 @@ class ProcessPool:
 
     def _forget(self, process: Process) -> None:
         process.kill()
-        self._all = {slot: other for slot, other in self._all.items() if other is not process}
+        self._all = {number: other for number, other in self._all.items() if other is not process}

@@ -92,7 +92,7 @@ def _side_by_side(link: socket.socket, build: Callable[..., Awaitable[Any]]) -> 
 
 
 def failure(error: Exception) -> list[str]:
-    """What the caller is told of it: the class and a text. The traceback of what is not ours goes to the log."""
+    """What the caller is told: the class and a text. The traceback of an error that is not ours goes to the log."""
     if not type(error).__module__.startswith("rollart."):
         with contextlib.suppress(OSError):  # the log's disk may be full
             traceback.print_exception(error)

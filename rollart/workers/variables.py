@@ -2,7 +2,7 @@
 
 An allow-list: what is not known to be harmless is left out, whatever it is called. What an environment or a reward
 needs beyond that its job names (`tasks.N.environment`, `rewards.environment`). This keeps keys out of what user code
-prints, sends or passes on; it is no wall: a process of the same user can find other ways.
+prints, sends or passes on; it is not a wall: a process of the same user can find other ways.
 """
 
 from collections.abc import Mapping, Sequence

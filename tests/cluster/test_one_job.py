@@ -12,10 +12,10 @@ from tests.cluster.small import STEPS, small_job
 
 def well(result: RunResult) -> None:
     summary = result.summary
-    assert (summary["state"], summary["steps"], summary["reason"]) == ("finished", STEPS, "")
+    assert (summary.state, summary.steps, summary.reason) == ("finished", STEPS, "")
     assert result.violations == []
-    assert (summary["groups"]["lost"], summary["groups"]["trained_twice"]) == (0, 0)
-    assert all(task["trained_share"] > 0 for task in summary["tasks"].values())
+    assert (summary.groups.lost, summary.groups.trained_twice) == (0, 0)
+    assert all(task.trained_share > 0 for task in summary.tasks.values())
 
 
 def test_simulated(model: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[]
     script = Script(*deeds)
     result: RunResult = train(job, out, watch=lambda summary, waits: script.read)
     script.end()
-    assert result.summary["state"] == "interrupted", result.summary["reason"]
+    assert result.summary.state == "interrupted", result.summary.reason
     kept(result)
     return list(read_events(out / "events.jsonl"))
 
@@ -210,7 +210,7 @@ def play(job: Job, out: Path, *deeds: tuple[Callable[[Event], bool], Callable[[]
 def kept(result: RunResult) -> None:
     """No promise is broken, no group is lost, none trained on twice."""
     assert result.violations == []
-    assert (result.summary["groups"]["lost"], result.summary["groups"]["trained_twice"]) == (0, 0)
+    assert (result.summary.groups.lost, result.summary.groups.trained_twice) == (0, 0)
 
 
 def placed(out: Path) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def test_every_worker_and_request_of_the_quickstart_is_where_its_pool_says(
 
     result = train(job, tmp_path / "run")
 
-    assert (result.summary["state"], result.summary["steps"]) == ("finished", 3), result.summary["reason"]
+    assert (result.summary.state, result.summary.steps) == ("finished", 3), result.summary.reason
     kept(result)
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     kinds = nodes.kinds()

@@ -1,7 +1,7 @@
 """What every EnvHost must do, whatever plays in it: one suite, run against each adapter.
 
-A subclass says in `play` how to make an `EnvBench` and run a coroutine on it. (`tests/envs/contract.py` goes on from
-here for hosts that run users' code.)
+A subclass says in `play` how to make an `EnvBench` and run a coroutine on it. (`user_envs.py` goes on from here
+for hosts that run users' code.)
 """
 
 import asyncio

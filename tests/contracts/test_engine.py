@@ -1,29 +1,45 @@
-"""The engine contract, on each adapter; the simulated engine whole and in two halves."""
+"""The engine contract, on each adapter; the simulated engine whole, and with prefill and decode apart."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollart.config.settings import EngineSettings, Spread
 from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
-from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens
+from rollart.hardware import HARDWARE, MODELS, Disaggregated, kv_capacity_tokens
+from rollart.model.network import named_weights
+from rollart.store.prefetch import FetchAhead
+from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
 from tests.engines.fake_sglang import KEY, FakeSglang
+from tests.engines.reference import NO_EOS, make_engine, plain_model
 from tests.engines.remote import CONTEXT_TOKENS, Versions
 from tests.sim.engines import Bench, run
 
+VERSIONS = {version: plain_model("qwen3", seed=version) for version in range(3)}
+MAX_BATCH = 4
+SOON_S = 60.0
+
 
 class TestSimEngine(EngineContract):
-    pair: Pair | None = None
+    apart: Disaggregated | None = None
+
+    @property
+    def max_batch(self) -> int:
+        """Of the whole engine."""
+        return 4
 
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
-            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), pair=self.pair)
+            bench = Bench(max_batch=4, answer=Spread(kind="uniform", mean=200, sigma=190), apart=self.apart)
 
             async def put(version: WeightVersion) -> WeightManifest:
                 return bench.put(version)
@@ -34,7 +50,7 @@ class TestSimEngine(EngineContract):
             await work(
                 EngineBench(
                     engine=bench.engine,
-                    max_batch=4,
+                    max_batch=self.max_batch,
                     domain="a",
                     put=put,
                     lose=lose,
@@ -45,8 +61,16 @@ class TestSimEngine(EngineContract):
         run(awaited)
 
 
-class TestSimPair(TestSimEngine):
-    pair = Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
+class TestSimDisaggregated(TestSimEngine):
+    apart = Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
+
+
+class TestSimDisaggregatedOfMany(TestSimEngine):
+    apart = Disaggregated(hardware=HARDWARE["h800"], gpus=1, workers=3, decoders=2, link_bytes_per_s=25e9)
+
+    @property
+    def max_batch(self) -> int:
+        return 2 * 4
 
 
 class TestSglangEngine(EngineContract):
@@ -75,3 +99,55 @@ class TestSglangEngine(EngineContract):
                 await play_on(await launch(settings, fetch=store.fetch, folder=store.folder), self.versions, 4, work)
 
         asyncio.run(awaited())
+
+
+class TestThreadedEngine(EngineContract):
+    """The embedded engine in its thread, with weights through shared memory."""
+
+    ahead = False
+    paged = False
+    on = "cpu"
+
+    def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
+        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=4096)
+        store.push(0, {})
+
+        async def put(version: WeightVersion) -> WeightManifest:
+            return store.push(version, named_weights(VERSIONS[version]))
+
+        async def lose(manifest: WeightManifest) -> None:
+            (store.directory / manifest.buckets[1].name).unlink()
+
+        async def main() -> None:
+            core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096, eos=NO_EOS)
+            if self.ahead:
+                fetched = FetchAhead(store)
+                engine = ThreadedEngine(core, fetch=fetched.fetch, stage=fetched.stage, spent_s=fetched.spent_s)
+            else:
+                engine = ThreadedEngine(core, fetch=store.fetch)
+            bench = EngineBench(
+                engine=engine, max_batch=MAX_BATCH, domain="a", put=put, lose=lose, too_long=1024, long_answer=256
+            )
+            try:
+                async with asyncio.timeout(SOON_S):
+                    await work(bench)
+            finally:
+                await engine.close()
+
+        try:
+            asyncio.run(main())
+        finally:
+            store.close()
+
+
+class TestThreadedEngineFetchingAhead(TestThreadedEngine):
+    ahead = True
+
+
+class TestThreadedEngineOnPages(TestThreadedEngine):
+    paged = True
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestThreadedEngineOnCuda(TestThreadedEngineOnPages):
+    on = "cuda"

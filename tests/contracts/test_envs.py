@@ -1,4 +1,4 @@
-"""The environment contract, on the simulated host and on the lockstep wrapper; and what lockstep adds."""
+"""The environment contract, on the simulated host and on the wrappers of hosts; and what lockstep adds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,6 +8,7 @@ import pytest
 from rollart.config.settings import Spread
 from rollart.config.sim import SimTaskSettings
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
+from rollart.envs.delayed import DelayedHost
 from rollart.events.log import EventLog
 from rollart.ports import EnvHost
 from rollart.sim.dice import Dice
@@ -46,6 +47,11 @@ class TestSimHost(EnvHostContract):
 class TestBatchedHost(TestSimHost):
     def make(self) -> EnvHost:
         return BatchedHost(sim_host(3), Lockstep(), reset_s=1000.0, step_s=1000.0)
+
+
+class TestDelayedHost(TestSimHost):
+    def make(self) -> EnvHost:
+        return DelayedHost(sim_host(3), {"a": Spread(mean=5)}, seed=0)
 
 
 def test_in_lockstep_results_come_together_and_a_closed_one_is_not_waited_for() -> None:

@@ -1,10 +1,12 @@
-"""The reward contract, on simulated workers and simulated functions."""
+"""The reward contract, on simulated workers and functions, and in lockstep with environments."""
 
 from collections.abc import Awaitable, Callable
 
 from rollart.config.settings import RewardSettings, Spread
 from rollart.config.sim import SimRewardSettings, SimTaskSettings
+from rollart.envs.batched import BatchedRewards, Lockstep
 from rollart.events.log import EventLog
+from rollart.ports import RewardBackend
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.rewards import SimRewards
@@ -21,15 +23,23 @@ def trajectory(number: int) -> Trajectory:
 class TestSimWorkers(RewardContract):
     settings = RewardSettings(type="local", workers=2)
 
+    def wrapped(self, backend: RewardBackend) -> RewardBackend:
+        return backend
+
     def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
         async def awaited() -> None:
             log = EventLog(now)
             tasks = {"a": SimTaskSettings(reward_s=Spread(kind="lognormal", mean=2, sigma=1))}
-            backend = SimRewards(self.settings, SimRewardSettings(), tasks, Dice(0), Faults((), log), log)
-            await work(RewardBench(backend=backend, trajectory=trajectory, places=2))
+            simulated = SimRewards(self.settings, SimRewardSettings(), tasks, Dice(0), Faults((), log))
+            await work(RewardBench(backend=self.wrapped(simulated), trajectory=trajectory, places=2))
 
         run(awaited)
 
 
 class TestSimFunctions(TestSimWorkers):
     settings = RewardSettings(type="http", url="http://x", concurrency=2)
+
+
+class TestBatchedRewards(TestSimWorkers):
+    def wrapped(self, backend: RewardBackend) -> RewardBackend:
+        return BatchedRewards(backend, Lockstep(), timeout_s=1000.0)

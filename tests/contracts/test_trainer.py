@@ -1,6 +1,11 @@
-"""The contracts of trainer, journal and cluster, on the simulated ones."""
+"""The contracts of trainer, journal and cluster, on the simulated ones, on one device, and on files."""
 
+import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings, SimTrainSettings
 from rollart.errors import WeightError
@@ -12,7 +17,10 @@ from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
 from rollart.sim.trainer import SimCluster, SimJournal
-from rollart.types import WeightManifest
+from rollart.store.journal import FileJournal
+from rollart.store.shm import ShmStore
+from rollart.train.single import AsyncTrainer, SingleTrainer
+from rollart.types import Batch, WeightManifest
 from tests.contracts.trainer import (
     ClusterBench,
     ClusterContract,
@@ -22,6 +30,8 @@ from tests.contracts.trainer import (
     empty_batch,
 )
 from tests.sim.engines import SPEC, ask, now, run
+from tests.train.samples import make_batch, random_samples, tiny_model
+from tests.train.settings import trainer_settings
 
 
 def sim_cluster() -> tuple[SimCluster, SimStore]:
@@ -31,7 +41,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         model=MODELS["qwen3-8b"],
         hardware={"pool": HARDWARE["h20"]},
         settings=SimEngineSettings(),
-        pairs={},
+        disaggregated={},
         max_batch={"pool": 8},
         tasks={"a": SimTaskSettings()},
         dice=Dice(0),
@@ -79,3 +89,46 @@ class TestSimCluster(ClusterContract):
             await work(ClusterBench(cluster=sim_cluster()[0], spec=SPEC, generates=generates))
 
         run(awaited)
+
+
+class TestAsyncTrainer(TrainerContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
+        settings = trainer_settings(tiny_model(self.folder / "model"), self.folder, lr=1e-2)
+        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=1 << 12)
+
+        def batch(step: int) -> Batch:
+            return make_batch(step, random_samples(step, 8))
+
+        def complete(manifest: WeightManifest) -> bool:
+            try:
+                return bool(store.fetch(manifest))
+            except WeightError:
+                return False
+
+        async def another() -> Trainer:
+            return AsyncTrainer(SingleTrainer(settings), store)
+
+        async def main() -> None:
+            async with asyncio.timeout(60):
+                await work(TrainerBench(trainer=await another(), another=another, batch=batch, complete=complete))
+
+        try:
+            asyncio.run(main())
+        finally:
+            store.close()
+
+
+class TestFileJournal(JournalContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "journal"
+
+    def journal(self) -> Journal:
+        return FileJournal(self.folder)
+
+    def reopened(self, journal: Journal) -> Journal:
+        return FileJournal(self.folder)

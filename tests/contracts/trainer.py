@@ -9,7 +9,7 @@ import pytest
 
 from rollart.errors import BoundaryError
 from rollart.ports import Cluster, Journal, Trainer
-from rollart.types import Batch, Checkpoint, EngineSpec, OpenGroup, Task, WeightManifest
+from rollart.types import Batch, BreakerState, Checkpoint, EngineSpec, MixState, OpenGroup, Task, WeightManifest
 
 
 @dataclass
@@ -88,8 +88,8 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(
         step=step,
         trainer=f"ref-{step}",
-        breakers={},
-        mix={"a": {"cursor": 8, "returned": [3], "consumed": 4, "skip": []}},
+        breakers={"a": BreakerState(2, True, 1)},
+        mix={"a": MixState(cursor=8, returned=(3,), consumed=4, skip=())},
         ready=(),
         open=(OpenGroup(id="g7", task=task),),
         next_group=9,

@@ -23,8 +23,7 @@ from rollart.events.log import EventLog, LogHandle
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.launch.driver import facts
-from rollart.launch.offers import build_affinity, offers
-from rollart.policy.placement import engine_specs, further_specs
+from rollart.launch.pools import build_affinity, engine_specs
 from rollart.ports import Engine, Env, Recorder, Trainer
 from rollart.report.audit import Audit
 from rollart.sim.clock import VirtualLoop
@@ -470,7 +469,7 @@ class Scene:
         cluster = ScriptedCluster(self)
         world = World(
             cluster=cluster,
-            engines=tuple(engine_specs(offers(self.job))),
+            engines=engine_specs(self.job),
             host=self,
             rewards=self,
             tokenizer=Words(),
@@ -479,7 +478,7 @@ class Scene:
             journal=self.journal,
             affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
             agent=self.agent,
-            further_engines=tuple(further_specs(offers(self.job))),
+            further_engines=engine_specs(self.job, further=True),
             recorder=self.recorder,
         )
         coordinator = self.coordinator = Coordinator(self.job, world, handle)

@@ -8,7 +8,8 @@ import pytest
 
 from rollart.events import schema
 from rollart.policy.answers import MAX_REFUSED
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
+from rollart.report.summary import Failure
 from rollart.types import Completion, GenerateRequest, Span, WeightManifest
 from tests.control.scene import Played, Scene, ScriptedEngine, scene_job
 
@@ -33,12 +34,11 @@ WAYS: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-def failures(played: Played) -> dict[str, dict[str, object]]:
-    summary = Summary()
+def failures(played: Played) -> dict[str, Failure]:
+    summary = SummaryFold()
     for event in played.events:
         summary.read(event)
-    found: dict[str, dict[str, object]] = summary.result()["failures"]
-    return found
+    return summary.result().failures
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -60,7 +60,7 @@ def test_a_bad_answer_ends_its_attempt_and_nothing_else(monkeypatch: pytest.Monk
     assert end.reason.startswith("AnswerError: ")
     assert said in end.reason
     assert said in played.one(schema.Refused).reason
-    assert failures(played)["answer"]["count"] == 1
+    assert failures(played)["answer"].count == 1
     assert not played.of(schema.EngineDown)
     trained = [str(sample.trajectory) for batch in scene.journal.all.values() for sample in batch.samples]
     assert BAD not in trained
@@ -117,7 +117,7 @@ def test_a_trajectory_goes_on_under_the_last_version_of_an_answer_that_a_rolling
     """Its second turn must not go to an engine that the swap has not reached yet."""
     scene = Scene(
         scene_job(
-            train__steps=4,
+            train__steps=8,
             rollout={"groups_per_step": 2, "staleness": 3, "rolling": 1},
             tasks=[{"name": "a", "group_size": 2, "max_turns": 4, "max_tokens": 64}],
         ),

@@ -60,6 +60,18 @@ def test_a_nearly_hopeless_model_trains_on_short_batches_with_a_warning_and_then
     assert not played.violations
 
 
+def test_a_stop_tells_what_was_filtered_since_the_last_batch_only() -> None:
+    scene = Scene(scene_job(train__steps=20))
+    scene.reward = lambda trajectory: float(trajectory.id.member) if task_number(trajectory) in (5, 6) else 0.0
+    played = scene.play()
+    assert isinstance(played.error, JobStopped)
+    (formed,) = played.of(schema.Batch)
+    filtered = played.of(schema.Group, how="filtered")
+    since = [event for event in filtered if event.n > formed.n]
+    assert len(since) < len(filtered)
+    assert f"task 'a': {len(since)} groups were filtered" in str(played.error)
+
+
 def test_one_full_batch_forgives_the_short_ones_before_it() -> None:
     scene = Scene(scene_job(train__steps=4, rollout__max_short_batches=1))
     bad = {*range(1, 11), *range(15, 27)}

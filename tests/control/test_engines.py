@@ -7,10 +7,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from rollart.control.context import JobContext
 from rollart.control.fleet import Fleet
 from rollart.control.proxy import MAX_SENDS, Proxy
-from rollart.control.supervisor import TaskSupervisor
-from rollart.control.waits import Waits
 from rollart.errors import EngineError, JobStopped, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
@@ -382,7 +381,7 @@ def test_a_start_that_hangs_is_given_up_at_its_limit() -> None:
 
 
 def test_a_served_request_forgives_the_restarts_before_it() -> None:
-    scene = Scene(scene_job(limits__engine_restarts=1, train__steps=6))
+    scene = Scene(scene_job(limits__engine_restarts=1, train__steps=9))
     for seconds in (3.25, 20.0, 40.0):
         scene.at(seconds, lambda: kill(scene, "fast-0"))
     played = scene.play()
@@ -429,6 +428,23 @@ def test_a_stage_that_fails_takes_that_engine_down_and_no_other() -> None:
     played = scene.play()
     assert played.finished
     assert "stage: RuntimeError: cannot map memory" in played.one(schema.EngineDown).reason
+
+
+@pytest.mark.parametrize("pushed", [0, 2])
+def test_an_engine_that_comes_back_stages_what_is_on_its_way(pushed: int) -> None:
+    """And nothing before there is anything."""
+    scene = Scene(scene_job(train__steps=4))
+
+    def due(event: Event) -> bool:
+        return (
+            event.version == pushed if isinstance(event, schema.Push) else not pushed and isinstance(event, schema.Send)
+        )
+
+    scene.when(due, lambda: kill(scene, "fast-0"))
+    played = scene.play()
+    assert played.finished, played.error
+    _, successor = scene.engines["fast-0"]
+    assert successor.staged[0] == max(1, pushed)
 
 
 def test_a_stage_that_fails_while_an_engine_comes_back_costs_a_restart_and_not_the_job() -> None:
@@ -497,26 +513,14 @@ def test_an_abort_that_hangs_on_a_lost_engine_leaves_its_replacement_alone() -> 
         events: list[Event] = []
         log = EventLog(asyncio.get_running_loop().time)
         log.read_by(events.append)
-        supervisor, waits, handle = TaskSupervisor(), Waits(), LogHandle(log)
+        limits = {"backoff_s": 1.0, "swap_s": 50.0, "start_s": 50.0, "progress_s": 40.0, "generate_s": 500.0}
+        context = JobContext(scene_job(limits=limits), LogHandle(log))
+        supervisor = context.supervisor
         spec = EngineSpec(id="e", pool="p", type="", hardware="h20", gpus=1)
         cluster = ScriptedCluster(scene)
-        fleet = Fleet(
-            {spec: await cluster.engine(spec)},
-            cluster,
-            supervisor,
-            waits,
-            handle,
-            restarts=3,
-            backoff_s=1.0,
-            swap_limit_s=50.0,
-            start_limit_s=50.0,
-            progress_limit_s=40.0,
-            look_s=10.0,
-            repair=no_repair,
-            changed=lambda up, cause: None,
-        )
+        fleet = Fleet(context, cluster, {spec: await cluster.engine(spec)}, no_repair, lambda up, cause: None)
         supervisor.spawn(fleet.watch(), background=True)
-        proxy = Proxy(fleet, supervisor, waits, handle, generate_limit_s=500.0)
+        proxy = Proxy(context, fleet)
         scene.engine("e").hung = True
         first = supervisor.spawn(proxy.generate(request("first"), ["p"], None, -1))
         await asyncio.sleep(10.0)

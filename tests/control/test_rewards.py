@@ -10,7 +10,7 @@ import pytest
 from rollart.errors import RewardError
 from rollart.events import schema
 from rollart.launch.driver import metric_rows
-from rollart.report.summary import Summary
+from rollart.report.fold import SummaryFold
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job
 
@@ -172,7 +172,7 @@ def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
     scene.score = score  # type: ignore[method-assign]
     played = scene.play()
     assert {event.parts["brief"] for event in played.of(schema.Reward)} == {0.25}
-    summary = Summary()
+    summary = SummaryFold()
     rows: list[Mapping[str, float]] = []
     keep = metric_rows(summary, [rows.append])
     for event in played.events:

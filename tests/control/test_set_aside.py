@@ -1,7 +1,6 @@
 """What a trainer sets aside: said once, counted, the same after a crash; and training that comes to nothing stops."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -9,6 +8,7 @@ from rollart.errors import JobStopped, TrainerError
 from rollart.events import schema
 from rollart.events.schema import Event
 from rollart.policy.training import STOP_AFTER, WARN_AFTER
+from rollart.report.fold import SummaryFold
 from rollart.report.summary import Summary
 from rollart.types import Batch, SetAside, Trajectory
 from tests.control.scene import Played, Scene, ScriptedTrainer, scene_job
@@ -27,8 +27,8 @@ def first_group(batch: Batch) -> tuple[SetAside, ...]:
     return aside([*whole.members, other.members[0]])
 
 
-def summary_of(played: Played) -> dict[str, Any]:
-    summary = Summary()
+def summary_of(played: Played) -> Summary:
+    summary = SummaryFold()
     for event in played.events:
         summary.read(event)
     return summary.result()
@@ -46,17 +46,17 @@ def test_a_group_set_aside_whole_has_failed_and_one_set_aside_in_part_is_trained
     assert [name for name, _ in event.trajectories] == [str(m.id) for m in (*whole.members, other.members[0])]
     assert event.cause == played.one(schema.StepStart, step=1).n
     summary = summary_of(played)
-    assert summary["groups"]["trained"] == 5
-    assert summary["groups"]["failed"] == summary["tasks"]["a"]["failed"] == 1
-    assert summary["groups"]["lost"] == summary["groups"]["trained_twice"] == 0
-    assert summary["failures"]["sample"]["count"] == 3
-    assert "not a finite number" in summary["failures"]["sample"]["reasons"][0]
-    assert summary["waste"]["failed"]["trajectories"] == 3
+    assert summary.groups.trained == 5
+    assert summary.groups.failed == summary.tasks["a"].failed == 1
+    assert summary.groups.lost == summary.groups.trained_twice == 0
+    assert summary.failures["sample"].count == 3
+    assert "not a finite number" in summary.failures["sample"].reasons[0]
+    assert summary.waste["failed"].trajectories == 3
     tokens = sum(
         member.sampled_tokens for batch in scene.journal.all.values() for g in batch.groups for member in g.members
     )
     lost = sum(member.sampled_tokens for member in (*whole.members, other.members[0]))
-    assert summary["throughput_tokens_per_s"] == pytest.approx((tokens - lost) / summary["time_s"], abs=1e-3)
+    assert summary.throughput_tokens_per_s == pytest.approx((tokens - lost) / summary.time_s, abs=1e-3)
 
 
 def test_what_was_set_aside_is_not_kept_as_trained_on() -> None:
@@ -96,10 +96,10 @@ def test_a_resumed_job_sets_the_same_aside_and_counts_it_once(kill: Callable[[Ev
         tuple(name for name, _ in told[0].trajectories)
     }
     summary = summary_of(played)
-    assert summary["failures"]["sample"]["count"] == 3
-    assert summary["groups"]["failed"] == 1
-    assert summary["groups"]["trained"] == 7
-    assert summary["groups"]["lost"] == summary["groups"]["trained_twice"] == 0
+    assert summary.failures["sample"].count == 3
+    assert summary.groups.failed == 1
+    assert summary.groups.trained == 7
+    assert summary.groups.lost == summary.groups.trained_twice == 0
 
 
 def test_a_replay_that_sets_other_data_aside_breaks_a_promise() -> None:

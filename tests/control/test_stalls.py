@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollart.control.waits import Waits
+from rollart.control.context import JobContext
 from rollart.control.watchdog import Watchdog
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
@@ -126,7 +126,8 @@ def test_what_the_watchdog_says_is_no_movement_on_a_clock_that_goes_on_meanwhile
         log = EventLog(lambda: loop.time() + 1e-6 * next(ticks))  # a little later at each look, as a real one is
         texts: list[str] = []
         log.read_by(lambda event: texts.append(event.text.split(":")[0]) if isinstance(event, schema.Stall) else None)
-        watchdog = Watchdog(Waits(), LogHandle(log), lambda: parts, stall_s=90.0, lag_s=30.0)
+        limits = {"stall_s": 90.0, "lag_s": 30.0}
+        watchdog = Watchdog(JobContext(scene_job(limits=limits), LogHandle(log)), lambda: parts)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(285.0):
                 await watchdog.run()

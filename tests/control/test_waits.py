@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rollart.control.attempt import Run
+from rollart.control.context import JobContext
 from rollart.control.env_manager import Session
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
@@ -423,10 +424,10 @@ def test_the_watchdog_says_what_it_knows_when_asked() -> None:
         events: list[Event] = []
         log = EventLog(now)
         log.read_by(events.append)
-        waits = Waits()
-        task = asyncio.ensure_future(waits.on("a key").guard("Ben", for_ever()))
+        context = JobContext(scene_job(), LogHandle(log))
+        task = asyncio.ensure_future(context.waits.on("a key").guard("Ben", for_ever()))
         await asyncio.sleep(4.0)
-        words = Watchdog(waits, LogHandle(log), list, stall_s=100.0, lag_s=100.0).report(schema.Stall, "nothing moves")
+        words = Watchdog(context, list).report(schema.Stall, "nothing moves")
         assert words == "nothing moves: Ben waits on a key since 4.0 s"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

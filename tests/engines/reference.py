@@ -77,16 +77,25 @@ def our_model(plain: PreTrainedModel) -> PreTrainedModel:
     return ours
 
 
+NO_EOS: frozenset[int] = frozenset()
+"""Answers end by length, so that long ones are long."""
+
+
 def make_engine(
-    plain: PreTrainedModel, *, paged: bool = False, on: str = "cpu", dtype: torch.dtype = torch.float32, **settings: Any
+    plain: PreTrainedModel,
+    *,
+    eos: frozenset[int] = frozenset({EOS}),
+    paged: bool = False,
+    on: str = "cpu",
+    **settings: Any,
 ) -> EmbeddedEngine:
     max_batch = min(256, settings.get("step_tokens", 256))
     model = our_model(plain)
-    torch.nn.Module.to(model, on, dtype)
+    torch.nn.Module.to(model, on)
     return EmbeddedEngine(
         model,
         EngineSettings(**{"max_batch": max_batch, **settings}),
-        eos=frozenset({EOS}),
+        eos=eos,
         decode=lambda tokens: "".join(chr(ord("A") + token) for token in tokens),
         paged=paged,
     )

@@ -22,7 +22,7 @@ from transformers import (
 
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.engine import EmbeddedEngine, make_backend
-from rollart.engines.embedded.steps import prove_steps, prove_steps_architecture
+from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
 from rollart.model.agreement import prove
 from rollart.model.network import _known_cause, adopt, load_model, packed_logprobs, prove_packed_architecture
@@ -188,6 +188,17 @@ def test_the_engine_refuses_what_its_cache_cannot_hold() -> None:
     assert config is not None
     with pytest.raises(JobError, match=r"deepseek_v3: its keys .* one size; serve it with engines.type vllm"):
         prove_steps_architecture(config)
+
+
+def test_the_engine_refuses_layers_with_different_numbers_of_key_heads() -> None:
+    model = adopt(plain_model("llama"))
+    network: Any = model
+    attention = network.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(32, 4 * attention.head_dim, bias=False))
+    attention.num_key_value_groups = 1
+    with pytest.raises(JobError, match=r"llama: its keys .*\(2, 8\).*\(4, 8\).* one size"):
+        kept_by(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,17 @@ from rollart.engines.embedded.paged.ops import Cache, Draws, Rotation, Where
 from rollart.model.network import named_weights, packed_logprobs
 from rollart.model.packed import fold
 from rollart.types import Completion
-from tests.engines.reference import KINDS, check, drain, make_engine, our_model, plain_model, random_tokens, request
+from tests.engines.reference import (
+    KINDS,
+    NO_EOS,
+    check,
+    drain,
+    make_engine,
+    our_model,
+    plain_model,
+    random_tokens,
+    request,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,8 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_the_cpu_across_turns_and_a_swap(kind: str, paged: bool) -> None:
     models = {version: plain_model(kind, seed=version) for version in range(2)}
-    engine = make_engine(models[0], paged=paged, on="cuda", kv_tokens=1536, step_tokens=64, max_batch=64)
-    engine._eos = frozenset()
+    engine = make_engine(models[0], paged=paged, on="cuda", kv_tokens=1536, step_tokens=64, max_batch=64, eos=NO_EOS)
     rng = np.random.default_rng(0)
     history = [random_tokens(rng, 5) for _ in range(6)]
     for turn in range(4):
@@ -82,11 +91,12 @@ def test_kernels_compute_what_torch_computes(heads: int, kv_heads: int, size: in
     positions = torch.tensor([70, 5, *range(20, 57), *range(5)], dtype=torch.int32)
     blocks = torch.tensor([[39, 5, 0, 3], [2, 37, 20, 2]], dtype=torch.int32)
     norms = (torch.randn(size), torch.randn(size)) if normed else (None, None)
-    rotation = Rotation(torch.randn(80, size), torch.randn(80, size), *norms, 1e-6)
+    rotation = Rotation(torch.randn(80, size), torch.randn(80, size), norms[0], norms[1], 1e-6)
     qkv = torch.randn(len(lanes), (heads + 2 * kv_heads) * size)
     expected = Where(lanes, positions, 2, splits, blocks)
     given = Where(lanes.cuda(), positions.cuda(), 2, splits, blocks.cuda())
-    turned = Rotation(*(None if part is None else part.cuda() for part in rotation[:4]), 1e-6)
+    moved = [None if norm is None else norm.cuda() for norm in norms]
+    turned = Rotation(rotation.cos_PD.cuda(), rotation.sin_PD.cuda(), moved[0], moved[1], 1e-6)
     query = ops.rotate_and_keep(qkv, here, expected, rotation, heads)
     rotated = ops.rotate_and_keep(qkv.cuda(), there, given, turned, heads)
     torch.testing.assert_close(rotated.cpu(), query, atol=1e-5, rtol=1e-5)

@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.kv import KvCache
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.model.network import named_weights
 from rollart.types import Completion, Finish, GenerateRequest, Span, Tokens
-from tests.engines.reference import EOS, KINDS, check, drain, make_engine, plain_model, random_tokens, request
+from tests.engines.reference import EOS, KINDS, NO_EOS, check, drain, make_engine, plain_model, random_tokens, request
 
 Make = Callable[..., EmbeddedEngine]
 
@@ -79,8 +80,7 @@ def test_agrees_after_evictions_and_preemptions(make: Make, kind: str) -> None:
 
 def test_the_oldest_request_is_never_preempted(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make(plain, kv_tokens=600)
-    engine._eos = frozenset()
+    engine = make(plain, kv_tokens=600, eos=NO_EOS)
     asked = [request(random_tokens(rng, 90), f"s{i}/0", max_tokens=200, last=True) for i in range(4)]
     for call in asked:
         engine.add(call)
@@ -98,9 +98,8 @@ def test_the_oldest_request_is_never_preempted(make: Make) -> None:
 
 def test_a_lone_request_may_use_the_whole_cache(make: Make) -> None:
     plain = plain_model("qwen3")
-    engine = make(plain, kv_tokens=304)
+    engine = make(plain, kv_tokens=304, eos=NO_EOS)
     asked = request(random_tokens(np.random.default_rng(0), 100), max_tokens=1000, temperature=1.0, seed=4)
-    engine._eos = frozenset()
     engine.add(asked)
     got = drain(engine)[asked.id]
     check(asked, got, {0: plain})
@@ -145,8 +144,7 @@ def test_a_group_computes_its_prompt_once(make: Make) -> None:
 
 def test_a_group_in_flight_is_rebuilt_once_after_a_swap(make: Make) -> None:
     old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
-    engine = make(old)
-    engine._eos = frozenset()
+    engine = make(old, eos=NO_EOS)
     prompt = random_tokens(rng, 100)
     group = [request(prompt, f"g{member}/0", max_tokens=12, temperature=1.0) for member in range(8)]
     for asked in group:
@@ -163,8 +161,7 @@ def test_a_group_in_flight_is_rebuilt_once_after_a_swap(make: Make) -> None:
 
 def test_what_was_kept_over_a_swap_is_not_shared(make: Make) -> None:
     old, new, rng = plain_model("qwen3", 0), plain_model("qwen3", 1), np.random.default_rng(0)
-    engine = make(old, keep_kv=True)
-    engine._eos = frozenset()
+    engine = make(old, keep_kv=True, eos=NO_EOS)
     prompt = random_tokens(rng, 100)
     engine.add(request(prompt, "before/0", max_tokens=5, temperature=1.0))
     engine.step()
@@ -182,12 +179,10 @@ def test_what_was_kept_over_a_swap_is_not_shared(make: Make) -> None:
 def test_nobody_waits_for_an_answer_that_begins_like_its_prompt(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
     prompt = random_tokens(rng, 20)
-    engine = make(plain, draft_tokens=0)
-    engine._eos = frozenset()
+    engine = make(plain, draft_tokens=0, eos=NO_EOS)
     engine.add(request(prompt, "ahead/0", last=True, max_tokens=40, temperature=0.0))
     answer = drain(engine)["ahead/0"].tokens
-    engine = make(plain, draft_tokens=0)
-    engine._eos = frozenset()
+    engine = make(plain, draft_tokens=0, eos=NO_EOS)
     first = request(prompt, "first/0", max_tokens=40, temperature=0.0)
     second = request(np.concatenate([prompt, answer]), "second/1", max_tokens=2, temperature=0.0)
     engine.add(first)
@@ -196,6 +191,24 @@ def test_nobody_waits_for_an_answer_that_begins_like_its_prompt(make: Make) -> N
     engine.add(second)
     ended = [name for _ in range(4) for name, _ in engine.step()]
     assert ended == [second.id], "it is done long before the first, whose answer is the rest of its prompt"
+
+
+def test_a_prompt_that_is_prefilled_in_parts_is_computed_once(make: Make) -> None:
+    engine = make(plain_model("qwen3"), step_tokens=64)
+    engine.add(request(random_tokens(np.random.default_rng(0), 200), max_tokens=1, last=True))
+    drain(engine)
+    assert (engine.stats.computed_tokens, engine.stats.steps) == (200, 4)
+
+
+def test_there_are_as_many_slots_as_requests_that_wait_for_one() -> None:
+    rng = np.random.default_rng(0)
+    engine = make_engine(plain_model("qwen3"), kv_tokens=1 << 14)
+    for number in range(20):
+        engine.add(request(random_tokens(rng, 100), f"s{number}/0", max_tokens=5, last=True))
+    engine.step()
+    assert engine.num_running == 20
+    assert isinstance(engine.kv, KvCache)
+    assert [slab.num_tokens for slab in engine.kv.slabs] == [20 * 128], "in one block"
 
 
 def test_the_last_turn_leaves_nothing_behind(make: Make) -> None:
@@ -208,8 +221,7 @@ def test_the_last_turn_leaves_nothing_behind(make: Make) -> None:
 
 def test_long_prompts_are_prefilled_beside_decoding(make: Make) -> None:
     plain, rng = plain_model("llama"), np.random.default_rng(0)
-    engine = make(plain, step_tokens=32)
-    engine._eos = frozenset()
+    engine = make(plain, step_tokens=32, eos=NO_EOS)
     quick = request(random_tokens(rng, 4), "quick/0", max_tokens=12, temperature=0.0)
     slow = request(random_tokens(rng, 200), "slow/0", max_tokens=4, temperature=0.0)
     engine.add(quick)
@@ -229,8 +241,7 @@ def test_long_prompts_are_prefilled_beside_decoding(make: Make) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_span_of_a_swap_agrees_with_its_own_weights(make: Make, kind: str) -> None:
     models = {version: plain_model(kind, seed=version) for version in range(3)}
-    engine = make(models[0], step_tokens=64)
-    engine._eos = frozenset()
+    engine = make(models[0], step_tokens=64, eos=NO_EOS)
     rng = np.random.default_rng(1)
     idle = request(random_tokens(rng, 20), "idle/0", max_tokens=2)
     engine.add(idle)
@@ -262,8 +273,7 @@ def test_each_span_of_a_swap_agrees_with_its_own_weights(make: Make, kind: str) 
 
 def test_keep_kv_goes_on_with_the_old_cache(make: Make) -> None:
     old, new = plain_model("qwen3", seed=0), plain_model("qwen3", seed=1)
-    engine = make(old, keep_kv=True)
-    engine._eos = frozenset()
+    engine = make(old, keep_kv=True, eos=NO_EOS)
     asked = request(random_tokens(np.random.default_rng(0), 20), max_tokens=10, temperature=0.0)
     engine.add(asked)
     for _ in range(4):
@@ -297,8 +307,7 @@ def test_a_failed_swap_leaves_the_old_weights_serving(make: Make) -> None:
 
 def test_abort_frees_the_slot_at_once(make: Make) -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make(plain, max_batch=3)
-    engine._eos = frozenset()
+    engine = make(plain, max_batch=3, eos=NO_EOS)
     asked = [request(random_tokens(rng, 20), f"s{i}/0", max_tokens=12, temperature=1.0) for i in range(5)]
     for call in asked:
         engine.add(call)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.engines import guard
 from rollart.engines.process import ServerProcess, free_port
 from rollart.errors import EngineError
 
@@ -114,6 +115,19 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         await silent.stop()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import time; time.sleep(600)", 0)])
+def test_the_guards_exit_status_is_the_servers_or_that_it_was_ended_as_asked(code: str, status: int) -> None:
+    life, held = os.pipe()
+    command = [sys.executable, guard.__file__, str(life), sys.executable, "-c", code]
+    with subprocess.Popen(command, pass_fds=(life,)) as process:
+        os.close(life)
+        if status == 0:
+            os.close(held)
+        assert process.wait(30) == status
+    if status:
+        os.close(held)
 
 
 def test_our_packages_do_not_get_before_those_of_its_interpreter(

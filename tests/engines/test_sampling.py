@@ -11,7 +11,7 @@ from rollart.engines.embedded.sampler import sample
 from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.stops import StopFinder
 from rollart.types import Finish
-from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request
+from tests.engines.reference import EOS, NO_EOS, check, drain, make_engine, plain_model, random_tokens, request
 
 
 def rows(count: int, **sampling: Any) -> list[tuple[Sequence, int]]:
@@ -43,8 +43,7 @@ def test_greedy_takes_the_best_and_says_its_plain_logprob() -> None:
 
 def test_a_greedy_request_that_was_long_alone_may_get_company() -> None:
     plain, rng = plain_model("qwen3"), np.random.default_rng(0)
-    engine = make_engine(plain, draft_tokens=0)
-    engine._eos = frozenset()
+    engine = make_engine(plain, draft_tokens=0, eos=NO_EOS)
     greedy = request(random_tokens(rng, 10), "greedy/0", max_tokens=150, temperature=0.0)
     sampled = request(random_tokens(rng, 10), "sampled/0", max_tokens=20, temperature=1.0)
     engine.add(greedy)
@@ -87,8 +86,7 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
     prompt = random_tokens(rng, 20)
 
     def run(neighbours: int, seed: int | None, **settings: Any) -> list[int]:
-        engine = make_engine(plain, **settings)
-        engine._eos = frozenset()
+        engine = make_engine(plain, **settings, eos=NO_EOS)
         for i in range(neighbours):
             engine.add(request(random_tokens(rng, 5 + 9 * i), f"n{i}/0", max_tokens=4 * i + 1))
         engine.add(request(prompt, max_tokens=90, temperature=1.3, top_p=0.95, seed=seed))
@@ -104,8 +102,7 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
 
 def test_a_stop_string_ends_the_answer_and_stays_in_it() -> None:
     plain = plain_model("qwen3")
-    engine = make_engine(plain)
-    engine._eos = frozenset()
+    engine = make_engine(plain, eos=NO_EOS)
     prompt = random_tokens(np.random.default_rng(0), 20)
     free = request(prompt, max_tokens=40, temperature=1.0, seed=1)
     engine.add(free)

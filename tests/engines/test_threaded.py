@@ -17,7 +17,7 @@ from rollart.errors import EngineError, WeightError
 from rollart.model.network import named_weights
 from rollart.ports import Engine
 from rollart.types import Finish, WeightManifest
-from tests.engines.reference import check, make_engine, plain_model, request
+from tests.engines.reference import NO_EOS, check, make_engine, plain_model, request
 
 MODELS = {version: plain_model("qwen3", seed=version) for version in range(2)}
 
@@ -41,8 +41,7 @@ async def eventually(true: Callable[[], bool]) -> None:
 
 
 def endless(**settings: Any) -> EmbeddedEngine:
-    core = make_engine(MODELS[0], **settings)
-    core._eos = frozenset()
+    core = make_engine(MODELS[0], **settings, eos=NO_EOS)
     return core
 
 

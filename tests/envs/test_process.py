@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from rollart.errors import EnvError
 from rollart.ports import EnvHost
 from rollart.types import Observation, Task
 from rollart.workers import launch
-from tests.contracts.envs import EnvBench
-from tests.contracts.envs import EnvHostContract as PortContract
-from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
+from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,20 +50,7 @@ async def one_step(host: ProcessEnvHost, of: Task) -> Observation:
         await env.close()
 
 
-class TestProcessAsAPort(PortContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def play(self, work: Callable[[EnvBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with closing(make_host(self.folder, 2)) as host:
-                await work(EnvBench(host=host, slots=2, task=task("count")))
-
-        run(main)
-
-
-class TestProcessEnvHost(EnvHostContract):
+class TestProcessEnvHost(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(make_host(tmp_path, slots))
 
@@ -74,7 +58,7 @@ class TestProcessEnvHost(EnvHostContract):
         async def work() -> None:
             async with closing(make_host(tmp_path)) as host:
                 pid = (await one_step(host, task("pid"))).messages[0].content
-                assert [int(pid)] == host.pids
+                assert [int(pid)] == host.pool.pids
                 assert (await one_step(host, task("pid"))).messages[0].content == pid
                 with pytest.raises(EnvError, match="keys"):
                     await one_step(host, task("raise"))
@@ -98,7 +82,7 @@ class TestProcessEnvHost(EnvHostContract):
                 await env.reset()
                 step = asyncio.ensure_future(env.step("a"))
                 await until(begun.exists)
-                os.kill(host.pids[0], signal.SIGKILL)
+                os.kill(host.pool.pids[0], signal.SIGKILL)
                 with pytest.raises(EnvError, match="SIGKILL"):
                     await asyncio.wait_for(step, SOON_S)
                 await env.close()
@@ -115,7 +99,7 @@ class TestProcessEnvHost(EnvHostContract):
                 with pytest.raises(EnvError, match="last words"):
                     await one_step(host, task("die"))
                 await self.plays(host)
-                os.kill(host.pids[0], signal.SIGKILL)
+                os.kill(host.pool.pids[0], signal.SIGKILL)
                 await until(lambda: len(told) == 2)
                 await self.plays(host)
                 with pytest.raises(TimeoutError):
@@ -145,7 +129,7 @@ class TestProcessEnvHost(EnvHostContract):
                 grandchild = int((await env.step("a")).messages[0].content)
                 await env.close()
                 assert alive(grandchild)  # a worker that behaves is not killed, nor what it started
-                worker = host.pids[0]
+                worker = host.pool.pids[0]
                 env = await host.open(task("spin"), ID)
                 await env.reset()
                 with pytest.raises(TimeoutError):
@@ -180,7 +164,7 @@ class TestProcessEnvHost(EnvHostContract):
     def test_workers_and_what_they_started_die_with_the_parent(self, tmp_path: Path, kind: str) -> None:
         script = f"""
             import asyncio
-            from tests.envs.contract import ID, task, until
+            from tests.contracts.user_envs import ID, task, until
             from tests.envs.test_process import make_host
             from pathlib import Path
 
@@ -194,7 +178,7 @@ class TestProcessEnvHost(EnvHostContract):
                 await hung.reset()
                 step = asyncio.ensure_future(hung.step("a"))
                 await until(begun.exists)
-                print(*host.pids, grandchild, flush=True)
+                print(*host.pool.pids, grandchild, flush=True)
                 await step
 
             asyncio.run(main())

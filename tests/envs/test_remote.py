@@ -20,7 +20,7 @@ from rollart.ports import EnvHost
 from rollart.types import Observation
 from rollart.workers.handles import as_raised
 from rollart.workers.wire import pack, unpack
-from tests.envs.contract import DOMAIN, ID, SOON_S, TASKS, EnvHostContract, closing, run, task, until
+from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
 from tests.setups import JOB, worker_setup
 
 
@@ -28,9 +28,12 @@ class PackedWorker:
     def __init__(self, service: Any) -> None:
         self.service = service
         self.gone = False
+        self.open: set[str] = set()
         self.lost = asyncio.get_running_loop().create_future()
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
+        if method in ("open", "close"):
+            (self.open.add if method == "open" else self.open.discard)(arguments[0])
         work = asyncio.ensure_future(getattr(self.service, method)(*unpack(pack(list(arguments)))))
         await asyncio.wait([work, self.lost], return_when=asyncio.FIRST_COMPLETED)
         if self.lost.done():
@@ -78,12 +81,12 @@ class Whole(RemoteEnvHost):
         await self.machines.close()
 
 
-class TestProcessesInWorkers(EnvHostContract):
+class TestProcessesInWorkers(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots), [slots]))
 
 
-class TestThreadsInWorkers(EnvHostContract):
+class TestThreadsInWorkers(UserEnvHostContract):
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots, "inline"), [slots]))
 
@@ -92,9 +95,9 @@ def test_environments_are_spread_over_the_workers(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(Whole(Machines(tmp_path, 2, "inline"), [2, 2])) as host:
             first = await host.open(task("count"), ID)
-            await until(lambda: sum(place.free for place in host._places) == 3)  # both are up
+            await until(lambda: len(host.machines.workers) == 2)
             others = [await host.open(task("count"), ID) for _ in range(3)]
-            counts = [len(worker.service._places) for worker in host.machines.workers]
+            counts = [len(worker.open) for worker in host.machines.workers]
             assert counts == [2, 2]
             for env in (first, *others):
                 await env.close()
@@ -109,7 +112,7 @@ def test_a_lost_worker_fails_its_environments_and_is_started_again(tmp_path: Pat
             await env.reset()
             idle = await host.open(task("count"), ID)
             waiting = asyncio.ensure_future(host.open(task("count"), ID))
-            await until(lambda: len(host._waiters) == 1)
+            await asyncio.sleep(0)  # it waits for a slot
             host.machines.trouble = [NoRoom("no machine")]
             host.machines.workers[0].lost.set_result(None)
             with pytest.raises(EnvError, match="the machine is gone"):
@@ -234,7 +237,7 @@ def test_a_slot_handed_over_as_its_worker_is_lost_is_no_slot_of_the_successor(ca
         await places.settle()
         await env.close()  # hands its slot to the one who waits first
         places.workers[0].gone = True
-        places.host.lost(env._slot)
+        places.host.lost(env.slot)
         if cancelled:
             waiting.cancel()
         async with asyncio.timeout(SOON_S):

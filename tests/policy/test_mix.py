@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.mix import STARVING_WINDOW, Mix, oldest_first, shares
+from rollart.types import MixState
 
 
 def mix(target: dict[str, float], size: int = 4, tolerance: float = 0.25) -> Mix:
@@ -119,11 +120,11 @@ def test_a_quota_is_kept_in_every_batch_exactly() -> None:
 
 def test_a_task_trained_on_since_the_checkpoint_is_never_given_out_again() -> None:
     tasks = mix({"a": 1.0})
-    tasks.restore({"a": {"cursor": 4, "returned": [1, 2], "consumed": 2, "skip": [9]}})
+    tasks.restore({"a": MixState(cursor=4, returned=(1, 2), consumed=2, skip=(9,))})
     tasks.trained_before("a", 2)  # was to be given out again
     tasks.trained_before("a", 3)  # was alive at the checkpoint
     tasks.trained_before("a", 5)  # was given out since
-    assert tasks.state()["a"] == {"cursor": 4, "returned": [1], "consumed": 5, "skip": [5, 9]}
+    assert tasks.state()["a"] == MixState(cursor=4, returned=(1,), consumed=5, skip=(5, 9))
     assert [tasks.next()[1] for _ in range(6)] == [1, 4, 6, 7, 8, 10]
 
 

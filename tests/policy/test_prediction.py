@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollart.hardware import HARDWARE, MODELS, Pair, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import HARDWARE, MODELS, Disaggregated, kv_capacity_tokens, prefill_s_per_token
 from rollart.policy.prediction import NEVER_S, PoolSpeed, forecast
 from rollart.policy.profile import TaskProfile
 
@@ -99,14 +99,26 @@ def test_a_pool_without_engines_never_finishes_and_one_without_work_at_once() ->
     assert forecast(COMPUTE, {"a": 0.0}, {"a": DECODE_HEAVY}, {"a": 4}, 1.5).period_s == 0.0
 
 
-def test_a_pair_prefills_on_the_other_hardware() -> None:
-    pair = replace(BANDWIDTH, pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9))
-    assert period_s(pair, PREFILL_HEAVY) < 0.7 * period_s(BANDWIDTH, PREFILL_HEAVY)
-    thin = replace(BANDWIDTH, pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=0.05e9))
-    assert period_s(thin, PREFILL_HEAVY) > 1.5 * period_s(pair, PREFILL_HEAVY)
+def test_prefill_apart_is_on_the_other_hardware() -> None:
+    apart = replace(BANDWIDTH, disaggregated=Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9))
+    assert period_s(apart, PREFILL_HEAVY) < 0.7 * period_s(BANDWIDTH, PREFILL_HEAVY)
+    thin = replace(BANDWIDTH, disaggregated=Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=0.05e9))
+    assert period_s(thin, PREFILL_HEAVY) > 1.5 * period_s(apart, PREFILL_HEAVY)
 
 
-PAIR = replace(BANDWIDTH, name="pair", pair=Pair(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9))
+def test_more_prefill_or_decode_workers_help_the_work_that_lacks_them() -> None:
+    def apart(workers: int, decoders: int) -> PoolSpeed:
+        of = Disaggregated(hardware=HARDWARE["h800"], gpus=1, workers=workers, decoders=decoders, link_bytes_per_s=25e9)
+        return replace(BANDWIDTH, disaggregated=of)
+
+    assert period_s(apart(2, 1), UNCACHED) < 0.7 * period_s(apart(1, 1), UNCACHED)
+    assert period_s(apart(2, 1), DECODE_HEAVY) > 0.95 * period_s(apart(1, 1), DECODE_HEAVY)
+    assert period_s(apart(1, 2), DECODE_HEAVY) < 0.9 * period_s(apart(1, 1), DECODE_HEAVY)
+
+
+APART = replace(
+    BANDWIDTH, name="apart", disaggregated=Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
+)
 UNCACHED = replace(PREFILL_HEAVY, cached_tokens=0.0)
 
 
@@ -119,8 +131,8 @@ UNCACHED = replace(PREFILL_HEAVY, cached_tokens=0.0)
         (COMPUTE, {"a": UNCACHED}, 92.2415, {"a": 100.773}),
         (BANDWIDTH, {"a": PREFILL_HEAVY}, 69.7925, {"a": 76.7228}),
         (BANDWIDTH, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 87.8537, {"a": 28.2396, "b": 96.9981}),
-        (PAIR, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 43.1021, {"a": 9.02406, "b": 47.7161}),
-        (PAIR, {"a": UNCACHED}, 40.4998, {"a": 44.2447}),
+        (APART, {"a": PREFILL_HEAVY, "b": DECODE_HEAVY}, 43.1021, {"a": 9.02406, "b": 47.7161}),
+        (APART, {"a": UNCACHED}, 40.4998, {"a": 44.2447}),
     ],
 )
 def test_a_prediction_changes_on_purpose_only(

@@ -10,6 +10,7 @@ from rollart.config.load import build_job
 from rollart.launch.worker import START
 from rollart.store.shm import ShmStore
 from rollart.types import EngineSpec
+from rollart.workers.setup import WorkerSetup
 from tests.real.harness import SOON_S, job
 from tests.setups import worker_setup
 
@@ -22,13 +23,7 @@ async def local_cluster(
     model: Path, folder: Path, lost: Callable[[str, str], None] | None = None
 ) -> AsyncIterator[tuple[LocalCluster, ShmStore]]:
     """As `rollart train` makes it; and the store that its workers use."""
-    pools = [
-        {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
-        {"name": "environments", "slots": 3},
-    ]
-    raw = job(model, pools=pools, train={"pool": "cpu", "steps": 8, "lr": 1e-2})
-    settings = build_job({**raw, "model": {"path": str(model), "context_tokens": 1024}})
-    setup = worker_setup(settings, folder)
+    setup = small_setup(model, folder)
     store = ShmStore(setup.store.run_id, bucket_bytes=1 << 18)
     cluster = LocalCluster(START, setup, lost)
     try:
@@ -37,3 +32,14 @@ async def local_cluster(
     finally:
         await cluster.close()
         store.close()
+
+
+def small_setup(model: Path, folder: Path) -> WorkerSetup:
+    """One engine and one trainer of the tiny model."""
+    pools = [
+        {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
+        {"name": "environments", "slots": 3},
+    ]
+    raw = job(model, pools=pools, train={"pool": "cpu", "steps": 8, "lr": 1e-2})
+    settings = build_job({**raw, "model": {"path": str(model), "context_tokens": 1024}})
+    return worker_setup(settings, folder)

@@ -56,17 +56,17 @@ def test_a_broken_environment_changes_nothing_but_its_own_trajectories(
     use = f"{BAD}:{name}"
     result = train(build_job(two_tasks(model, isolation, use)), tmp_path / "run")
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
-    assert result.summary["state"] == "finished", result.summary["reason"]
+    assert result.summary.state == "finished", result.summary.reason
     assert result.violations == []
-    assert result.summary["groups"]["lost"] == 0
+    assert result.summary.groups.lost == 0
     ended = [event for event in events if isinstance(event, schema.End) and event.status != "aborted"]
     good = [event for event in ended if event.task.startswith("good/")]
     assert len(good) >= 4 * STEPS
     assert {event.status for event in good} <= {"done", "truncated", "stale"}
     bad_ones_say_why(events, load_task_set(use, domain="bad"))
-    failures = result.summary["failures"]["attempt"]
-    assert failures["count"] >= 3
-    assert len(failures["reasons"]) >= 3
+    failures = result.summary.failures["attempt"]
+    assert failures.count >= 3
+    assert len(failures.reasons) >= 3
 
 
 def bad_ones_say_why(events: list[Event], tasks: Any) -> None:

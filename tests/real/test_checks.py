@@ -154,7 +154,7 @@ def test_every_problem_has_a_line_of_its_own(model: Path, here: Path, capsys: py
     said = lines_of(raw, here, capsys)
     keys = ["train.cores", "tasks.0.use", "tasks.1.use", "tasks.2.use", "model.path"]
     assert [line.split(": ")[1] for line in said] == keys
-    assert "there is no module no_such_module" in said[1]
+    assert "no module no_such_module was found" in said[1]
 
 
 def other_model(model: Path, to: Path, **config: Any) -> Path:
@@ -207,6 +207,25 @@ def test_a_model_whose_layers_the_sharded_trainer_does_not_find_is_refused(model
     assert problems(build_job(job(model, train={"type": "fsdp2", "pool": "cpu"})), here / "run") == []
 
 
+def test_a_reference_that_would_be_computed_wrongly_or_cannot_be_sharded_is_refused(model: Path, here: Path) -> None:
+    gpt2 = other_model(model, here / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **GPT2)
+    bloom = other_model(model, here / "bloom", model_type="bloom", hidden_size=512, num_attention_heads=8)
+    bare = here / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    for kind, reference, why in [
+        ("fsdp2", gpt2, f"train.reference: {gpt2}: gpt2: its layers are not where train.type=fsdp2 looks for them"),
+        ("fsdp2", bloom, f"train.reference: {bloom}: bloom: "),
+        ("single", bloom, f"train.reference: {bloom}: bloom: "),
+        ("single", bare, f"train.reference: {bare} holds no weights"),
+    ]:
+        train = {"type": kind, "pool": "cpu", "kl_coef": 0.1, "reference": str(reference)}
+        (said,) = problems(build_job(job(model, train=train)), here / "run")
+        assert said.startswith(why)
+        assert problems(build_job(job(model, train=train)), here / "run", trains=False) == [], "it is not needed"
+    train = {"type": "single", "pool": "cpu", "kl_coef": 0.1, "reference": str(gpt2)}
+    assert problems(build_job(job(model, train=train)), here / "run") == []
+
+
 def test_a_mixture_with_other_names_is_refused_on_servers(model: Path, here: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 8, "n_routed_experts": 4}
     longcat = other_model(model, here / "longcat", model_type="longcat_flash", **sizes)
@@ -234,7 +253,7 @@ def test_a_weight_file_that_is_not_whole_is_refused(
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
     file.write_bytes({"pointer": pointer, "empty": b"", "cut off": whole[:-1], "head cut off": whole[:100]}[content])
     (said,) = lines_of(job(here / "broken"), here, capsys, command)
-    assert said.startswith(f"rollart: model.path: {file} is no whole safetensors file (")
+    assert said.startswith(f"rollart: model.path: {file} is not a whole safetensors file (")
     assert said.endswith("; bring it again (git lfs pull)")
 
 
@@ -289,6 +308,49 @@ def test_a_task_set_that_leaves_its_process_is_refused(
     tasks = [{"name": "room", "use": str(use), "max_tokens": 4}]
     (said,) = lines_of(job(model, tasks=tasks), here, capsys, "train")
     assert said.startswith(f"rollart: {says.format(use=use)}")
+
+
+HELD_OUT = """
+import os
+from rollart.tasks.api import Environment, TaskSet, observe
+
+class Room(Environment):
+    def reset(self):
+        return "go"
+    def step(self, action):
+        return observe(reward=1.0, done=True)
+
+class Rooms(TaskSet):
+    def draw(self, rng):
+        return {"number": rng.randrange(10**9)}
+    def held_out(self, index):
+        WHAT
+    def environment(self, task):
+        return Room()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("raise KeyError('map')", "tasks.0: 'room' cannot begin an episode (held_out(0): KeyError: 'map')"),
+        ("return 7", "tasks.0: 'room' cannot begin an episode (held_out(0): returned a int, not a Task)"),
+        ("os._exit(3)", "tasks.0.use: {use}: held_out(0) ended its process (exit code 3), which"),
+    ],
+)
+def test_a_task_set_without_held_out_tasks_is_refused_where_they_are_played(
+    what: str, says: str, model: Path, here: Path
+) -> None:
+    use = here / "room.py"
+    use.write_text(HELD_OUT.replace("WHAT", what))
+    tasks = [{"name": "room", "use": str(use), "max_tokens": 4}]
+    assert problems(build_job(job(model, tasks=tasks)), here / "run") == []
+    played = [problems(build_job(job(model, tasks=tasks)), here / "run", trains=False)]
+    for evaluation in ({"first": True}, {"every": 4}):
+        played.append(problems(build_job(job(model, tasks=tasks, evaluation=evaluation)), here / "run"))
+    for found in played:
+        (said,) = found
+        assert said.startswith(says.format(use=use))
 
 
 def test_environments_in_this_process_see_its_variables(

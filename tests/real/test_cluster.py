@@ -7,21 +7,22 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from rollart.cluster.inline import InlineCluster
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
 from rollart.errors import ClusterError, EngineError, WeightError
-from rollart.launch.worker import START
+from rollart.launch.worker import START, build
 from rollart.ports import Trainer
 from rollart.types import Batch, WeightManifest, WeightVersion
-from rollart.workers.handles import WorkerEngine
 from rollart.workers.launch import Process
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.trainer import ClusterBench, ClusterContract, TrainerBench, TrainerContract
-from tests.real.processes import MAX_BATCH, SPEC, local_cluster
+from tests.real.processes import MAX_BATCH, SPEC, local_cluster, small_setup
 from tests.setups import JOB, worker_setup
 from tests.train.samples import make_batch, random_samples
 
@@ -47,7 +48,7 @@ class TestLocalEngine(Given, EngineContract):
                     return store.push(version, weights)
 
                 async def lose(manifest: WeightManifest) -> None:
-                    (store._dir / manifest.buckets[0].name).unlink()
+                    (store.directory / manifest.buckets[0].name).unlink()
 
                 engine = await cluster.engine(SPEC)
                 await work(
@@ -87,14 +88,26 @@ class TestLocalTrainer(Given, TrainerContract):
         asyncio.run(main())
 
 
+async def generates(engine: Any) -> int:
+    bench = EngineBench(engine, 1, "a", put=_put, lose=_lose, too_long=0)
+    return (await engine.generate(bench.ask("x"))).spans[0].version
+
+
+class TestInlineCluster(Given, ClusterContract):
+    def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            cluster = InlineCluster(build, small_setup(self.model, self.folder))
+            try:
+                await work(ClusterBench(cluster=cluster, spec=SPEC, generates=generates))
+            finally:
+                await cluster.close()
+
+        asyncio.run(main())
+
+
 @pytest.mark.slow
 class TestLocalCluster(Given, ClusterContract):
     def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
-        async def generates(engine: object) -> int:
-            assert isinstance(engine, WorkerEngine)
-            bench = EngineBench(engine, 1, "a", put=_put, lose=_lose, too_long=0)
-            return (await engine.generate(bench.ask("x"))).spans[0].version
-
         async def main() -> None:
             async with local_cluster(self.model, self.folder) as (cluster, _):
                 await work(ClusterBench(cluster=cluster, spec=SPEC, generates=generates))

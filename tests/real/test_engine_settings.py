@@ -22,9 +22,9 @@ from rollart.store.journal import FileJournal
 from rollart.store.shm import ShmStore
 from rollart.types import GenerateRequest, Sampling, TrajectoryId
 from rollart.workers.launch import Process
+from tests.contracts.reward_functions import trajectory
 from tests.real.harness import job
 from tests.real.processes import SPEC
-from tests.rewards.contract import trajectory
 from tests.setups import worker_setup
 from tests.tasks.test_variables import environment_of
 
@@ -75,7 +75,7 @@ def test_the_end_of_turn_of_the_chat_template_ends_answers(model: Path, tmp_path
         real = real_world(build_job(job(own)), out, FileJournal(out / "journal"))
         try:
             assert isinstance(real.world.cluster, LocalCluster)
-            return real.world.cluster._setup.stop_tokens
+            return real.world.cluster.setup.stop_tokens
         finally:
             await real.close()
 
@@ -134,7 +134,7 @@ def test_the_variables_that_a_job_names_reach_those_who_run_user_code(
             env = await host.open(task, TrajectoryId("g0", 0, 0))
             with contextlib.suppress(RewardError):  # what it earns is not asked
                 await rewards.score(trajectory("sum", domain="slow"))
-            found = environment_of(host.pids[0]), environment_of(rewards.pids[0])
+            found = environment_of(host.pool.pids[0]), environment_of(rewards.pool.pids[0])
             await env.close()
             return found
         finally:

@@ -57,12 +57,12 @@ def test_the_other_task_is_trained_on_and_the_summary_says_why(
     )
     result = train(build_job(raw), tmp_path / "run")
     summary = result.summary
-    assert summary["state"] == "finished", summary["reason"]
+    assert summary.state == "finished", summary.reason
     assert result.violations == []
-    row = summary["tasks"]["bad"]
-    assert (row["trained"], row["taken_out"]) == (0, 1)
-    assert any(words in reason for reason in row["reasons"]), row["reasons"]
-    assert summary["tasks"]["good"]["trained"] == 12
+    row = summary.tasks["bad"]
+    assert (row.trained, row.taken_out) == (0, 1)
+    assert any(words in reason for reason in row.reasons), row.reasons
+    assert summary.tasks["good"].trained == 12
 
 
 def strict_model(model: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from rollart.errors import JobError
 from rollart.records.format import FOLDER, ROW_BYTES, Frame, files_of, frames_of
 from rollart.records.reader import Archive, Wanted
 from rollart.records.recorder import FileRecorder
+from rollart.records.rows import Attempt, Dropped, Ended, Life
 from rollart.types import Message, TurnNote
 from tests.contracts.recorder import RecorderBench, RecorderContract, batch, played, trajectory
 
@@ -67,7 +68,7 @@ def test_a_trajectory_comes_back_with_everything(tmp_path: Path) -> None:
         assert (turn.logprobs == was.completion.logprobs).all()
         assert (turn.fresh, turn.reward, turn.env_s) == (was.fresh, was.reward, was.env_s)
         assert (turn.finish, turn.engine, turn.pool) == ("stop", "fast-1", "fast")
-    assert found.to_json()["turns"][1]["versions"] == [3, 4, 4]
+    assert found.turns[1].versions.tolist() == [3, 4, 4]
     assert [(turn.wait_s, turn.generate_s) for turn in found.turns] == [(0.5, 1.5), (0.25, 0.75)]
     assert (head.reward, head.parts, head.status) == (1.0, {"found": 0.9, "brevity": 0.1}, "done")
     assert (head.born, head.newest, head.turns, head.tokens) == (3, 4, 2, 7)
@@ -114,7 +115,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     counts = []
     for length in [*range(0, len(whole) - 1, 13), len(whole) - 1, len(whole)]:
         path.write_bytes(whole[:length])
-        counts.append(sum(row[0] == "played" for frame in frames_of(path) for row in frame.rows))
+        counts.append(sum(isinstance(row, Attempt) for frame in frames_of(path) for row in frame.rows))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 3)
     assert counts[-2] == 2, "the last frame is torn"
@@ -310,19 +311,16 @@ def test_a_disk_that_is_full_while_a_file_begins_leaves_no_file_without_its_firs
     recorder.played(played("after"))
     recorder.close()
     for path in files_of(tmp_path / FOLDER):
-        assert next(iter(frames_of(path))).rows[0][0] == "life"
+        assert isinstance(next(iter(frames_of(path))).rows[0], Life)
     write(tmp_path, lambda keep: keep.played(played("resumed")))
     assert {head.id: head.life for head in Archive(tmp_path).find(Wanted())} == {"after.0.0": 0, "resumed.0.0": 1}
 
 
-@pytest.mark.parametrize("row", ["dropped", "ended"])
-def test_a_file_without_its_first_row_does_not_stop_a_resumed_run(tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize("row", [Dropped(1), Ended("g0", "stale")])
+def test_a_file_without_its_first_row_does_not_stop_a_resumed_run(tmp_path: Path, row: Dropped | Ended) -> None:
     (tmp_path / FOLDER).mkdir()
     frame = Frame()
-    if row == "dropped":
-        frame.dropped(1)
-    else:
-        frame.ended("g0", "stale")
+    frame.add(row)
     (tmp_path / FOLDER / "000000.rec").write_bytes(frame.whole())
     recorder = write(tmp_path, lambda keep: keep.played(played("resumed")))
     assert recorder.dropped == 0
@@ -363,9 +361,9 @@ def test_what_became_of_groups_is_held_in_bounds_and_the_rest_is_told_of(
             keep.ended(f"g{number}", "stale")
 
     write(tmp_path, work, warn=warnings.append)
-    assert "5 rows that say what became of groups were not kept" in warnings[-1]
+    assert "5 fates of groups were not kept" in warnings[-1]
     write(tmp_path / "fast", work, warn=warnings.append, queue_bytes=3 * ROW_BYTES, write_s=NEVER_S)
-    assert "2 rows that say what became of groups were not kept" in warnings[-1]
+    assert "2 fates of groups were not kept" in warnings[-1]
 
 
 def wait_for(true: Callable[[], bool]) -> None:

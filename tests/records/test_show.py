@@ -15,8 +15,10 @@ from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder
 from rollart.report.reading import episode, show_trajectory, visible
 from rollart.report.show import show_summary
+from rollart.report.summary import Play
 from rollart.types import Message, Observation, Task, TurnNote
 from tests.contracts.recorder import batch, played, trajectory
+from tests.summaries import summary_with
 from tests.test_docs_pages import tiny_job
 from tests.test_training import JOB
 
@@ -230,12 +232,8 @@ def test_an_evaluation_shows_its_worst_episode(
             for member, reward in enumerate((0.5, -1.0, None)):
                 recorder.played(played("eval0-sampled-maths", member, reward=reward))
             recorder.close()
-        plays = {
-            "maths": {
-                "sampled": {"episodes": 3, "scored": 2, "reward": -0.25, "std": 0.75, "rate": False, "versions": [0, 0]}
-            }
-        }
-        summary = {"state": "finished", "evaluations": {"eval0": plays}}
+        play = Play(episodes=3, scored=2, reward=-0.25, std=0.75, rate=False, versions=[0, 0])
+        summary = summary_with(state="finished", evaluations={"eval0": {"maths": {"sampled": play}}})
         return RunResult(summary=summary, violations=[], deadlock=False, faults={})
 
     monkeypatch.setattr("rollart.launch.training.evaluate", evaluate)
@@ -252,13 +250,13 @@ def test_an_evaluation_shows_its_worst_episode(
 def test_an_evaluation_without_a_score_ends_with_a_failed_episode_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = {"episodes": 1, "scored": 0, "reward": None, "std": None, "rate": False, "failed": 1, "reason": "1 x no room"}
+    row = Play(episodes=1, scored=0, reward=None, std=None, rate=False, failed=1, reason="1 x no room", versions=[])
 
     def evaluate(job: Job, out: Path, **_: object) -> RunResult:
         recorder = FileRecorder(out / FOLDER)
         recorder.played(played("eval0-sampled-maths", 0, reward=None))
         recorder.close()
-        summary = {"state": "finished", "evaluations": {"eval0": {"maths": {"sampled": row}}}}
+        summary = summary_with(state="finished", evaluations={"eval0": {"maths": {"sampled": row}}})
         return RunResult(summary=summary, violations=[], deadlock=False, faults={})
 
     monkeypatch.setattr("rollart.launch.training.evaluate", evaluate)

@@ -7,22 +7,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from rollart.config.settings import RewardSettings
 from rollart.errors import JobError, RewardError
 from rollart.ports import RewardBackend
 from rollart.rewards.episodes import episode_of
 from rollart.rewards.function import RewardService, parse_functions
 from rollart.rewards.http import HttpRewards, is_loopback
 from rollart.rewards.serve import serve
-from tests.contracts.rewards import RewardBench
-from tests.contracts.rewards import RewardContract as PortContract
-from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, numbered, run, trajectory
+from tests.contracts.reward_functions import (
+    DOMAIN,
+    FUNCTION,
+    RewardFunctionContract,
+    closing,
+    decode,
+    run,
+    trajectory,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a secret of the tests"
@@ -53,30 +60,21 @@ def url() -> Iterator[str]:
         os.killpg(server.pid, signal.SIGKILL)
 
 
-class TestHttpAsAPort(PortContract):
-    @pytest.fixture(autouse=True)
-    def _url(self, url: str) -> None:
-        self.url = url
-
-    def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with closing(HttpRewards(self.url, decode=decode, token=TOKEN, concurrency=4)) as backend:
-                await work(RewardBench(backend=backend, trajectory=numbered, places=4))
-
-        run(main)
+def to(url: str, *, token: str | None = None, **settings: float) -> HttpRewards:
+    return HttpRewards(RewardSettings.model_validate({"type": "http", "url": url, **settings}), decode, token)
 
 
-class TestHttpRewards(RewardContract):
+class TestHttpRewards(RewardFunctionContract):
     @pytest.fixture(autouse=True)
     def _url(self, url: str) -> None:
         self.url = url
 
     def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
-        return closing(HttpRewards(self.url, decode=decode, timeout_s=timeout_s, token=TOKEN))
+        return closing(to(self.url, timeout_s=timeout_s, token=TOKEN, concurrency=4))
 
     def test_the_token_is_demanded(self) -> None:
         async def work() -> None:
-            async with closing(HttpRewards(self.url, decode=decode, token="wrong")) as backend:
+            async with closing(to(self.url, token="wrong")) as backend:
                 with pytest.raises(RewardError, match="401") as raised:
                     await backend.score(trajectory("sum"))
                 assert not raised.value.retryable
@@ -139,7 +137,7 @@ def http(status: str, body: str, headers: str = "") -> bytes:
 )
 def test_what_is_worth_another_try(answer: bytes, match: str, retryable: bool) -> None:
     async def work() -> None:
-        async with serving(answer) as server, closing(HttpRewards(server.url, decode=decode)) as backend:
+        async with serving(answer) as server, closing(to(server.url)) as backend:
             with pytest.raises(RewardError, match=match) as raised:
                 await backend.score(trajectory("sum"))
             assert raised.value.retryable == retryable
@@ -149,15 +147,15 @@ def test_what_is_worth_another_try(answer: bytes, match: str, retryable: bool) -
 
 def test_no_server_and_no_address() -> None:
     async def work() -> None:
-        async with closing(HttpRewards("http://127.0.0.1:1", decode=decode)) as backend:
+        async with closing(to("http://127.0.0.1:1")) as backend:
             with pytest.raises(RewardError, match="ConnectError") as raised:
                 await backend.score(trajectory("sum"))
             assert raised.value.retryable
-        async with closing(HttpRewards("ftp://somewhere", decode=decode)) as backend:
+        async with closing(to("ftp://somewhere")) as backend:
             with pytest.raises(RewardError, match="ftp") as raised:
                 await backend.score(trajectory("sum"))
             assert not raised.value.retryable
-        async with closing(HttpRewards("http://127.0.0.1:1", decode=decode)) as backend:
+        async with closing(to("http://127.0.0.1:1")) as backend:
             with pytest.raises(RewardError, match="cannot be sent") as raised:
                 await backend.score(trajectory("sum", what=object()))
             assert not raised.value.retryable
@@ -169,7 +167,7 @@ def test_calls_are_bounded_and_carry_their_key() -> None:
     async def work() -> None:
         answer = http("200 OK", '{"reward": 2, "parts": {"a": 1}}', "X-Cold-Start-Seconds: 0.5\r\n")
         async with serving(answer, 0.02) as server:
-            async with closing(HttpRewards(server.url, decode=decode, concurrency=3)) as backend:
+            async with closing(to(server.url, concurrency=3)) as backend:
                 scores = await asyncio.gather(*(backend.score(trajectory("sum")) for _ in range(12)))
             assert server.most == 3
             assert {(score.value, score.parts["a"], score.cold_start_s) for score in scores} == {(2.0, 1.0, 0.5)}
@@ -180,7 +178,7 @@ def test_calls_are_bounded_and_carry_their_key() -> None:
 
 def test_a_plain_number_is_a_reward() -> None:
     async def work() -> None:
-        async with serving(http("200 OK", "0.5")) as server, closing(HttpRewards(server.url, decode=decode)) as backend:
+        async with serving(http("200 OK", "0.5")) as server, closing(to(server.url)) as backend:
             assert (await backend.score(trajectory("sum"))).value == 0.5
 
     run(work)

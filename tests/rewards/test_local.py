@@ -1,43 +1,35 @@
 """Reward functions in local processes."""
 
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+from rollart.config.settings import RewardSettings
 from rollart.errors import RewardError
 from rollart.ports import RewardBackend
 from rollart.rewards.local import LocalRewards
-from tests.contracts.rewards import RewardBench
-from tests.contracts.rewards import RewardContract as PortContract
-from tests.rewards.contract import DOMAIN, FUNCTION, RewardContract, closing, decode, numbered, run, trajectory
+from tests.contracts.reward_functions import (
+    DOMAIN,
+    FUNCTION,
+    RewardFunctionContract,
+    closing,
+    decode,
+    run,
+    trajectory,
+)
 
 
-class TestLocalAsAPort(PortContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
-        async def main() -> None:
-            backend = LocalRewards({DOMAIN: FUNCTION}, decode=decode, log_dir=self.folder, workers=2)
-            async with closing(backend):
-                await work(RewardBench(backend=backend, trajectory=numbered, places=2))
-
-        run(main)
-
-
-class TestLocalRewards(RewardContract):
+class TestLocalRewards(RewardFunctionContract):
     def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
         return closing(
-            LocalRewards({DOMAIN: FUNCTION}, decode=decode, log_dir=tmp_path, workers=2, timeout_s=timeout_s)
+            LocalRewards(RewardSettings(workers=2, timeout_s=timeout_s), {DOMAIN: FUNCTION}, decode, tmp_path)
         )
 
     def test_a_dead_worker_is_replaced(self, tmp_path: Path) -> None:
         async def work() -> None:
             functions = {DOMAIN: FUNCTION, "lost": "no.such.module:score"}
-            async with closing(LocalRewards(functions, decode=decode, log_dir=tmp_path, workers=1)) as backend:
+            async with closing(LocalRewards(RewardSettings(workers=1), functions, decode, tmp_path)) as backend:
                 with pytest.raises(RewardError, match="status 9") as raised:
                     await backend.score(trajectory("die"))
                 assert raised.value.retryable

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -9,13 +10,13 @@ import numpy as np
 from rollart.config.settings import Spread
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.events.log import EventLog
-from rollart.hardware import HARDWARE, MODELS, Pair
+from rollart.hardware import HARDWARE, MODELS, Disaggregated
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
+from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore, digest_of
-from rollart.sim.pair import SimPair
 from rollart.types import Bucket, EngineSpec, GenerateRequest, Sampling, WeightManifest
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Bench:
         max_batch: int = 16,
         model: str = "qwen3-8b",
         settings: SimEngineSettings | None = None,
-        pair: Pair | None = None,
+        apart: Disaggregated | None = None,
     ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
@@ -53,7 +54,7 @@ class Bench:
             hardware={"pool": HARDWARE["h20"]},
             settings=settings or SimEngineSettings(load_gb_s=10.0),
             max_batch={"pool": max_batch},
-            pairs={} if pair is None else {"pool": pair},
+            disaggregated={} if apart is None else {"pool": apart},
             tasks={"a": SimTaskSettings(answer_tokens=answer or Spread(mean=100))},
             dice=Dice(0),
             store=self.store,
@@ -61,8 +62,9 @@ class Bench:
             log=self.log,
             faults=Faults((), self.log),
         )
+        spec = SPEC if apart is None else replace(SPEC, gpus=apart.decoders)
         self.died: list[str] = []
-        self.engine = (SimEngine if pair is None else SimPair)(SPEC, world, self.died.append)
+        self.engine = (SimEngine if apart is None else SimDisaggregated)(spec, world, self.died.append)
 
     def put(self, version: int, gb: float = 1.0) -> WeightManifest:
         """A version of so many gigabytes, complete in the store."""

@@ -56,7 +56,7 @@ def job(mode: str, **sim: Any) -> Job:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fit") / "sync+"
-    assert simulate(job("sync+"), out).summary["state"] == "finished"
+    assert simulate(job("sync+"), out).summary.state == "finished"
     return out
 
 
@@ -115,9 +115,9 @@ def test_training_and_weights_are_found_again(profile: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "sync+", "one-off", "areal", "rollart"])
 def test_the_profile_of_one_mode_predicts_the_others(mode: str, profile: dict[str, Any]) -> None:
-    true_s = simulate(job(mode)).summary["step_time_s"]["mean"]
+    true_s = simulate(job(mode)).summary.step_time_s.mean
     raw = job(mode).model_dump(mode="json")
-    assert simulate(build_job({**raw, "sim": profile})).summary["step_time_s"]["mean"] == pytest.approx(true_s, rel=0.1)
+    assert simulate(build_job({**raw, "sim": profile})).summary.step_time_s.mean == pytest.approx(true_s, rel=0.1)
 
 
 def test_the_command_writes_a_profile_that_a_job_can_name(
@@ -151,7 +151,7 @@ def test_a_run_in_lockstep_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "fit", str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     assert main(["sim", "fit"]) == 2
     assert "no run is named" in capsys.readouterr().err
 
@@ -170,8 +170,8 @@ def test_a_train_step_is_prolonged_by_the_calls_answered_meanwhile() -> None:
     busy = job("rollart", train={"fixed_s": 2.0, "token_s": 0.0, "call_s": 0.01})
     idle = job("sync+", train={"fixed_s": 2.0, "token_s": 0.0, "call_s": 0.01})
     assert (
-        simulate(idle).summary["step_time_s"]
-        == simulate(job("sync+", train={"fixed_s": 2.0, "token_s": 0.0})).summary["step_time_s"]
+        simulate(idle).summary.step_time_s
+        == simulate(job("sync+", train={"fixed_s": 2.0, "token_s": 0.0})).summary.step_time_s
     )
     without = job("rollart", train={"fixed_s": 2.0, "token_s": 0.0})
-    assert simulate(busy).summary["step_time_s"]["p50"] > simulate(without).summary["step_time_s"]["p50"] + 0.5
+    assert simulate(busy).summary.step_time_s.p50 > simulate(without).summary.step_time_s.p50 + 0.5

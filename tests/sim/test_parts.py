@@ -163,9 +163,7 @@ def trajectory(name: str, born: int = 0) -> Trajectory:
 def rewards(settings: RewardSettings, **task: object) -> SimRewards:
     log = EventLog(now)
     sim = SimTaskSettings.model_validate({"reward_s": 2.0, **task})
-    return SimRewards(
-        settings, SimRewardSettings(cold_start_s=5.0, idle_s=60.0), {"a": sim}, Dice(0), Faults((), log), log
-    )
+    return SimRewards(settings, SimRewardSettings(cold_start_s=5.0, idle_s=60.0), {"a": sim}, Dice(0), Faults((), log))
 
 
 SERVERLESS = RewardSettings(type="http", url="http://x", concurrency=2)

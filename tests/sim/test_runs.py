@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from rollart.events.log import read_events
 from rollart.launch.chaos import plan_job
 from rollart.launch.driver import RunResult
 from rollart.launch.simulation import simulate
+from rollart.report.summary import Summary
 from rollart.sim.faults import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +31,12 @@ def with_faults(one: Job, seed: int) -> Job:
     return one.model_copy(update={"sim": one.sim.model_copy(update={"faults": draw_plan(one.sim.chaos, seed)})})
 
 
-def finished(result: RunResult) -> dict[str, Any]:
-    assert result.summary["state"] == "finished", result.summary["reason"]
+def finished(result: RunResult) -> Summary:
+    assert result.summary.state == "finished", result.summary.reason
     assert result.violations == []
     assert not result.deadlock
-    assert result.summary["groups"]["lost"] == 0
-    assert result.summary["groups"]["trained_twice"] == 0
+    assert result.summary.groups.lost == 0
+    assert result.summary.groups.trained_twice == 0
     return result.summary
 
 
@@ -78,7 +78,7 @@ def test_a_run_directory_holds_what_the_run_came_to(tmp_path: Path) -> None:
     summary = finished(result)
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     assert [event.n for event in events] == list(range(len(events)))
-    assert sum(isinstance(event, schema.StepEnd) for event in events) == summary["steps"] == 6
+    assert sum(isinstance(event, schema.StepEnd) for event in events) == summary.steps == 6
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
     assert load_job(tmp_path / "run" / "job.yaml") == job()
 
@@ -109,13 +109,13 @@ def test_nothing_older_than_the_bound_is_trained_on(
         one = with_faults(one, faults + bound)
     result = simulate(one, tmp_path / "run")
     summary = finished(result)
-    staleness = summary["staleness"]
-    assert staleness["max"] <= bound
-    assert staleness["max_steps"] <= bound + 1
+    staleness = summary.staleness
+    assert staleness.max <= bound
+    assert staleness.max_steps <= bound + 1
     if bound == 0:
-        assert set(staleness["histogram"]) == {"0"}
+        assert set(staleness.histogram) == {"0"}
         return
-    assert staleness["in_flight_over_swaps"] > 0
+    assert staleness.in_flight_over_swaps > 0
     if faults is None:
         assert trained_on_across_a_swap(tmp_path / "run" / "events.jsonl"), "work in flight over a swap is trained on"
 
@@ -142,13 +142,14 @@ SLOW_GAME = ("sim.tasks.game.step_s={kind: lognormal, mean: 6, sigma: 1, high: 4
 
 def test_checking_the_bound_only_at_the_start_lets_older_work_through() -> None:
     areal = simulate(job("mode=areal", "train.steps=10", "tasks.0.weight=1", *SLOW_GAME)).summary
-    assert areal["state"] == "finished"
-    assert areal["staleness"]["max"] > areal["staleness"]["bound"] == 1
+    assert areal.state == "finished"
+    assert areal.staleness.bound == 1
+    assert areal.staleness.max > 1
 
 
 def test_the_same_job_with_the_bound_kept_live_keeps_it() -> None:
     summary = finished(simulate(job("train.steps=10", "tasks.0.weight=1", "rollout.swap=when_published", *SLOW_GAME)))
-    assert summary["staleness"]["max"] <= 1
+    assert summary.staleness.max <= 1
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
@@ -156,14 +157,14 @@ def test_the_same_job_with_the_bound_kept_live_keeps_it() -> None:
 def test_each_mode_finishes_and_keeps_its_promises(mode: str, faults: int | None) -> None:
     one = job(f"mode={mode}")
     summary = finished(simulate(one if faults is None else with_faults(one, faults)))
-    assert (summary["mode"], summary["steps"]) == (mode, 6)
+    assert (summary.mode, summary.steps) == (mode, 6)
 
 
 def test_the_shares_hold_at_consumption_though_one_task_is_slow() -> None:
     slow = "sim.tasks.game.step_s={kind: lognormal, mean: 8, sigma: 1, high: 40}"
     summary = finished(simulate(job("train.steps=12", "rollout.staleness=3", slow)))
     for name, share in (("game", 2 / 3), ("maths", 1 / 3)):
-        assert summary["tasks"][name]["trained_share"] == pytest.approx(share, abs=0.06)
+        assert summary.tasks[name].trained_share == pytest.approx(share, abs=0.06)
 
 
 def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_trajectories_follow(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_drawn_fault_plans_break_no_promise(seed: int) -> None:
 def test_environments_that_fail_and_hang_by_themselves_are_lived_with() -> None:
     broken = ("sim.tasks.game.failure=0.1", "sim.tasks.maths.hang=0.03")
     summary = finished(simulate(job(*broken)))
-    assert summary["trajectories"]["failed"] > 0
+    assert summary.trajectories["failed"] > 0
 
 
 def test_a_slow_reset_tail_is_lived_with() -> None:
@@ -231,8 +232,8 @@ def test_a_slow_reset_tail_is_lived_with() -> None:
 def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
     faults = "sim.faults=[{kind: coordinator_restart, swap: 2, delay_s: 6}]"
     summary = finished(simulate(job(faults)))
-    assert summary["restarts"]["coordinator"] == 1
-    assert summary["steps"] == 6
+    assert summary.restarts.coordinator == 1
+    assert summary.steps == 6
 
 
 @pytest.mark.parametrize("seed", [913, 3681, 7049])

@@ -1,19 +1,17 @@
-"""The store contract on shared memory; and buckets mapped ahead of a swap: sooner, but never anything else."""
+"""Buckets mapped ahead of a swap: sooner, but never anything else."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from rollart.errors import WeightError
 from rollart.store.buckets import Mapped
-from rollart.store.prefetch import FetchAhead
+from rollart.store.prefetch import POLL_S, FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest, WeightVersion
-from tests.contracts.store import StoreBench, StoreContract
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -29,25 +27,6 @@ def store() -> Iterator[ShmStore]:
     store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
     yield store
     store.close()
-
-
-class TestShmStore(StoreContract):
-    def play(self, work: Callable[[StoreBench], Awaitable[None]]) -> None:
-        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=512)
-
-        def whole(manifest: WeightManifest) -> bool:
-            try:
-                return is_version(store.fetch(manifest), manifest.version)
-            except WeightError:
-                return False
-
-        async def main() -> None:
-            await work(StoreBench(store=store, put=lambda version: store.push(version, weights(version)), whole=whole))
-
-        try:
-            asyncio.run(main())
-        finally:
-            store.close()
 
 
 class Counting(ShmStore):
@@ -127,27 +106,35 @@ def test_a_lost_bucket_that_was_mapped_in_time_is_no_loss_and_else_a_weight_erro
     manifest = counting.push(1, weights(1))
     ahead.stage(1)
     eventually(lambda: len(counting.early) == len(manifest.buckets))
-    (counting._dir / manifest.buckets[0].name).unlink()
+    (counting.directory / manifest.buckets[0].name).unlink()
     assert is_version(ahead.fetch(manifest), 1)
     with pytest.raises(WeightError, match="missing"):
         ahead.fetch(manifest)
 
 
-def test_a_newer_version_lets_go_of_the_older(store: ShmStore) -> None:
-    ahead = FetchAhead(store)
+def test_a_newer_version_lets_go_of_the_older(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
     ahead.stage(1)
-    store.push(1, weights(1))
-    eventually(lambda: len(ahead._held) > 1)
+    first = counting.push(1, weights(1))
+    eventually(lambda: len(counting.early) > 1)
     ahead.stage(2)
-    assert ahead._held == {} or all(name.startswith("v00000002") for name in ahead._held)
-    manifest = store.push(2, weights(2))
-    eventually(lambda: len(ahead._held) == len(manifest.buckets))
-    assert is_version(ahead.fetch(manifest), 2)
+    second = counting.push(2, weights(2))
+    eventually(lambda: {bucket.name for bucket in second.buckets} <= set(counting.early))
+    assert is_version(ahead.fetch(second), 2)
+    assert counting.late == []
+    assert is_version(ahead.fetch(first), 1)
+    assert counting.late == [bucket.name for bucket in first.buckets], "nothing of it was kept"
 
 
-def test_the_thread_sleeps_when_a_version_is_whole(store: ShmStore) -> None:
-    ahead = FetchAhead(store)
-    manifest = store.push(1, weights(1))
+def test_the_thread_sleeps_when_a_version_is_whole(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
+    manifest = counting.push(1, weights(1))
     ahead.stage(1)
-    eventually(lambda: len(ahead._held) == len(manifest.buckets) and not ahead._awaited)
-    eventually(lambda: bool(ahead._changed._waiters))  # type: ignore[attr-defined]  # it waits to be called
+    eventually(lambda: len(counting.early) == len(manifest.buckets))
+
+    def quiet() -> bool:
+        before = counting.looks
+        time.sleep(20 * POLL_S)
+        return counting.looks == before
+
+    eventually(quiet)

@@ -39,7 +39,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BucketStor
 
 
 def folder(store: BucketStore) -> Path:
-    return store._dir
+    return store.directory
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def test_files_of_a_version_are_what_safetensors_reads(store: BucketStore) -> No
 
 def test_a_push_that_is_split_otherwise_leaves_nothing_of_the_first(store: BucketStore) -> None:
     store.push(0, weights())
-    store._bucket_bytes = 100_000
+    store.bucket_bytes = 100_000
     manifest = store.push(0, weights(1))
     assert store.appeared(0) == [bucket.name for bucket in manifest.buckets]
     assert_same(store.fetch(manifest), weights(1))

@@ -12,13 +12,13 @@ from rollart.workers.launch import Process
 from rollart.workers.pool import ProcessPool
 from rollart.workers.server import failure
 from rollart.workers.wire import pack, unpack
-from tests.envs.contract import DOMAIN, SOON_S, TASKS, run
+from tests.contracts.user_envs import DOMAIN, SOON_S, TASKS, run
 
 
 @asynccontextmanager
 async def pool(tmp_path: Path, *, target: str = "rollart.envs.worker:EnvWorker") -> AsyncIterator[ProcessPool]:
     """Of one child."""
-    made = ProcessPool(target, {DOMAIN: TASKS}, 0, size=1, log_dir=tmp_path / "logs", name="env")
+    made = ProcessPool("env", target, {DOMAIN: TASKS}, 0, size=1, log_dir=tmp_path / "logs")
     try:
         yield made
     finally:

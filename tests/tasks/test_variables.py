@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config.load import build_job
+from rollart.config.settings import RewardSettings
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
 from rollart.launch.checks import check_supported
@@ -81,8 +82,8 @@ def test_a_child_is_started_with_no_secret(
     async def pool() -> ProcessPool:
         if kind == "environments":
             uses = {"lake": "rollart.tasks.frozen_lake"}
-            return ProcessEnvHost(uses, slots=1, log_dir=tmp_path, variables=named)._pool
-        return LocalRewards({}, decode=str, log_dir=tmp_path, workers=1, variables=named)._pool
+            return ProcessEnvHost(uses, slots=1, log_dir=tmp_path, variables=named).pool
+        return LocalRewards(RewardSettings(workers=1, environment=tuple(named)), {}, str, tmp_path).pool
 
     found = given(asyncio.run(pool()), [*SECRETS, "PATH"])
     assert sorted(found) == sorted([*named, "PATH"])
@@ -113,7 +114,7 @@ def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) 
 def test_names_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(JobError, match=r"tasks\.0\.environment: environments of isolation inline run in this process"):
         check_supported(build_job(job("inline")))
-    with pytest.raises(JobError, match=r"rewards\.environment: has no effect with type http"):
+    with pytest.raises(JobError, match=r"rewards\.environment: has an effect only with rewards\.type local"):
         build_job(job(type="http", url="http://127.0.0.1:1", environment=["R_KEY"]))
     with pytest.raises(JobError, match=r"environment"):
         build_job({**job(), "rewards": {"environment": ["A=b"]}})

@@ -331,7 +331,7 @@ def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
         for size in ("4k", "40k"):  # no room for a folder; for a part of it
             with small_disk(checkpoints, size), pytest.raises(StoreFull, match="No space left"):
                 await bench.trainer.save()
-        with small_disk(bench.store._dir, "8k"), pytest.raises(StoreFull, match="No space left"):
+        with small_disk(bench.store.directory, "8k"), pytest.raises(StoreFull, match="No space left"):
             await bench.trainer.publish(0)
         assert not bench.trainer._lost
         [batch] = batches(1)
@@ -488,6 +488,8 @@ class Waiting:
     def __init__(self, answers: dict[str, Any]) -> None:
         self._answers = answers
         self._stop = asyncio.Event()
+        self.given_up: list[str] = []
+        """Calls that nobody waits for any more."""
 
     @property
     def pid(self) -> int | None:
@@ -499,7 +501,11 @@ class Waiting:
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         if method not in self._answers:
-            await self._stop.wait()
+            try:
+                await self._stop.wait()
+            except asyncio.CancelledError:
+                self.given_up.append(method)
+                raise
             raise error("its process has ended")
         return self._answers[method]
 
@@ -531,6 +537,19 @@ def test_a_rank_that_could_not_compute_its_part_ends_those_that_wait_for_it(tmp_
     step = Step(batch, settings, Aside(settings.set_aside_path), vocab_size=VOCAB, ranks=2)
     left = [sample for rank in range(2) for share in step.shares(rank) for part in share.parts for sample in part]
     assert len(left) == 1, "the one sample of that rank's micro-batch is not tried a second time"
+
+
+def test_a_call_that_is_given_up_is_given_up_on_every_rank(tmp_path: Path) -> None:
+    async def work() -> None:
+        ranks = [Waiting({}), Waiting({})]
+        push = asyncio.create_task(RankedTrainer(settings_in(tmp_path), ranks).publish(0))
+        await asyncio.sleep(0.01)
+        push.cancel()
+        await asyncio.wait([push])
+        await asyncio.sleep(0.01)
+        assert [rank.given_up for rank in ranks] == [["publish"], ["publish"]]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_what_a_trainer_noted_is_no_loss_on_the_other_side_of_its_process_either() -> None:

@@ -331,6 +331,7 @@ def test_updates_before_the_one_that_set_a_sample_aside_are_repeated_as_they_wer
     settings = changed(settings, updates_per_step=2, algorithm=algorithm)
     longest = make_sample("long", [1] * 24, [0] + [1] * 23)
     batch = make_batch(0, [*without_bad(12), longest, bad_one(size=22)])  # the second longest: in the second update
+    whole_tokens = SingleTrainer(elsewhere(settings)).train_step(batch).metrics["perf/tokens"]
     trainers: list[SingleTrainer] = []
     for _ in range(2):
         trainers.append(SingleTrainer(settings))
@@ -338,6 +339,7 @@ def test_updates_before_the_one_that_set_a_sample_aside_are_repeated_as_they_wer
         result = trainers[-1].train_step(batch)
         assert names(result) == ["bad.0.0"]
         assert result.metrics["actor/updates"] == 2
+        assert result.metrics["perf/tokens"] == whole_tokens - 22, "no other is lost"
         assert [row["update"] for row in rows(settings)] == [1]
     first, again = trainers
     assert_same_weights(again, first)

@@ -1,7 +1,8 @@
-"""What every RewardBackend must do: one suite, run against each adapter, over the same functions."""
+"""What every RewardBackend that calls users' functions must do, beside what every RewardBackend must."""
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -14,8 +15,9 @@ import pytest
 from rollart.errors import RewardError
 from rollart.ports import RewardBackend
 from rollart.types import Completion, Finish, Span, Status, Task, Tokens, Trajectory, TrajectoryId, Turn
+from tests.contracts.rewards import RewardBench, RewardContract
 
-FUNCTION = f"{Path(__file__).with_name('functions.py')}:score"
+FUNCTION = f"{Path(__file__).parents[1] / 'rewards' / 'functions.py'}:score"
 DOMAIN = "strange"
 
 
@@ -72,11 +74,22 @@ async def closing(backend: Any) -> AsyncIterator[Any]:
         await backend.close()
 
 
-class RewardContract:
-    """Subclasses say how to make a backend with this time limit."""
+class RewardFunctionContract(RewardContract):
+    """Subclasses say how to make a backend with this time limit, for two calls at a time."""
 
-    def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]:
-        raise NotImplementedError
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    @abstractmethod
+    def backend(self, tmp_path: Path, timeout_s: float) -> AbstractAsyncContextManager[RewardBackend]: ...
+
+    def play(self, work: Callable[[RewardBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with self.backend(self.folder, 30.0) as backend:
+                await work(RewardBench(backend=backend, trajectory=numbered, places=2))
+
+        run(main)
 
     def test_scores_and_errors(self, tmp_path: Path) -> None:
         async def work() -> None:

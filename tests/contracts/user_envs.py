@@ -1,6 +1,7 @@
-"""What every EnvHost must do: one suite, run against each adapter."""
+"""What every EnvHost that runs users' code must do, beside what every EnvHost must: one suite for all of them."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from rollart.errors import EnvError
 from rollart.ports import EnvHost
 from rollart.types import Task, TrajectoryId
+from tests.contracts.envs import EnvBench, EnvHostContract
 
-TASKS = str(Path(__file__).with_name("strange_tasks.py"))
+TASKS = str(Path(__file__).parents[1] / "envs" / "strange_tasks.py")
 DOMAIN = "strange"
 SOON_S = 20.0
 """Generous: the machine may be busy."""
@@ -40,11 +42,26 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 ID = TrajectoryId("g0", 0, 0)
 
 
-class EnvHostContract:
+class UserEnvHostContract(EnvHostContract):
     """Subclasses say how to make a host with so many slots."""
 
-    def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
-        raise NotImplementedError
+    kind = "count"
+    """The environment that the common suite plays."""
+    slots = 2
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    @abstractmethod
+    def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]: ...
+
+    def play(self, work: Callable[[EnvBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with self.host(self.folder, self.slots) as host:
+                await work(EnvBench(host=host, slots=self.slots, task=task(self.kind)))
+
+        run(main)
 
     async def plays(self, host: EnvHost, kind: str = "count") -> None:
         """An ordinary episode goes through."""

@@ -1,77 +1,16 @@
-"""The trainer contract, on the single-device trainer in this process; the journal contract, on files."""
+"""The journal on disk: writes that are cut short, full disks, and damaged files."""
 
-import asyncio
 import contextlib
 import errno
 import os
-import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from rollart.errors import JobError, StoreFull, WeightError
-from rollart.ports import Journal, Trainer
+from rollart.errors import JobError, StoreFull
 from rollart.store.journal import FileJournal
-from rollart.store.shm import ShmStore
-from rollart.train.single import AsyncTrainer, SingleTrainer
-from rollart.types import Batch, WeightManifest
 from rollart.workers.wire import SCHEMA, pack
-from tests.contracts.trainer import (
-    JournalContract,
-    TrainerBench,
-    TrainerContract,
-    checkpoint,
-    empty_batch,
-)
-from tests.train.samples import make_batch, random_samples, tiny_model
-from tests.train.settings import trainer_settings
-
-
-class TestAsyncTrainer(TrainerContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def play(self, work: Callable[[TrainerBench], Awaitable[None]]) -> None:
-        settings = trainer_settings(tiny_model(self.folder / "model"), self.folder, lr=1e-2)
-        store = ShmStore(f"test-{uuid.uuid4().hex}", bucket_bytes=1 << 12)
-
-        def batch(step: int) -> Batch:
-            return make_batch(step, random_samples(step, 8))
-
-        def complete(manifest: WeightManifest) -> bool:
-            try:
-                return bool(store.fetch(manifest))
-            except WeightError:
-                return False
-
-        async def another() -> Trainer:
-            return AsyncTrainer(SingleTrainer(settings), store)
-
-        async def main() -> None:
-            async with asyncio.timeout(60):
-                await work(TrainerBench(trainer=await another(), another=another, batch=batch, complete=complete))
-
-        try:
-            asyncio.run(main())
-        finally:
-            store.close()
-
-
-class TestFileJournal(JournalContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path / "journal"
-
-    def journal(self) -> Journal:
-        return FileJournal(self.folder)
-
-    def reopened(self, journal: Journal) -> Journal:
-        return FileJournal(self.folder)
-
-
-# --- damaged files ----------------------------------------------------------------------------------------------
+from tests.contracts.trainer import checkpoint, empty_batch
 
 
 def test_a_write_that_was_cut_short_never_was(tmp_path: Path) -> None:

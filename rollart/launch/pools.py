@@ -1,0 +1,118 @@
+"""A job's pools as policies and reports see them: engines, roles, task shares, affinity. The same for a real and a
+simulated run."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rollart.config.job import Job
+from rollart.hardware import HARDWARE, Disaggregated, ModelShape
+from rollart.policy.affinity import Affinity
+from rollart.policy.mix import shares
+from rollart.policy.placement import stand_ins
+from rollart.policy.prediction import PoolSpeed
+from rollart.types import EngineSpec
+
+
+class Binding(NamedTuple):
+    """A role and where it runs."""
+
+    role: str
+    """`rollout`, `prefill`, `environments`, `train`."""
+    pool: str
+    hardware: str
+    workers: int
+    devices: int
+
+
+def bindings(job: Job) -> list[Binding]:
+    """Every role on its pool, in the order of the job file."""
+    found: list[Binding] = []
+    for pool in job.pools:
+        engines = pool.engines.count if pool.engines else 0
+        decode_gpus = engines * pool.engines.decode_gpus if pool.engines else 0
+        served = [other.engines for other in job.engine_pools if other.engines and job.prefill_pool(other) is pool]
+        prefilling = [(each.count * each.prefill.workers, each.prefill.gpus) for each in served if each.prefill]
+        rows = [
+            ("rollout", engines, decode_gpus),
+            ("prefill", sum(workers for workers, _ in prefilling), sum(workers * gpus for workers, gpus in prefilling)),
+            ("environments", pool.slots or 0, 0),
+            ("train", int(pool is job.train_pool), job.train.gpus),
+        ]
+        found += [
+            Binding(role, pool.name, pool.hardware, workers, devices) for role, workers, devices in rows if workers
+        ]
+    return found
+
+
+def engine_specs(job: Job, *, further: bool = False) -> tuple[EngineSpec, ...]:
+    """One for each engine that the job begins with, or for each that may join; ids `<pool>-<number>`."""
+    return tuple(
+        EngineSpec(
+            id=f"{pool.name}-{number}",
+            pool=pool.name,
+            type=engines.type,
+            hardware=pool.hardware,
+            gpus=engines.decode_gpus,
+        )
+        for pool in job.engine_pools
+        if (engines := pool.engines) is not None
+        for number in (range(engines.count, engines.most or 0) if further else range(engines.count))
+    )
+
+
+def pool_stand_ins(job: Job) -> dict[str, list[str]]:
+    return stand_ins({pool.name: HARDWARE[pool.hardware] for pool in job.engine_pools})
+
+
+def task_shares(job: Job) -> dict[str, float]:
+    return shares(
+        {task.name: task.weight for task in job.tasks},
+        {task.name: task.quota for task in job.tasks},
+        job.rollout.groups_per_step,
+    )
+
+
+def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None = None) -> Affinity:
+    """`held`: by pool, the bytes of a parameter in its engines, where that is not as in `model`."""
+    held = held or {}
+    target = task_shares(job)
+    apart = disaggregated(job)
+    speeds = [
+        PoolSpeed(
+            name=pool.name,
+            hardware=HARDWARE[pool.hardware],
+            model=model.held_in(held.get(pool.name, model.bytes_per_param)),
+            engines=pool.engines.count,
+            gpus=pool.engines.gpus,
+            max_batch=pool.engines.max_batch,
+            chunk_tokens=job.sim.engine.chunk_tokens,
+            overhead_s=job.sim.engine.overhead_s,
+            disaggregated=apart.get(pool.name),
+        )
+        for pool in job.engine_pools
+        if pool.engines
+    ]
+    return Affinity(
+        {task.name: task.affinity for task in job.tasks},
+        {task.name: target[task.name] * job.rollout.groups_per_step * task.group_size for task in job.tasks},
+        {task.name: task.group_size for task in job.tasks},
+        speeds,
+        pool_stand_ins(job),
+        ahead=job.rollout.staleness + 0.5,
+    )
+
+
+def disaggregated(job: Job) -> dict[str, Disaggregated]:
+    """By pool, where its engines have prefill and decode apart."""
+    found: dict[str, Disaggregated] = {}
+    for pool in job.engine_pools:
+        other = job.prefill_pool(pool)
+        if other and pool.engines and (prefill := pool.engines.prefill):
+            found[pool.name] = Disaggregated(
+                hardware=HARDWARE[other.hardware],
+                gpus=prefill.gpus,
+                workers=prefill.workers,
+                decoders=prefill.decoders,
+                link_bytes_per_s=prefill.link_gb_s * 1e9,
+            )
+    return found

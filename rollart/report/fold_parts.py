@@ -1,0 +1,199 @@
+"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long weights and rewards took.
+
+Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are listed.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rollart.causes import Causes
+from rollart.events import schema
+from rollart.events.log import Fold
+from rollart.events.metrics import Last, Metrics
+from rollart.report import summary
+
+FAILURES = ("engine", "answer", "trainer", "coordinator", "worker", "attempt", "draw", "reward", "sample")
+MAX_REASONS = 5
+"""Listed for each kind of failure."""
+
+
+class Failures:
+    """How often each kind of thing failed, and why."""
+
+    def __init__(self) -> None:
+        self._kinds = {kind: Causes() for kind in FAILURES}
+
+    def add(self, kind: str, who: str, reason: str) -> None:
+        self._kinds[kind].add(reason, reason if who in reason else f"{who}: {reason}")
+
+    def rows(self) -> dict[str, summary.Failure]:
+        return {
+            kind: summary.Failure(count=causes.total, reasons=_reasons(causes)) for kind, causes in self._kinds.items()
+        }
+
+
+def _reasons(causes: Causes) -> list[str]:
+    """The most frequent ones, each with its count."""
+    return [f"{cause.times} x {cause.text}" for cause in causes.top(MAX_REASONS)]
+
+
+@dataclass(slots=True)
+class TaskSums:
+    """What is counted for one task. `turns`, `tokens`, `prefill` and `rewards` are sums over its scored attempts."""
+
+    share: float
+    pool: str = ""
+    trajectories: int = 0
+    turns: int = 0
+    tokens: int = 0
+    prefill: int = 0
+    rewards: float = 0.0
+    rewarded: int = 0
+    cost: float = 0.0
+    wasted_cost: float = 0.0
+    causes: Causes = field(default_factory=Causes)
+    """Of its failed attempts and draws."""
+    with_gradient: int = 0
+    state: str = "in"
+    taken_out: int = 0
+    probes: int = 0
+    out_reason: str = ""
+
+    def row(self, ends: Mapping[str, int], *, admitted: int, trained: int) -> summary.Task:
+        """`ends`: how many of its groups ended how. `trained`: groups of all tasks."""
+        count = max(1, self.rewarded)
+        return summary.Task(
+            pool=self.pool,
+            share=round(self.share, 4),
+            trained_share=round(ends["trained"] / trained, 4) if trained else 0.0,
+            admitted=admitted,
+            stale_share=round(ends["stale"] / admitted, 4) if admitted else 0.0,
+            **ends,
+            trajectories=self.trajectories,
+            reward=round(self.rewards / count, 4),
+            turns=round(self.turns / count, 2),
+            sampled_tokens=round(self.tokens / count, 1),
+            prefill_tokens=round(self.prefill / count, 1),
+            with_gradient=self.with_gradient,
+            state=self.state,
+            taken_out=self.taken_out,
+            probes=self.probes,
+            out_reason=self.out_reason,
+            failures=self.causes.total,
+            reasons=_reasons(self.causes),
+        )
+
+
+class EvaluationFold(Fold):
+    """Held-out play."""
+
+    def __init__(self) -> None:
+        self.plays: dict[str, summary.Plays] = {}
+        super().__init__()
+
+    def _on_eval(self, event: schema.Eval) -> None:
+        tasks = self.plays.setdefault(event.name, {})
+        tasks.setdefault(event.task, {})[event.play] = msgspec.convert(event, summary.Play, from_attributes=True)
+
+    def progress(self) -> dict[str, summary.Progress]:
+        """From the first to the last evaluation of each task."""
+        if len(self.plays) < 2:
+            return {}
+        first, *_, last = self.plays.values()
+        return {task: _progress(first[task], plays) for task, plays in last.items() if task in first}
+
+
+def _progress(first: Mapping[str, summary.Play], last: Mapping[str, summary.Play]) -> summary.Progress:
+    """One task: sampled play, with greedy play inside where there is any."""
+    rows = {
+        play: summary.Progress(
+            before=first[play].reward,
+            after=last[play].reward,
+            rate=first[play].rate and last[play].rate,
+            episodes=last[play].episodes,
+            scored=min(first[play].scored, last[play].scored),
+        )
+        for play in last
+        if play in first
+    }
+    return msgspec.structs.replace(rows["sampled"], greedy=rows.get("greedy", msgspec.UNSET))
+
+
+class WeightFold(Fold):
+    """Pushes, pulls and swaps."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._push_began: dict[int, float] = {}
+        self._pushes: list[float] = []
+        self._pulls: list[float] = []
+        self._exposed: list[float] = []
+        self._swap_began = 0.0
+        self.in_flight = 0
+        """Calls that went on over a swap."""
+        super().__init__()
+
+    def _on_push(self, event: schema.Push) -> None:
+        self._push_began[event.version] = event.t
+
+    def _on_pushed(self, event: schema.Pushed) -> None:
+        began_s = self._push_began.pop(event.version, None)
+        if began_s is not None:
+            self._pushes.append(event.t - began_s)
+
+    def _on_swap_start(self, event: schema.SwapStart) -> None:
+        self._swap_began = event.t
+
+    def _on_swap_end(self, event: schema.SwapEnd) -> None:
+        self._metrics.add("timing_s/swap", Last(event.t - self._swap_began))
+
+    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
+        self._pulls.append(event.pull_s)
+        self._exposed.append(event.exposed_s)
+        self.in_flight += event.in_flight
+
+    def row(self) -> summary.Weights:
+        push_s, pull_s, exposed_s = (
+            round(sum(values) / len(values), 4) if values else 0.0
+            for values in (self._pushes, self._pulls, self._exposed)
+        )
+        return summary.Weights(push_s=push_s, pull_s=pull_s, exposed_s=exposed_s, swaps=len(self._exposed))
+
+
+class RewardFold:
+    """Calls of reward functions. The summary's fold calls it: both read the same events."""
+
+    def __init__(self) -> None:
+        self._calls = self._cold_starts = self.failed = 0
+        self._seconds = self._cold_start_s = 0.0
+
+    def scored(self, event: schema.Reward) -> None:
+        self._calls += 1
+        self._seconds += event.busy_s or event.s - event.cold_s
+        self._cold_starts += event.cold_s > 0
+        self._cold_start_s += event.cold_s
+
+    def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
+        workers = job.reward_workers if job else None
+        return summary.Rewards(
+            type=job.rewards if job else None,
+            calls=self._calls,
+            failed=self.failed,
+            mean_s=round(self._seconds / self._calls, 6) if self._calls else 0.0,
+            cold_starts=self._cold_starts,
+            cold_start_s=round(self._cold_start_s, 3),
+            utilisation=round(self._seconds / (seconds * workers), 4) if workers else None,
+        )
+
+
+def step_times(values: list[float]) -> summary.StepTimes:
+    if not values:
+        return summary.StepTimes()
+    return summary.StepTimes(
+        mean=round(statistics.fmean(values), 4),
+        p50=round(statistics.median(values), 4),
+        p95=round(sorted(values)[min(len(values) - 1, int(0.95 * len(values)))], 4),
+    )

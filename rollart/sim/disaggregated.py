@@ -1,0 +1,113 @@
+"""A simulated engine of several workers: some prefill, the cache travels over a link, the others decode.
+
+Prefill and decode do not wait for each other: that is the point. The price is the link, and that a prefill worker has
+no cache of what the decode workers said: it computes the last answer again with the next turn. Requests are spread
+evenly. All workers load new weights at the same time, and fail as one.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from itertools import islice
+
+from rollart.hardware import kv_capacity_tokens, prefill_s_per_token
+from rollart.sim.engine import ALMOST, EngineWorld, SimEngine, SimSequence
+from rollart.types import EngineSpec, WeightVersion
+
+
+class SimDisaggregated(SimEngine):
+    def __init__(self, spec: EngineSpec, world: EngineWorld, died: Callable[[str], object]) -> None:
+        super().__init__(spec, world, died)
+        apart = world.disaggregated[spec.pool]
+        self._decoders = apart.decoders
+        self._gpus = spec.gpus // apart.decoders
+        self._longest = kv_capacity_tokens(world.model, self._hardware, self._gpus)
+        self._capacity = apart.decoders * self._longest
+        self._max_batch *= apart.decoders
+        self._prefill_workers = apart.workers
+        self._prefill_s = prefill_s_per_token(world.model, apart.hardware, apart.gpus)
+        self._overhead_tokens = world.settings.overhead_s / self._prefill_s
+        self._loading_gpus = min(self._gpus, apart.gpus)
+        """All workers load at the same time; the smallest is done last."""
+        self._token_link_s = world.model.kv_bytes_per_token / apart.link_bytes_per_s
+        self._room = apart.workers * kv_capacity_tokens(world.model, apart.hardware, apart.gpus)
+        self._prompts: dict[str, int] = {}
+        """Prompt tokens of sessions in the prefill workers' caches, least recently used first."""
+        self._prompts_kv = 0
+        self._lacking: dict[str, int] = {}
+        """Call -> tokens whose KV the decode workers do not have."""
+        self._moving: list[tuple[float, int, SimSequence]] = []
+        """On the links: when each arrives; a heap."""
+        self._links_free_s = [0.0] * apart.workers
+        """When the link of each prefill worker is free; a heap."""
+
+    def _next_prefilled(self) -> SimSequence | None:
+        return min(islice(self._prefilling, self._prefill_workers), key=lambda sequence: sequence.prefill, default=None)
+
+    def _decode_s(self, batch: float, context: float) -> float:
+        share = max(1.0 / batch, 1.0 / self._decoders)
+        return super()._decode_s(batch * share, context * share)
+
+    def _cycles(self, decode_s: float, chunk_s: float) -> tuple[float, float]:
+        return decode_s, chunk_s
+
+    @property
+    def _in_batch(self) -> int:
+        return super()._in_batch + len(self._moving)
+
+    def _queue_prefill(self, sequence: SimSequence, tokens: int) -> None:
+        """`tokens` is what the decode workers lack. The prefill workers compute what their own cache does not hold."""
+        request = sequence.request
+        context = request.prompt_tokens + sequence.said
+        known = self._prompts.pop(request.session, 0)
+        self._prompts_kv -= known
+        known = min(known, context)
+        if not sequence.prefilled:
+            sequence.cached = min(known, request.prompt_tokens)
+        self._lacking[request.id] = tokens
+        sequence.prefilled += context - known
+        sequence.prefill = context - known + self._overhead_tokens
+        sequence.prefill_busy_s += sequence.prefill * self._prefill_s
+        self._prefilling.append(sequence)
+
+    def _prefilled(self, sequence: SimSequence) -> None:
+        """Keep the prompt here for the next turn, and send on what the decode workers lack."""
+        request = sequence.request
+        if not request.last:
+            self._prompts[request.session] = request.prompt_tokens
+            self._prompts_kv += request.prompt_tokens
+            while self._prompts_kv > self._room and self._prompts:
+                self._prompts_kv -= self._prompts.pop(next(iter(self._prompts)))
+        begin_s = max(self._loop.time(), self._links_free_s[0])
+        arrives_s = begin_s + self._lacking.pop(request.id) * self._token_link_s
+        heapq.heapreplace(self._links_free_s, arrives_s)
+        self._numbers += 1
+        heapq.heappush(self._moving, (arrives_s, self._numbers, sequence))
+
+    def _moved_s(self) -> float:
+        return self._moving[0][0] if self._moving else math.inf
+
+    def _plan(self) -> None:
+        if not (self.hung or self.dead or self._paused):
+            while self._moving and self._moving[0][0] <= self._loop.time() + ALMOST * 1e-3:
+                self._begin_decode(heapq.heappop(self._moving)[2])
+        super()._plan()
+
+    def _drop(self, sequence: SimSequence) -> None:
+        self._lacking.pop(sequence.request.id, None)
+        kept = [entry for entry in self._moving if entry[2] is not sequence]
+        if len(kept) < len(self._moving):
+            self._moving = kept  # its bytes still pass: the link stays taken
+            heapq.heapify(self._moving)
+        else:
+            super()._drop(sequence)
+
+    def _restart_all(self, version: WeightVersion) -> int:
+        """What was on a link is of the old weights: it is computed and sent again, like everything in flight."""
+        self._prefilling.extend(entry[2] for entry in sorted(self._moving))
+        self._moving.clear()
+        self._lacking.clear()
+        self._prompts.clear()
+        self._prompts_kv = 0
+        self._links_free_s = [self._loop.time()] * len(self._links_free_s)
+        return super()._restart_all(version)

