@@ -138,6 +138,11 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
         )
+    if server and job.train.lora is not None:
+        yield (
+            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            "embedded, or remove train.lora"
+        )
     if engines.most is not None and cluster != "ray":
         yield f"{key}.most: no machine joins a cluster of type {cluster}; set cluster.type to ray, or remove it"
     if server and engines.device != "cpu" and cluster != "local":

@@ -196,10 +196,11 @@ def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect garbage cycles seldom: a run makes few, and each collection walks its many live objects. A million is
-    more than the trajectories of a large step leave when they go, so a steady run does not collect because of them."""
+    """Collect garbage cycles seldom: a run makes few, and each collection walks its many live objects. Half a
+    million are about what the trajectories of a large step leave when they go, so a steady run seldom collects because
+    of them; more would let the garbage of failed attempts grow (90 MB of it with a million, in `benchmarks.soak`)."""
     before = gc.get_threshold()
-    gc.set_threshold(1_000_000, 50, 1000)
+    gc.set_threshold(500_000, 50, 1000)
     try:
         yield
     finally:
