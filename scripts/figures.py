@@ -32,7 +32,10 @@ COMMANDS = {
     **{f"train-{seed}": TRAIN.format(seed) for seed in range(3)},
     "modes": ".venv/bin/python -m benchmarks.modes --json",
     "engine": ".venv/bin/python -m benchmarks.engine --json",
-    **{f"gpu_engine-{number}": "python benchmarks/gpu_engine.py --json" for number in (1, 2)},
+    "gpu_decode": "python benchmarks/gpu_engine.py decode prefill --shape 0.6b 4b 8b 30b-a3b "
+    "--batch 256 64 64 16 --context 1024 1024 8192 32768 --json",
+    "gpu_rollout": "python benchmarks/gpu_engine.py rollout --shape 0.6b --seconds 15 --json",
+    "gpu_compare": "python benchmarks/gpu_engine.py compare --shape 0.6b --rounds 2 --json",
     "control": ".venv/bin/python -m benchmarks.control --json",
     "cluster": ".venv/bin/python -m benchmarks.cluster --json",
     "sim_3072": ".venv/bin/rollart sim jobs/sim_3072.yaml --json",
@@ -90,14 +93,30 @@ def engine(run: Run) -> str:
     return f"one turn {ratios('one_turn')}, eight turns {ratios('eight_turn')} ([engine](docs/engine.md))"
 
 
-def on_gpu(*runs: Run) -> str:
-    rows = [run.result for run in runs]
+def gpu_decode(run: Run) -> str:
+    def shares(batch: int) -> str:
+        found = {
+            row["shape"]: row["of_limit"]
+            for row in run.result["figures"]
+            if (row["case"], row["batch"], row["context"]) == ("decode", batch, 1024)
+        }
+        return " / ".join(f"{100 * found[shape]:.0f}" for shape in ("0.6b", "4b", "8b"))
+
+    return f"{shares(256)} % at batch 256, {shares(64)} % at batch 64 ([gpu](docs/gpu.md))"
+
+
+def gpu_rollout(run: Run) -> str:
+    (row,) = run.result["figures"]
+    return f"{row['time_by_own_rates']:.2f} x ({row['sampled']:,} tokens sampled in {row['seconds']:.0f} s)"
+
+
+def gpu_compare(run: Run) -> str:
+    (row,) = run.result["figures"]
+    times = row["times_as_fast"]
     return (
-        " and ".join(f"{row['tokens_per_s']['ours']:,}" for row in rows) + " tokens/s in two sessions; "
-        + " and ".join(f"{row['vs_generate']:.2f}" for row in rows) + " x `generate`, "
-        + " and ".join(f"{row['vs_transformers_cb']:.1f}" for row in rows)
-        + " x continuous batching ([gpu](docs/gpu.md))"
-    )  # fmt: skip
+        f"{row['tokens_per_s']['ours']:,} tokens/s; {times['generate']:.1f} x `generate`, "
+        f"{times['continuous_batching']:.0f} x continuous batching"
+    )
 
 
 def calls(run: Run) -> str:
@@ -178,10 +197,17 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         engine,
     ),
     (
-        "the embedded engine on an H200, Qwen3-0.6B shape, bf16, 256 requests of 256 + 128 tokens",
-        "gpu_engine-1 gpu_engine-2",
-        on_gpu,
+        "the embedded engine on an H200, Qwen3 0.6B / 4B / 8B shapes, bf16: decode at a context of 1,024, of what the "
+        "card's memory allows",
+        "gpu_decode",
+        gpu_decode,
     ),
+    (
+        "the same, 256 sessions of eight turns (0.6B): time by what their decode and prefill take alone",
+        "gpu_rollout",
+        gpu_rollout,
+    ),
+    ("the same, 256 requests of 256 + 128 tokens, beside transformers (0.6B)", "gpu_compare", gpu_compare),
     ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
     ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),
     (

@@ -347,6 +347,20 @@ CLIPPING = ("dapo", "gspo", "cispo")
 """Algorithms chosen for how they clip."""
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters, which are trained instead of the weights they stand beside."""
+
+    rank: Count = 32
+    alpha: Positive = 64.0
+    """What an adapter gives is multiplied with alpha / rank."""
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get one, by the last part of their names; never the output layer."""
+    adapter: Place | None = None
+    """Adapters to begin with: a directory that peft has written. Default: new ones, which change nothing at first."""
+
+
 class TrainSettings(Settings):
     """The trainer."""
 
@@ -398,7 +412,27 @@ class TrainSettings(Settings):
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: FromNextStep[NonNegative] = 0.0
     microbatch_tokens: Anytime[Count] = 4096
-    bf16: Annotated[bool, Fixed("the checkpoint holds its master weights by it")] = False
+    """Tokens computed in one forward and backward pass. A longer sample is computed alone."""
+    bf16: Annotated[bool | None, Fixed("the checkpoint holds its master weights by it")] = None
+    """Compute in bfloat16; gradients add up in float32. Default: on a GPU, not on a CPU."""
+    master: Anytime[Literal["float32", "stochastic"]] = "float32"
+    """With `bf16`: what updates are added to. `float32`: the weights in float32. `stochastic`: the bfloat16 weights
+    themselves, rounded at random, which takes 2 to 4 bytes a weight less; rounding to the nearest would lose small
+    updates. Refused with `fsdp2`, whose weights are float32."""
+    moments: Anytime[Literal["float32", "bfloat16"]] = "float32"
+    """What Adam's moments are kept in. `bfloat16` is rounded at random, and takes 4 bytes a weight less."""
+    offload: Anytime[Literal["none", "optimizer"]] = "none"
+    """`optimizer`: moments, and what weights have in float32 beyond bfloat16, are in the host's memory, pinned, and
+    visit the GPU at each update. Refused with `fsdp2`, and on a CPU."""
+    recompute: Anytime[Literal["none", "selective", "full"] | None] = None
+    """Layers whose activations are computed again in the backward pass, and not kept. `selective`: as many as a GPU has
+    no memory for, at `microbatch_tokens`; on a CPU half of them. Default: `selective` on a GPU, `none` on a CPU."""
+    compile: Anytime[Literal["auto", "on", "off"]] = "auto"
+    """Compile the layers, which takes some ten seconds at the start. `auto`: with `single` on a GPU, where the model
+    has 50 million weights or more, and no experts. What cannot be compiled runs as it is, with a warning."""
+    lora: Annotated[LoraSettings | None, Fixed("the checkpoint holds adapters of this shape")] = None
+    """Train low-rank adapters, and leave the weights as they are: no gradients and no optimizer state of those, and
+    only adapters travel to the engines. Refused with `fsdp2`, and with engines that are not `embedded`."""
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
@@ -430,6 +464,36 @@ class TrainSettings(Settings):
                 f"which ends at {top:g}; give {top:g} or more, or lower train.eps_high"
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _precision_of_device(cls, value: Any) -> Any:
+        """Decided once: a run that goes on elsewhere does not change it."""
+        if isinstance(value, dict) and value.get("bf16") is None:
+            return value | {"bf16": value.get("device", "cpu") != "cpu"}
+        return value
+
+    @model_validator(mode="after")
+    def _memory_is_read(self) -> Self:
+        """Refuses what would save no memory."""
+        if self.master == "stochastic" and not self.uses_bf16:
+            raise ValueError(
+                "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
+                "remove it"
+            )
+        for key in ("master", "offload"):
+            if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
+        if self.type == "fsdp2" and self.lora is not None:
+            raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.offload != "none" and self.device == "cpu":
+            raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
+        return self
+
+    @property
+    def uses_bf16(self) -> bool:
+        """The `bf16` in force."""
+        return bool(self.bf16)
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -91,7 +91,7 @@ class Coordinator:
         self._log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
         room = Room(self._context)
         trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made[0])
-        fleet, affinity, manager = self._connect(made[1], trainer.publish)
+        fleet, affinity, manager = self._connect(made[1], self._repair)
         rollout = Rollout(self._context, world, affinity, manager, fleet)
         swaps = plan(job.rollout.swap, job.rollout.rolling)
         self.learner = Learner(
@@ -110,6 +110,10 @@ class Coordinator:
             self._log,
         )
         await self.learner.run(began)
+
+    async def _repair(self, version: WeightVersion) -> WeightManifest:
+        assert self.learner is not None, "weights were pushed before there was anyone to push them"
+        return await self.learner.weights.repair(version)
 
     async def _only_evaluate(self) -> None:
         began = self._log.emit(schema.Starting(engines=len(self._world.engines)))

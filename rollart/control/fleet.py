@@ -72,6 +72,7 @@ class EngineSlot:
     still: int = 0
     """Looks in a row that found it where it was; none is made while it takes new weights."""
     looking: bool = False
+    loading: WeightVersion | None = None
 
     def __post_init__(self) -> None:
         self.view = EngineView(id=self.spec.id, pool=self.spec.pool)
@@ -179,11 +180,11 @@ class Fleet:
             )
 
     def parts(self) -> list[Part]:
-        """The engines that take requests, as they stand."""
+        """The engines as they stand, also while they take new weights: one that was named then is not forgotten."""
         return [
             Part(kind="engine", name=slot.spec.id, still_s=slot.still * self._look_s if slot.calls else 0.0)
             for slot in self.slots.values()
-            if slot.view.serving
+            if slot.view.up
         ]
 
     def engine_of(self) -> dict[str, str]:
@@ -233,10 +234,11 @@ class Fleet:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    async def stage(self, version: WeightVersion) -> None:
-        """Tell all engines that a version is coming."""
+    async def stage(self, version: WeightVersion, arrived: WeightVersion = 0) -> None:
+        """Tell all engines that a version is coming; one that does not have what has arrived yet, when it has loaded
+        that: an engine keeps one staged version, and would let go of it."""
         self._staging = version
-        slots = [slot for slot in self.slots.values() if slot.view.up]
+        slots = [slot for slot in self.slots.values() if slot.view.up and slot.view.version >= arrived]
         await asyncio.gather(*(self._stage_one(slot, version) for slot in slots))
 
     async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
@@ -273,11 +275,19 @@ class Fleet:
         except BoundaryError as error:
             if slot.engine is engine:
                 self.down(slot, f"swap to {manifest.version}: {error}")
+            return
+        if self._staging > manifest.version:
+            self._supervisor.spawn(self._stage_one(slot, self._staging))
+
+    def oldest_loading(self) -> WeightVersion:
+        """The oldest version that an engine loads now, or the newest one: nothing that is loaded may be dropped."""
+        return min((slot.loading for slot in self.slots.values() if slot.loading is not None), default=self.serving)
 
     async def _load(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         """Swap one engine, having damaged buckets pushed again where needed."""
         engine = slot.engine
         for tries_left in range(REPAIRS, -1, -1):
+            slot.loading = manifest.version
             try:
                 with boundary(EngineError, f"{slot.spec.id} swap"):
                     report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
@@ -286,12 +296,32 @@ class Fleet:
                 self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
                 if not tries_left:
                     raise
-                manifest = await self._repair(manifest.version)
-                if self._current is not None and self._current.version == manifest.version:
-                    self._current = manifest  # a trainer that was rebuilt may have pushed other bits
+                manifest = await self._whole(manifest.version)
+            finally:
+                slot.loading = None
         if slot.engine is engine:
             slot.view.version = report.version
         self._log_swap(slot, report)
+
+    async def _whole(self, version: WeightVersion) -> WeightManifest:
+        """What an engine loads that found the served version damaged: the same, pushed again, or a newer one that is
+        served by then. Raises VersionGone."""
+        if self._served.version == version:
+            try:
+                repaired = await self._repair(version)
+            except VersionGone:
+                if self._served.version == version:
+                    raise
+            else:
+                if self._served.version == version:
+                    self._current = repaired  # a trainer that was rebuilt may have pushed other bits
+        return self._served
+
+    @property
+    def _served(self) -> WeightManifest:
+        """What every engine loads; since the first swap began."""
+        assert self._current is not None
+        return self._current
 
     def _log_swap(self, slot: EngineSlot, report: SwapReport) -> None:
         self._log.emit(

@@ -119,7 +119,7 @@ class Learner:
             await self._write(f"batch {step}", partial(self._journal.write_batch, batch))
             self._log.emit(schema.Written(step=step))
             if self._plan.before_step:
-                await self.weights.to(step)
+                await self.weights.batch_taken(step)
             result = await self._step(batch)
             self.weights.publish(result.version)
             if self.trainer.stuck:

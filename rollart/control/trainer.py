@@ -99,14 +99,20 @@ class TrainerDriver:
             )
         return result
 
-    async def publish(self, version: WeightVersion) -> WeightManifest:
+    async def publish(self, version: WeightVersion, *, newest: bool = False) -> WeightManifest:
+        """Push a version. Raises VersionGone where no trainer holds it any more or, where only the `newest` is of use,
+        when there is a newer one."""
+
         async def push(trainer: Trainer) -> WeightManifest:
-            # Asked of each trainer anew: one that was rebuilt from a later checkpoint may not hold it any more.
+            # Asked at each try: a trainer that was rebuilt from a later checkpoint may not hold it any more, and while
+            # there was no trainer, or no room, a step may have been made.
             if version < self._oldest:
                 raise VersionGone(f"version {version} cannot be pushed again by a trainer at {self.version}")
+            if newest and version < self.version:
+                raise VersionGone(f"version {version} was not pushed before there was version {self.version}")
             return await trainer.publish(version)
 
-        return await self._call(f"publish {version}", push)
+        return await self._call(f"publish {version}", push, "publish" if newest else "")
 
     async def save(self) -> str:
         return await self._call("save", lambda trainer: trainer.save())
@@ -132,8 +138,10 @@ class TrainerDriver:
             )
         return results
 
-    async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]]) -> T:
-        """Do it; as often as it takes to have a trainer that lives long enough."""
+    async def _call(self, who: str, work: Callable[[Trainer], Awaitable[T]], what: str = "") -> T:
+        """Do it; as often as it takes to have a trainer that lives long enough. `what`: what finds no room to be
+        written, where another call may go on writing it."""
+        what = what or who
         while True:
             async with self._lock:
                 life = self._lives
@@ -141,7 +149,7 @@ class TrainerDriver:
                 with boundary(TrainerError, who):
                     value = await self._working.guard(who, work(self._trainer))
             except StoreFull as error:
-                await self._room.wait(who, error)
+                await self._room.wait(what, error)
                 continue
             except VersionGone:
                 raise
@@ -149,7 +157,7 @@ class TrainerDriver:
                 await self._recover(life, error)
                 continue
             if life == self._lives:
-                self._room.found(who)
+                self._room.found(what)
                 return value
             # that trainer was given up meanwhile, and its successor lacks what it just did
 

@@ -1,5 +1,7 @@
 """Carries weights from the trainer to the engines: publish in the background, swap when the plan says.
 
+A push takes its time, and nobody waits for it but a step that the engines are too old for (`ready_for`). One version is
+pushed at a time, since two would share the link; one that cannot be pushed before there is a newer one is left out.
 Invariant: versions are swapped in order, one swap at a time, and only once their manifest exists. Control moves
 manifests; tensors never pass through here.
 """
@@ -11,7 +13,7 @@ from rollart.control.fleet import Fleet
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
-from rollart.errors import WeightError, boundary
+from rollart.errors import VersionGone, WeightError, boundary
 from rollart.events import schema
 from rollart.events.log import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
@@ -56,22 +58,39 @@ class WeightDriver:
         self._dropping = waits.on("store", DROP_LIMIT_S)
         self._lock = asyncio.Lock()
         self._manifests: dict[WeightVersion, asyncio.Future[WeightManifest]] = {}
+        """Of a version or, where it was left out, of a newer one."""
+        self._arrived: WeightVersion = 0
+        """The newest whose manifest exists."""
+        self._last_push: asyncio.Future[None] | None = None
+        """Done when the push that was asked for last is over."""
         self._reached: asyncio.Future[None] | None = None
 
     def publish(self, version: WeightVersion) -> None:
         """Start to push a version; engines stage its buckets as they appear."""
-        previous = self._manifests.get(version - 1)
-        self._manifests[version] = asyncio.get_running_loop().create_future()
-        self._supervisor.spawn(self._push(version, previous))
+        loop = asyncio.get_running_loop()
+        before, self._last_push = self._last_push, loop.create_future()
+        self._manifests[version] = loop.create_future()
+        self._supervisor.spawn(self._push(version, before, self._last_push))
 
-    async def _push(self, version: WeightVersion, previous: "asyncio.Future[WeightManifest] | None") -> None:
-        if previous is not None:
-            await asyncio.wait([previous])
+    async def _push(
+        self, version: WeightVersion, before: "asyncio.Future[None] | None", over: "asyncio.Future[None]"
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         began = self._log.emit(schema.Push(version=version))
-        await self._fleet.stage(version)
-        manifest = await self._trainer.publish(version)
+        self._supervisor.spawn(self._fleet.stage(version, self._arrived))  # nor waits the push for a slow engine
+        try:
+            manifest = await self._trainer.publish(version, newest=True)
+        except VersionGone as error:
+            self._log.emit(schema.PushSkipped(version=version, reason=str(error), cause=began))
+            over.set_result(None)
+            return
         self._log.emit(schema.Pushed(version=version, bytes=manifest.num_bytes, cause=began))
-        self._manifests[version].set_result(manifest)
+        self._arrived = version
+        for older, future in self._manifests.items():
+            if older <= version and not future.done():
+                future.set_result(manifest)
+        over.set_result(None)
         if self._plan.when_published:
             await self.to(version)
 
@@ -82,11 +101,24 @@ class WeightDriver:
             await self._publishing.guard(f"version {version}", asyncio.shield(manifest))
 
     async def repair(self, version: WeightVersion) -> WeightManifest:
-        """A bucket was lost or damaged: push the version again."""
-        return await self._trainer.publish(version)
+        """A bucket was lost or damaged: push the version again. One that is gone cannot be served; the next one is then
+        swapped in as it arrives, or with all engines waiting for it no batch would be taken that lets it in."""
+        try:
+            return await self._trainer.publish(version)
+        except VersionGone:
+            self._supervisor.spawn(self.to(max(self._manifests)))
+            raise
+
+    async def batch_taken(self, step: int) -> None:
+        """Bring the engines to the weights of the step before. Where these are still on their way nobody waits: they
+        go in as they arrive, beside the step. But a drain is for them."""
+        if self._plan.drains or self._arrived >= step:
+            await self.to(step)
+        else:
+            self._supervisor.spawn(self.to(step))
 
     async def to(self, version: WeightVersion) -> None:
-        """Bring the engines to a version; returns at once where they have it."""
+        """Bring the engines to a version, or a newer one; returns at once where they have it."""
         if version <= self._fleet.serving:
             return
         who = f"version {version}"
@@ -109,7 +141,7 @@ class WeightDriver:
             self._rollout.reopen()
         if self._reached is not None and not self._reached.done():
             self._reached.set_result(None)
-        self._supervisor.spawn(self._drop_before(manifest.version))
+        self._supervisor.spawn(self._drop_before(min(manifest.version, self._fleet.oldest_loading())))
 
     async def ready_for(self, step: int) -> None:
         """Wait until the engines are new enough for this step to start."""

@@ -908,6 +908,19 @@ class Pushed(Event, tag="pushed", kw_only=True):
     """Of all its buckets."""
 
 
+class PushSkipped(Event, tag="push.skipped", kw_only=True):
+    """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
+
+    By: control/weights
+    Cause: `push`
+    """
+
+    version: int
+    """Which."""
+    reason: str
+    """What there is instead."""
+
+
 class Bucket(Event, tag="bucket", kw_only=True):
     """Simulated: a bucket lies in the store.
 

@@ -81,6 +81,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
     if trains:
         look(_refuse_reference, job)
+        look(_refuse_adapter, job)
     model = look(_model, job)
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
@@ -93,7 +94,8 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             found += _prompt_problems(
                 job, {name: one for name, one in sets.items() if one is not None}, tokenizer, evaluates=evaluates
             )
-    for room in _rooms(job, out if writable else None, (params or 0) if trains else 0, resume=resume):
+    trained = (params or 0) if trains and job.train.lora is None else 0
+    for room in _rooms(job, out if writable else None, trained, resume=resume):
         look(_refuse_full_disk, room)
     return found
 
@@ -136,6 +138,11 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
         )
+    if server and job.train.lora is not None:
+        yield (
+            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            "embedded, or remove train.lora"
+        )
     if engines.most is not None and cluster != "ray":
         yield f"{key}.most: no machine joins a cluster of type {cluster}; set cluster.type to ray, or remove it"
     if server and engines.device != "cpu" and cluster != "local":
@@ -147,6 +154,11 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
         yield (
             f"{key}.device: {engines.device}, but the pool's hardware is cpu, where a server computes on none; "
             "remove it, or name the hardware"
+        )
+    if server and job.train.lora is not None:
+        yield (
+            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            "embedded, or remove train.lora"
         )
     if server and job.weights.type != "files":
         yield (
@@ -311,6 +323,15 @@ def _refuse_reference(job: Job) -> None:
         _refuse_for_the_trainer(job, config)
     except JobError as error:
         raise JobError(f"train.reference: {reference}: {error}") from None
+
+
+def _refuse_adapter(job: Job) -> None:
+    given = job.train.lora.adapter if job.train.lora is not None else None
+    if given is not None and not (Path(given) / "adapter_config.json").exists():
+        raise JobError(
+            f"train.lora.adapter: {given} holds no adapters (it has no adapter_config.json); give a directory that "
+            "peft has written, or remove it to begin with new ones"
+        )
 
 
 def _tokenizer(job: Job) -> "ChatTokenizer":
@@ -494,10 +515,10 @@ class _Room:
 
 def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Room]:
     """What the job will hold on each disk at a time, at least. `params`: those trained, 0 where that is unknown."""
-    checkpoint = params * (14 if job.train.bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
+    checkpoint = params * (14 if job.train.uses_bf16 else 12)  # weights, two moments, and masters of bfloat16 weights
     kept = 1 if resume else job.checkpoint.keep + 1  # a new one is whole before an old one goes
     rooms: list[_Room] = []
-    versions = params * (2 if job.train.bf16 else 4) * WEIGHT_VERSIONS
+    versions = params * (2 if job.train.uses_bf16 else 4) * WEIGHT_VERSIONS
     if out is not None:
         weights = versions if job.weights.type == "files" and job.weights.path is None else 0
         fix = "free some, give another disk, or lower checkpoint.keep"

@@ -9,27 +9,35 @@ attention knows where one sequence ends.
 Shapes in names: T flat tokens, F those of them that are computed, S scored ones, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollart.errors import JobError, WeightError
+from rollart.model.adapters import (
+    are_adapters,
+    base_of,
+    forget_base,
+    has_adapters,
+    merge_adapters_,
+    read_adapters,
+)
 from rollart.model.agreement import EPSILONS, FLOOR, own_attention, prove, prove_architecture
+from rollart.model.compiled import run_plainly
 from rollart.model.packed import fold
 from rollart.model.reduced import reduced_model
+from rollart.model.scoring import score
+from rollart.model.varlen import VarlenPlan, flash_runs, on_device
 from rollart.types import Probe
 
 ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
-LOGITS_PER_CHUNK = 1 << 22
-"""Elements of one (rows, V) block of logits: bounds what scoring a packed batch holds in memory at once."""
 PROBE_SEQUENCES, PROBE_LENGTH = 32, 64
 """Of the sequences by which two processes compare their weights: many tokens, as each has an error of its own; short
 ones, since a server holds the logits of a whole prompt at once."""
@@ -70,7 +78,10 @@ def _attention(
         raise ValueError("its code does not hand on to its layers what its caller says of attention")
     query_THD, key_THD, value_THD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling)
+    if isinstance(plan, VarlenPlan):
+        out_THD = plan.attend_in_any_layer(query_THD, key_THD, value_THD, scaling)
+    else:
+        out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling)
     return out_THD.unsqueeze(0), None
 
 
@@ -86,11 +97,18 @@ def device_named(name: str, number: int = 0) -> torch.device:
 def load_model(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a Hugging Face causal LM directory, in evaluation mode. JobError for what we would compute wrongly."""
-    prove_packed_architecture(AutoConfig.from_pretrained(str(path)))
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=ATTENTION)
+    """Load a Hugging Face causal LM directory, in evaluation mode; where it holds adapters (peft), the model that they
+    are of, with them merged into it. JobError for what we would compute wrongly."""
+    path = Path(path)
+    source = base_of(path) if has_adapters(path) else path
+    prove_packed_architecture(AutoConfig.from_pretrained(str(source)))
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
-    return adopt(model)
+    adopted = adopt(model)
+    if has_adapters(path):
+        merge_adapters_(adopted, read_adapters(path)[1])
+        forget_base(adopted)
+    return adopted
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -205,7 +223,7 @@ def probe(model: PreTrainedModel) -> Probe:
 
     Computed in float32, by a copy where the model is of another type: its rounding would hide what a step moves.
     """
-    exact = model if model.dtype == torch.float32 else deepcopy(model).float()
+    exact = model if model.dtype == torch.float32 else run_plainly(deepcopy(model)).float()
     tokens_T = probe_tokens(model)
     logprobs_T = packed_logprobs(exact, tokens_T.to(model.device), [PROBE_LENGTH] * PROBE_SEQUENCES)
     return as_probe(tokens_T, logprobs_T)
@@ -239,94 +257,29 @@ def packed_scores(
 ) -> Scores:
     """Log-probabilities and entropies under the temperature-scaled full distribution (0 counts as 1: see the sampler).
 
-    `wanted_T` (bool) restricts the costly vocabulary projection to the tokens it marks. Logits exist only one chunk
-    of rows at a time, in the backward pass too. What sequences have in common at their beginning is computed once.
+    `wanted_T` (bool) restricts the costly vocabulary projection to the tokens it marks. Both are best given on the CPU:
+    then nothing waits for the device. What sequences have in common at their beginning is computed once.
     """
-    folded = fold(tokens_T, lengths)
+    device, head_size = model.device, _head_size(model)
+    folded = fold(tokens_T, lengths, device, varlen=flash_runs(device, model.dtype, head_size))
     hidden_FH = forward_hidden(model, folded.tokens_F, folded.plan.positions_T, folded.plan)
-    scored_T = torch.ones_like(tokens_T, dtype=torch.bool) if wanted_T is None else wanted_T.clone()
+    scored_T = torch.ones(len(tokens_T), dtype=torch.bool) if wanted_T is None else wanted_T.cpu().clone()
     scored_T[folded.first_tokens] = False
-    targets_S = scored_T.nonzero()[:, 0]
-    zeros_T = torch.zeros(len(tokens_T), dtype=torch.float32, device=tokens_T.device)
-    if not len(targets_S):
+    targets = scored_T.nonzero()[:, 0]
+    zeros_T = torch.zeros(len(tokens_T), dtype=torch.float32, device=device)
+    if not len(targets):
         return Scores(zeros_T, zeros_T)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
-    rows = max(1, LOGITS_PER_CHUNK // int(model.config.vocab_size))
+    targets_S, tokens_T = on_device(targets, device), on_device(tokens_T, device)
     hidden_SH, chosen_S = hidden_FH.index_select(0, folded.place_T[targets_S - 1]), tokens_T.index_select(0, targets_S)
-    chunked = _in_chunks if len(targets_S) > rows else _score
-    logprobs_S, entropy_S = chunked(hidden_SH, head.weight, head.bias, chosen_S, inverse_temperature, rows)
+    logprobs_S, entropy_S = score(hidden_SH, head.weight, head.bias, chosen_S, inverse_temperature)
     return Scores(zeros_T.index_copy(0, targets_S, logprobs_S), zeros_T.index_copy(0, targets_S, entropy_S))
 
 
-def _score(
-    hidden_SH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    chosen_S: Tensor,
-    inverse_temperature: float,
-    _: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """The log-probability of each chosen token, and the entropy."""
-    logits_SV = F.linear(hidden_SH, weight_VH, bias_V).float() * inverse_temperature
-    logprobs_SV = F.log_softmax(logits_SV, dim=-1)
-    entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
-    return logprobs_SV.gather(1, chosen_S[:, None])[:, 0], entropy_S
-
-
-class _InChunks(torch.autograd.Function):
-    """`_score` so many rows at a time. The backward pass computes each chunk again, and adds up the head's gradients in
-    float32: autograd would add them up in the head's own type, and in bfloat16 round late chunks away."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_SH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        chosen_S: Tensor,
-        inverse_temperature: float,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, chosen_S)
-        ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
-        pieces = [
-            _score(hidden, weight_VH, bias_V, chosen, inverse_temperature)
-            for hidden, chosen in zip(torch.split(hidden_SH, rows), torch.split(chosen_S, rows), strict=True)
-        ]
-        logprobs, entropy = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads_S: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_SH, weight_VH, bias_V, chosen_S = ctx.saved_tensors
-        inputs = (hidden_SH, weight_VH, bias_V)
-        wanted = [place for place in range(3) if ctx.needs_input_grad[place]]
-        sums: dict[int, Tensor] = {
-            place: torch.zeros_like(inputs[place], dtype=torch.float32) for place in wanted if place > 0
-        }
-        hidden_grads: list[Tensor] = []
-        for first in range(0, len(hidden_SH), ctx.rows):
-            part = slice(first, first + ctx.rows)
-            own = [hidden_SH[part].detach(), weight_VH.detach(), None if bias_V is None else bias_V.detach()]
-            with torch.enable_grad():
-                for place in wanted:
-                    own[place] = own[place].requires_grad_()
-                scores = _score(own[0], own[1], own[2], chosen_S[part], ctx.inverse_temperature)
-            found = torch.autograd.grad(scores, [own[place] for place in wanted], [grad[part] for grad in grads_S])
-            for place, grad in zip(wanted, found, strict=True):
-                if place == 0:
-                    hidden_grads.append(grad)
-                else:
-                    sums[place] += grad
-        ends = [sums[place].to(inputs[place].dtype) if place in sums else None for place in (1, 2)]
-        return torch.cat(hidden_grads) if hidden_grads else None, *ends, None, None, None
-
-
-_in_chunks = cast(
-    Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], tuple[Tensor, Tensor]],
-    _InChunks.apply,
-)
+def _head_size(model: PreTrainedModel) -> int:
+    config: Any = model.config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
@@ -343,8 +296,12 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into the live model in place. All or nothing: a missing, unknown or misshapen tensor is a
-    WeightError before the first byte is written. A tied tensor may be given under either name, or both."""
+    """Copy weights into the live model in place; or, where adapters are given, merge those into what it was loaded
+    with. All or nothing: a missing, unknown or misshapen tensor is a WeightError before the first byte is written. A
+    tied tensor may be given under either name, or both."""
+    if are_adapters(weights):
+        merge_adapters_(model, weights)
+        return
     own = named_weights(model)
     tied = model.all_tied_weights_keys
     given = {name: tensor for name, tensor in weights.items() if name not in tied}
@@ -360,3 +317,4 @@ def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             raise WeightError(f"{name} has shape {tuple(given[name].shape)}, the model needs {tuple(tensor.shape)}")
     for name, tensor in own.items():
         tensor.copy_(given[name])
+    forget_base(model)

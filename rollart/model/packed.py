@@ -1,7 +1,8 @@
 """Sequences laid end to end in one flat row: who sees whom, and what need not be computed twice.
 
 `fold` finds what sequences have in common at their beginning (a group's prompt, a system message that all tasks
-begin with) and lays it down once; each sequence then goes on from it. `PackedPlan` is the attention over the result.
+begin with) and lays it down once; each sequence then goes on from it. `PackedPlan` is the attention over the result,
+or `VarlenPlan` where there is a kernel for it.
 
 Shapes in names: T flat tokens, F folded ones, P padded ones, H heads, D head size.
 """
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollart.model.varlen import VarlenPlan, on_device
+
 MIN_FILL = 0.75
 """Sequences share one padded attention call while the shortest is at least this part of the longest."""
 SHORT_TOKENS = 64
@@ -23,6 +26,8 @@ SHORT_TOKENS = 64
 MIN_SAVED = 0.2
 """A common beginning is computed once where that saves at least this part of the tokens: attention from one sequence
 into another cannot leave out the half that causal attention within one can."""
+ALIGNED_TOKENS = 128
+"""`VarlenPlan`: the flat row is a multiple of it long, which matrix products on a GPU are fastest with."""
 ALONE = -1
 
 
@@ -30,16 +35,20 @@ class Folded(NamedTuple):
     """A packed batch without repeated beginnings."""
 
     tokens_F: Tensor
-    plan: "PackedPlan"
+    plan: "PackedPlan | VarlenPlan"
     place_T: Tensor
     """Where in F each token of the batch is."""
     first_tokens: Tensor
-    """Where in T each sequence begins."""
+    """Where in T each sequence begins; on the CPU."""
 
 
-def fold(tokens_T: Tensor, lengths: Sequence[int]) -> Folded:
-    """Lay common beginnings down once. Every sequence keeps at least its last token to itself."""
-    device = tokens_T.device
+def fold(
+    tokens_T: Tensor, lengths: Sequence[int], device: torch.device | None = None, *, varlen: bool = False
+) -> Folded:
+    """Lay common beginnings down once, for a device (default: the tokens' own). Every sequence keeps at least its last
+    token to itself. Tokens on the CPU are the quickest: to look at others, all that their device does is waited for.
+    """
+    device = device or tokens_T.device
     counts = np.array(lengths, dtype=np.int64)
     firsts = counts.cumsum() - counts
     tokens = tokens_T.cpu().numpy()
@@ -60,10 +69,25 @@ def fold(tokens_T: Tensor, lengths: Sequence[int]) -> Folded:
             follows.append(beginning)
             places[member] = np.concatenate([before, np.arange(end, end + len(pieces[-1]))])
             end += len(pieces[-1])
-    plan = PackedPlan([len(piece) for piece in pieces], device, follows)
-    tokens_F = torch.from_numpy(np.concatenate(pieces)).to(device)
-    place_T = torch.from_numpy(np.concatenate(places)).to(device)
-    return Folded(tokens_F, plan, place_T, torch.from_numpy(firsts).to(device))
+    if varlen and (missing := -end % ALIGNED_TOKENS):
+        pieces.append(np.zeros(missing, dtype=tokens.dtype))  # a sequence that nobody asks for
+        follows.append(ALONE)
+    plan = (_varlen_plan if varlen else PackedPlan)([len(piece) for piece in pieces], device, follows)
+    tokens_F = on_device(torch.from_numpy(np.concatenate(pieces)), device)
+    place_T = on_device(torch.from_numpy(np.concatenate(places)), device)
+    return Folded(tokens_F, plan, place_T, torch.from_numpy(firsts))
+
+
+def _varlen_plan(lengths: Sequence[int], device: torch.device, follows: Sequence[int]) -> VarlenPlan:
+    counts = np.array(lengths, dtype=np.int64)
+    starts = counts.cumsum() - counts
+    begins = np.array([0 if other == ALONE else lengths[other] for other in follows])
+    positions = torch.from_numpy(np.arange(counts.sum()) + np.repeat(begins - starts, counts))
+    if all(other == ALONE for other in follows):
+        return VarlenPlan(lengths, positions, device)
+    rows = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    keys = [own if other == ALONE else torch.cat((rows[other], own)) for own, other in zip(rows, follows, strict=True)]
+    return VarlenPlan(lengths, positions, device, keys)
 
 
 def _families(rows: Sequence[npt.NDArray[Any]], members: list[int], known: int) -> list[tuple[list[int], int]]:

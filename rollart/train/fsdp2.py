@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import StoreFull, TrainerError, writing
+from rollart.model.compiled import forget_compiled, run_layers
 from rollart.model.directory import INDEX, copy_other_files
 from rollart.model.network import (
     PROBE_LENGTH,
@@ -51,6 +52,7 @@ from rollart.train.checkpoints import (
 )
 from rollart.train.gathering import Gathered, Shard, follow, own_rows, spread
 from rollart.train.learner import Learner, Scorer
+from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import Store
@@ -184,9 +186,12 @@ class ShardedTrainer:
         version = saved_version(reference) if reference else 0
         path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
+        forget_compiled()
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
-        optimizer = MasterAdamW(sharded.network)
+        network = sharded.network
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
+        optimizer = MasterAdamW(network, self._train)
         if reference:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
             self._checkpoints.use(path)
@@ -241,7 +246,7 @@ class ShardedTrainer:
     def _load_network(self, path: Path) -> ShardedNetwork:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
         another; nobody else ever holds it whole, and nobody in float32."""
-        sharded = self._new_network(AutoConfig.from_pretrained(str(path)), bf16=self._train.bf16)
+        sharded = self._new_network(AutoConfig.from_pretrained(str(path)), bf16=self._train.uses_bf16)
         network = sharded.network
         source: PreTrainedModel | None = None
         if self._rank == 0:
@@ -269,7 +274,7 @@ class ShardedTrainer:
         this one computes in bfloat16. It takes the room of the gradients, which are not there between steps."""
         if not self._settings.probe:
             return None
-        if not self._train.bf16:
+        if not self._train.uses_bf16:
             return sharded.probe(self._device)
         exact = self._new_network(sharded.network.config, bf16=False)
         with torch.no_grad():
@@ -283,7 +288,7 @@ class ShardedTrainer:
         return probe
 
     def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
-        dtype = torch.bfloat16 if self._train.bf16 else None
+        dtype = torch.bfloat16 if self._train.uses_bf16 else None
         return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._held().probe
 
     def _shards(self) -> dict[str, Shard]:
@@ -323,7 +328,7 @@ class ShardedTrainer:
 
     def _fill(self, folder: Path | None) -> None:
         """Write all of a checkpoint below `folder` (rank 0), or help with it. None: nothing, but let the others go."""
-        network, bf16 = self._sharded.network, self._train.bf16
+        network, bf16 = self._sharded.network, self._train.uses_bf16
 
         def optimizer_state() -> dict[str, Shard]:
             masters = {f"{MASTER}/{name}": param for name, param in network.named_parameters()} if bf16 else {}

@@ -5,7 +5,7 @@ ranks by themselves; all that is asked here is that every rank makes the same ca
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +58,7 @@ class Learner:
         reference: Scorer | None,
         optimizer: MasterAdamW,
         device: torch.device,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._now = settings.job
@@ -66,6 +67,8 @@ class Learner:
         self._reference = reference
         self._optimizer = optimizer
         self._device = device
+        self._before_update = before_update
+        """Called before the weights change."""
         self._proximal: dict[tuple[TrajectoryId, bytes, bytes], Tensor] = {}
         """By sample: how it is cut may change on the way. Empty where a step is one update."""
 
@@ -126,6 +129,7 @@ class Learner:
             return _not_made((failed,))
         norm = self._optimizer.clip()
         if math.isfinite(norm):
+            self._before_update()
             self._optimizer.update(lr)
             return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=False)
         # Skipped, not repeated as it is: the same gradient would overflow again after a restart.
@@ -167,9 +171,7 @@ class Learner:
 
     def _score(self, scorer: Scorer, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropy_N) of the sampled tokens."""
-        wanted_T = torch.zeros_like(part.tokens_T, dtype=torch.bool)
-        wanted_T[part.positions_N] = True
-        scores = scorer(part.tokens_T, part.lengths, part.temperature, wanted_T)
+        scores = scorer(part.tokens_T, part.lengths, part.temperature, part.wanted_T)
         return scores.logprobs_T[part.positions_N], scores.entropy_T[part.positions_N]
 
 

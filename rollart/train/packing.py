@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollart.model.varlen import on_device
 from rollart.types import Sample
 
 
@@ -27,7 +28,9 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """(S,) tokens of each sequence."""
     tokens_T: Tensor
-    """int64."""
+    """int64; always on the CPU, where common beginnings are looked for."""
+    wanted_T: Tensor
+    """bool, on the CPU: which are sampled."""
     positions_N: Tensor
     """int64: where in T the sampled tokens are. Never the first token of a sequence."""
     sequence_N: Tensor
@@ -40,14 +43,13 @@ class MicroBatch:
     """All its tokens were sampled at."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device; itself where it is there already."""
+        """What the loss is computed from on another device."""
         return replace(
             self,
-            tokens_T=self.tokens_T.to(device),
-            positions_N=self.positions_N.to(device),
-            sequence_N=self.sequence_N.to(device),
-            behaviour_N=self.behaviour_N.to(device),
-            advantages_N=self.advantages_N.to(device),
+            positions_N=on_device(self.positions_N, device),
+            sequence_N=on_device(self.sequence_N, device),
+            behaviour_N=on_device(self.behaviour_N, device),
+            advantages_N=on_device(self.advantages_N, device),
         )
 
 
@@ -153,6 +155,7 @@ def micro_batch(samples: Sequence[Sample], temperatures: Mapping[str, float] | N
         samples=tuple(samples),
         lengths=tuple(len(sample.tokens) for sample in samples),
         tokens_T=torch.from_numpy(np.concatenate([sample.tokens for sample in samples]).astype(np.int64)),
+        wanted_T=torch.from_numpy(mask_T),
         positions_N=torch.from_numpy(np.flatnonzero(mask_T)),
         sequence_N=torch.from_numpy(np.repeat(np.arange(len(samples)), sampled)),
         behaviour_N=flat("logprobs").float(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.config.job import Job
+from rollart.model.adapters import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,18 @@ class TrainerSettings:
         if not any(job.train.kl_coef for job in (self.job, *(job for _, job in self.earlier))):
             return None
         return Path(self.job.train.reference or self.job.model.path)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained; None where all weights are."""
+        given = self.job.train.lora
+        return None if given is None else Lora(rank=given.rank, alpha=given.alpha, targets=given.targets)
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """Those that training begins with, where there are any."""
+        given = self.job.train.lora
+        return None if given is None or given.adapter is None else Path(given.adapter)
 
     @property
     def probe(self) -> bool:

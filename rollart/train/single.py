@@ -21,7 +21,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollart.errors import TrainerError, boundary
+from rollart.errors import JobError, TrainerError, boundary
+from rollart.model.adapters import (
+    adapter_tensors,
+    add_adapters,
+    load_adapters_,
+    read_adapters,
+    same_shape,
+    write_adapters,
+)
+from rollart.model.compiled import forget_compiled, run_layers
 from rollart.model.directory import StoredTensors, copy_other_files
 from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
 from rollart.train.aside import Aside
@@ -35,6 +44,8 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.learner import Learner, Scorer
+from rollart.train.memory import compiles, recomputed_layers
+from rollart.train.offload import HostCopy
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.step import Step, check_step
@@ -65,6 +76,7 @@ class SingleTrainer:
         self._settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
         self._device = device_named(self._train.device)
+        self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
         self._reference: Scorer | None = None
@@ -81,8 +93,9 @@ class SingleTrainer:
         return self._versions.current
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live weights by name, as the network names them; tied ones once."""
-        return named_weights(self._network)
+        """What is published: the live weights by name, as the network names them; tied ones once. With LoRA the
+        adapters alone."""
+        return named_weights(self._network) if self._lora is None else adapter_tensors(self._network)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One step on version `batch.step`. What cannot be trained on is set aside; a batch of which nothing is left,
@@ -106,7 +119,8 @@ class SingleTrainer:
 
     def publish(self, version: WeightVersion, store: Store) -> WeightManifest:
         """Push the current or the previous version."""
-        return store.push(version, *self._versions.of(version))
+        copy, probe = self._versions.of(version)
+        return store.push(version, copy.whole(), probe)
 
     def save(self) -> str:
         """Write a checkpoint; returns its path."""
@@ -118,16 +132,19 @@ class SingleTrainer:
         version = saved_version(reference) if reference else 0
         path = Path(reference) if reference else self._settings.model_path
         self._versions.reset(version, self._let_go)
+        forget_compiled()
         gc.collect()  # networks refer to themselves
-        network = self._load_network(path / MODEL_DIR if reference else path)
-        optimizer = MasterAdamW(network)
+        network = self._load_policy(path / MODEL_DIR if reference else None)
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
+        optimizer = MasterAdamW(network, self._train)
         if reference:
             saved = StoredTensors(optimizer_files(path))
             torch.set_rng_state(saved.pop(RNG))
             optimizer.load(saved)
             self._checkpoints.use(path)
 
-        learner = Learner(self._settings, partial(packed_scores, network), self._reference, optimizer, self._device)
+        scorer = partial(packed_scores, network)
+        learner = Learner(self._settings, scorer, self._reference, optimizer, self._device, self._hold_back)
 
         def put_in_place() -> None:
             self._live = _Live(network, optimizer, learner)
@@ -161,24 +178,43 @@ class SingleTrainer:
         if self._half_done:
             raise TrainerError(f"step {self.version} failed half-way, so the weights are of no version; restore first")
 
+    def _load_policy(self, saved: Path | None) -> PreTrainedModel:
+        """The network that is trained: as it was saved, or from the beginning."""
+        if self._lora is None:
+            return self._load_network(saved or self._settings.model_path)
+        network = self._load_network(self._settings.model_path)
+        add_adapters(network, self._lora, seed=self._settings.job.seed)
+        if (folder := saved or self._settings.adapter_path) is not None:
+            written, tensors = read_adapters(folder)
+            if not same_shape(written, self._lora):
+                raise JobError(f"{folder}: its adapters are {written}, and train.lora asks for {self._lora}")
+            load_adapters_(network, tensors, folder)
+        return network
+
     def _load_network(self, path: Path) -> PreTrainedModel:
-        dtype = torch.bfloat16 if self._train.bf16 else torch.float32
+        dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
         return load_model(path, dtype, self._device)
 
-    def _copy(self) -> tuple[dict[str, Tensor], Probe | None]:
+    def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
-        weights = {name: tensor.clone() for name, tensor in self.named_tensors().items()}
-        return weights, probe(self._network) if self._settings.probe else None
+        return HostCopy.of(self.named_tensors()), probe(self._network) if self._settings.probe else None
+
+    def _hold_back(self) -> None:
+        """The weights are about to change: not before they are copied."""
+        self._versions.of(self.version)[0].hold_back()
 
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""
         model = folder / MODEL_DIR
         model.mkdir()
         copy_other_files(self._settings.model_path, model)
-        self._network.save_pretrained(model)
+        if self._lora is None:
+            self._network.save_pretrained(model)
+        else:
+            write_adapters(model, self._network, self._lora, str(self._settings.model_path.absolute()))
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
-        write_state(folder, self.version, bf16=self._train.bf16)
+        write_state(folder, self.version, bf16=self._train.uses_bf16)
 
 
 class AsyncTrainer:

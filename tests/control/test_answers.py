@@ -117,7 +117,7 @@ def test_a_trajectory_goes_on_under_the_last_version_of_an_answer_that_a_rolling
     """Its second turn must not go to an engine that the swap has not reached yet."""
     scene = Scene(
         scene_job(
-            train__steps=4,
+            train__steps=8,
             rollout={"groups_per_step": 2, "staleness": 3, "rolling": 1},
             tasks=[{"name": "a", "group_size": 2, "max_turns": 4, "max_tokens": 64}],
         ),

@@ -381,7 +381,7 @@ def test_a_start_that_hangs_is_given_up_at_its_limit() -> None:
 
 
 def test_a_served_request_forgives_the_restarts_before_it() -> None:
-    scene = Scene(scene_job(limits__engine_restarts=1, train__steps=6))
+    scene = Scene(scene_job(limits__engine_restarts=1, train__steps=9))
     for seconds in (3.25, 20.0, 40.0):
         scene.at(seconds, lambda: kill(scene, "fast-0"))
     played = scene.play()

@@ -75,7 +75,7 @@ def test_a_trajectory_whose_engine_dies_in_the_middle_of_a_rolling_swap_waits_fo
 
     def first_wave(event: Event) -> bool:
         return bool(
-            isinstance(event, schema.Resume) and event.engines == ["fast-0"] and scene.engine("fast-0").version == 2
+            isinstance(event, schema.Resume) and event.engines == ["fast-0"] and scene.engine("fast-0").version == 3
         )
 
     def kill_soon() -> None:
@@ -87,7 +87,7 @@ def test_a_trajectory_whose_engine_dies_in_the_middle_of_a_rolling_swap_waits_fo
     assert not played.violations
     lost = {event.id for event in played.of(schema.Lost) if event.engine == "fast-0"}
     asked = [request for engine in scene.all_engines() for request, _ in engine.asked]
-    assert [request for request in asked if request.id in lost and request.min_version == 2], "it had seen the new ones"
+    assert [request for request in asked if request.id in lost and request.min_version == 3], "it had seen the new ones"
     for engine in scene.all_engines():
         for request, version in engine.asked:
             assert version >= request.min_version

@@ -149,7 +149,7 @@ def broken_between(scene: Scene, task: str, since_s: float, until_s: float) -> N
 
 
 def test_a_task_that_fails_for_a_while_leaves_the_mix_is_probed_and_comes_back_with_its_share() -> None:
-    scene = two_tasks(train__steps=30)
+    scene = two_tasks(train__steps=40)
     broken_between(scene, "a", 20.0, 100.0)
     played = scene.play()
     assert played.finished, played.error
@@ -173,7 +173,7 @@ def test_a_task_that_fails_for_a_while_leaves_the_mix_is_probed_and_comes_back_w
 
 
 def test_nothing_of_a_task_is_admitted_while_it_is_out_but_its_probes() -> None:
-    scene = two_tasks(train__steps=20)
+    scene = two_tasks(train__steps=30)
     broken_between(scene, "a", 20.0, 90.0)
     played = scene.play()
     since = played.of(schema.BreakerOpen)[0].n
@@ -252,7 +252,7 @@ def test_what_is_ready_is_trained_on_before_a_job_without_tasks_stops() -> None:
 
 
 def test_a_resumed_job_leaves_out_what_was_out_and_probes_it_at_once() -> None:
-    scene = two_tasks(train__steps=20, checkpoint__every=1)
+    scene = two_tasks(train__steps=30, checkpoint__every=1)
     broken_between(scene, "a", 20.0, 110.0)
 
     def later(event: Event) -> bool:

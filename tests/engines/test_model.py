@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel
 
 from rollart.errors import WeightError
-from rollart.model import network as model_module
+from rollart.model import scoring as model_module
 from rollart.model.network import (
     adopt,
     forward_hidden,

@@ -32,6 +32,7 @@ from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch.worker import build
 from rollart.model import network as model
+from rollart.model import scoring
 from rollart.ports import Trainer
 from rollart.store.shm import ShmStore
 from rollart.train import fsdp2
@@ -197,15 +198,19 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("rows", [100_000, 5], ids=["whole", "chunks"])
-def test_one_rank_gives_what_one_device_gives(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the vocabulary projection is computed in chunks, with weights that come and go."""
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows * VOCAB)
+@pytest.mark.parametrize(
+    ("rows", "recompute"), [(100_000, "none"), (5, "none"), (5, "full")], ids=["whole", "chunks", "recomputed"]
+)
+def test_one_rank_gives_what_one_device_gives(
+    rows: int, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the vocabulary projection is computed in chunks, and layers twice, with weights that come and go."""
+    monkeypatch.setattr(scoring, "LOGITS_PER_CHUNK", rows * VOCAB)
 
     async def work() -> None:
-        settings = settings_in(tmp_path)
+        settings = settings_in(tmp_path, recompute=recompute)
         async with alone(settings, tmp_path) as bench:
-            await compare_with_single(bench, settings)
+            await compare_with_single(bench, changed(settings, recompute="none"))
 
     asyncio.run(work())
 
@@ -241,7 +246,9 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
         trainer.end_step()
         reference = trainer.save()
         old += [weakref.ref(param) for param in trainer._sharded.parameters()]
-        old += [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+        averages: Any = trainer._optimizer._averages
+        old += [weakref.ref(state["exp_avg"]) for state in averages._adam.state.values()]
+        del averages
         assert old
         assert trainer.restore(reference) == 1
     finally:
@@ -654,7 +661,8 @@ def test_what_a_bf16_trainer_says_of_the_probe_is_not_rounded(tmp_path: Path) ->
         plain: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
         async with alone(settings, tmp_path) as bench:
             for version in range(2):
-                weights, probe = single._versions.of(version)
+                copy, probe = single._versions.of(version)
+                weights = copy.whole()
                 manifest = await bench.trainer.publish(version)
                 ours = bench.store.fetch(manifest)
                 for published, found in ((weights, probe), (ours, manifest.probe)):

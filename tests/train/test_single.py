@@ -411,15 +411,18 @@ def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("train", [{}, {"bf16": True}, {"bf16": True, "recompute": "full"}], ids=str)
 def test_a_restore_holds_one_network_and_optimizer_at_a_time(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+    train: dict[str, Any], settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = SingleTrainer(settings)
+    trainer = SingleTrainer(changed(settings, **train))
     trainer.train_step(make_batch(0, random_samples(0, 4)))
     trainer.publish(0, MemoryStore())
     reference = trainer.save()
     network = [weakref.ref(parameter) for parameter in trainer._network.parameters()]
-    moments = [weakref.ref(state["exp_avg"]) for state in trainer._optimizer._adam.state.values()]
+    adam: Any = trainer._optimizer._averages
+    moments = [weakref.ref(state["exp_avg"]) for state in adam._adam.state.values()]
+    del adam
     load, alive = load_model, []
 
     def watched(*arguments: Any) -> Any:
