@@ -64,7 +64,7 @@ def _run(overrides: Sequence[str]) -> dict[str, Any]:
         "push_s": round(summary.weights.push_s, 1),
         "exposed_s": round(summary.weights.exposed_s, 2),
         "max_steps": summary.staleness.max_steps,
-        "stale": summary.waste.stale.trajectories,
+        "stale": summary.waste["stale"].trajectories,
     }
     print(f"{' '.join(overrides)}: {run}", file=sys.stderr, flush=True)
     return run
