@@ -254,7 +254,7 @@ def test_a_weight_file_that_is_not_whole_is_refused(
     file.write_bytes({"pointer": pointer, "empty": b"", "cut off": whole[:-1], "head cut off": whole[:100]}[content])
     (said,) = lines_of(job(here / "broken"), here, capsys, command)
     assert said.startswith(f"rollart: model.path: {file} is not a whole safetensors file (")
-    assert said.endswith("; bring it again (git lfs pull)")
+    assert said.endswith("; fetch it again (git lfs pull)")
 
 
 @pytest.mark.parametrize(
@@ -425,13 +425,13 @@ def test_a_servers_interpreter_that_is_not_there_is_refused(
 
     gone = str(here / "no-venv" / "bin" / "python")
     assert said(python=gone) == [
-        f"pools.cpu.engines.python: {gone} is no program that can be run here; name the interpreter that has vllm, "
+        f"pools.cpu.engines.python: {gone} is not a program that can be run here; name the interpreter that has vllm, "
         "or install it there"
     ]
     assert said(python=sys.executable) == said() == []
     monkeypatch.setenv("ROLLART_VLLM_PYTHON", gone)
     (line,) = said()
-    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is no program")
+    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is not a program")
     assert said(python=sys.executable) == said(url="http://127.0.0.1:1") == []
 
 
@@ -442,7 +442,7 @@ def test_a_device_that_is_not_there_is_refused(
     monkeypatch.setattr("rollart.cluster.machine.gpus", lambda: ["H200", "H200"])
     (said,) = lines_of(job(model, train={"device": device}), here, capsys)
     assert said.startswith(
-        f"rollart: train.device: {device!r} is no device" if device != "cuda:2" else "rollart: train."
+        f"rollart: train.device: {device!r} is not a device" if device != "cuda:2" else "rollart: train."
     )
 
 
