@@ -278,8 +278,10 @@ def packed_scores(
 
 
 def _head_size(model: PreTrainedModel) -> int:
+    """0 for a model without attention: the proof says what is wrong with it."""
     config: Any = model.config.get_text_config()
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)
+    return int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
