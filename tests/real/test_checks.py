@@ -431,7 +431,7 @@ def test_a_servers_interpreter_that_is_not_there_is_refused(
     assert said(python=sys.executable) == said() == []
     monkeypatch.setenv("ROLLART_VLLM_PYTHON", gone)
     (line,) = said()
-    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is no program")
+    assert line.startswith(f"pools.cpu.engines.python: {gone} (from ROLLART_VLLM_PYTHON) is not a program")
     assert said(python=sys.executable) == said(url="http://127.0.0.1:1") == []
 
 
