@@ -5,6 +5,7 @@ of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,9 +48,16 @@ class RankWorker(Protocol):
 async def start(body: str, ranks: Sequence[RankWorker] = ()) -> Any:
     """A worker in a process of its own, from its set-up as JSON."""
     setup = WorkerSetup.model_validate_json(body)
+    log_to_stderr()
     if setup.cores:
         os.sched_setaffinity(0, setup.cores)
     return await build(setup, ranks)
+
+
+def log_to_stderr() -> None:
+    """What our own modules note goes to the worker's log, which is its standard error; of others only warnings."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("rollart").setLevel(logging.INFO)
 
 
 async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
