@@ -32,7 +32,7 @@ COMMANDS = {
     **{f"train-{seed}": TRAIN.format(seed) for seed in range(3)},
     "modes": ".venv/bin/python -m benchmarks.modes --json",
     "engine": ".venv/bin/python -m benchmarks.engine --json",
-    "gpu_decode": "python benchmarks/gpu_engine.py decode prefill --shape 0.6b 4b 8b 30b-a3b "
+    "gpu_decode": "python benchmarks/gpu_engine.py decode prefill --shape 0.6b 4b 8b "
     "--batch 256 64 64 16 --context 1024 1024 8192 32768 --json",
     "gpu_rollout": "python benchmarks/gpu_engine.py rollout --shape 0.6b --seconds 15 --json",
     "gpu_compare": "python benchmarks/gpu_engine.py compare --shape 0.6b --rounds 2 --json",
