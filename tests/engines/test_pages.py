@@ -80,6 +80,16 @@ def test_every_page_comes_back() -> None:
     assert kv.used_tokens == 0
 
 
+def test_pages_behind_a_rewritten_history_come_back() -> None:
+    kv = memory()
+    kv.park(computed(kv, sequence(LONG, "s")))
+    shorter = sequence([*LONG[:3], 90], "s", 1)
+    assert kv.place(shorter, shorter.total, 0)
+    assert kv.used_tokens == PAGE
+    kv.release(shorter)
+    assert kv.used_tokens == 0
+
+
 def test_idle_sessions_that_share_pages_give_way_together() -> None:
     kv = memory(pages=8)
     for number in range(2):
