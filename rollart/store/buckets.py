@@ -25,11 +25,10 @@ from rollart.store.format import Bytes, laid_out, pieces, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
+    drop_before,
     folder_name,
     read_index,
     read_manifest,
-    versions_in,
-    void,
 )
 from rollart.store.media import Medium, Memory
 from rollart.store.owner import Claim, claim
@@ -230,17 +229,6 @@ class BucketStore:
             wait_s *= 2
             with suppress(OSError):
                 os.listdir((self.directory / name).parent)  # or a client's cache may go on without it
-
-
-def drop_before(directory: Path, medium: Medium, version: WeightVersion) -> None:
-    """Remove the versions before this one. The files of the newest of them may be used again."""
-    old = [folder for at in versions_in(directory) if at < version and (folder := directory / folder_name(at)).exists()]
-    for folder in old:
-        void(folder)
-    if old:
-        medium.retire(sorted(old[-1].glob(WEIGHTS)))
-    for folder in old:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

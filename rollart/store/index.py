@@ -12,11 +12,13 @@ import json
 import os
 import re
 import secrets
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
+from rollart.store.media import Medium
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 MANIFEST = "manifest.json"
@@ -56,13 +58,16 @@ def void(folder: Path) -> None:
 class Writer:
     """Writes a version's index, line by line."""
 
-    def __init__(self, folder: Path, push: str | None = None) -> None:
-        void(folder)
-        hidden = folder / f".{INDEX}"
-        hidden.write_text(json.dumps(push or secrets.token_hex(8)) + "\n")
-        os.replace(hidden, folder / INDEX)
+    def __init__(self, folder: Path, found: Found | None = None) -> None:
+        """`found`: go on with this index, which may be there already, or may be new."""
         self._folder = folder
-        self.buckets: list[Bucket] = []
+        self.push = found.push if found is not None else secrets.token_hex(8)
+        self.buckets = list(found.buckets) if found is not None else []
+        if found is None or read_index(folder) != found:
+            void(folder)
+            hidden = folder / f".{INDEX}"
+            hidden.write_text("".join(f"{json.dumps(line)}\n" for line in (self.push, *self.buckets)))
+            os.replace(hidden, folder / INDEX)
 
     def add(self, bucket: Bucket) -> None:
         """It is whole."""
@@ -94,3 +99,14 @@ def read_manifest(folder: Path) -> WeightManifest | None:
     except OSError:
         return None
     return MANIFESTS.validate_json(text)
+
+
+def drop_before(directory: Path, medium: Medium, version: WeightVersion) -> None:
+    """Remove the versions before this one. The files of the newest of them may be used again."""
+    old = [folder for at in versions_in(directory) if at < version and (folder := directory / folder_name(at)).exists()]
+    for folder in old:
+        void(folder)
+    if old:
+        medium.retire(sorted(old[-1].glob(WEIGHTS)))
+    for folder in old:
+        shutil.rmtree(folder, ignore_errors=True)

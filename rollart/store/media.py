@@ -84,15 +84,27 @@ class Memory:
 
     @contextmanager
     def writing(self, path: Path, num_bytes: int) -> Iterator[Put]:
+        raw = self.create(path, num_bytes)
+
+        def put(at: int, piece: Bytes) -> None:
+            raw[at : at + len(piece)] = piece
+
+        yield put
+
+    def create(self, path: Path, num_bytes: int) -> Bytes:
+        """A new file, mapped: what is written to these bytes is in it."""
         self.retire([path] if path.exists() else [], forget=False)
         handle = self._take(path, num_bytes)
         try:
-            raw = np.frombuffer(self._written.of(handle, _shared), dtype=np.uint8)
+            return np.frombuffer(self._written.of(handle, _shared), dtype=np.uint8)
+        finally:
+            os.close(handle)
 
-            def put(at: int, piece: Bytes) -> None:
-                raw[at : at + len(piece)] = piece
-
-            yield put
+    def opened(self, path: Path) -> Bytes:
+        """A file that is there, to be written on."""
+        handle = os.open(path, os.O_RDWR)
+        try:
+            return np.frombuffer(self._written.of(handle, _shared), dtype=np.uint8)
         finally:
             os.close(handle)
 

@@ -15,7 +15,8 @@ from rollart.errors import WeightError
 from rollart.store import buckets
 from rollart.store.files import FileStore
 from rollart.store.open import new_store
-from rollart.store.shm import ShmStore, remove_left_behind
+from rollart.store.owner import remove_left_behind
+from rollart.store.shm import ShmStore
 
 WEIGHTS = {"w": torch.arange(6.0)}
 
