@@ -188,5 +188,5 @@ def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     path = out / STORES
     lines = path.read_text().splitlines() if path.exists() else []
     before = [StoreSetup.model_validate_json(line) for line in lines]
-    path.write_text("".join(f"{one.model_dump_json()}\n" for one in [*before, setup]))
+    path.write_text("".join(f"{one.model_dump_json(exclude={'token'})}\n" for one in [*before, setup]))
     return before
