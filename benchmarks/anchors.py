@@ -1,12 +1,12 @@
 """What hardware was measured to do, against what `rollart/hardware.py` says. `python -m benchmarks.anchors`.
 
 Measurements by others are cited, not repeated: their pages are in `SOURCES`. A row that a share of peak or an overhead
-was chosen by is marked `fitted`; the others are predictions. There are 12 such constants for 59 rows.
+was chosen by is marked `fitted`; the others are predictions.
 """
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,20 +33,20 @@ class Anchor:
     what: str
     unit: str
     measured: float
-    predicted: Callable[[], float]
+    predicted: float
     fitted: bool = False
 
 
 def error(anchor: Anchor) -> float:
-    return anchor.predicted() / anchor.measured - 1.0
+    return anchor.predicted / anchor.measured - 1.0
 
 
 def _costs(model: str, hardware: str, gpus: int = 1, runtime: str = "vllm") -> Costs:
     return engine_costs(MODELS[f"qwen3-{model}"], HARDWARE[hardware], gpus, RUNTIMES[runtime])
 
 
-def _decode(costs: Costs, batch: float, context: float) -> Callable[[], float]:
-    return lambda: 1e3 * costs.step_s(batch, batch * context)
+def _decode(costs: Costs, batch: float, context: float) -> float:
+    return 1e3 * costs.step_s(batch, batch * context)
 
 
 def _h200() -> Iterator[Anchor]:
@@ -75,7 +75,7 @@ def _h200() -> Iterator[Anchor]:
             what=f"{model} prefill 16 x 1,024",
             unit="tokens/s",
             measured=measured,
-            predicted=lambda costs=costs: 16_384 / costs.step_s(0, 0, 16_384, 512, 16),  # type: ignore[misc]
+            predicted=16_384 / costs.step_s(0, 0, 16_384, 512, 16),
             fitted=model == "8b",
         )
     # ten samples of 464 to 3,401 tokens, 16,384 together: 1.85e7 pairs if their lengths are spread evenly
@@ -91,9 +91,7 @@ def _h200() -> Iterator[Anchor]:
             what=f"{model} train step of {tokens:,} tokens" + (" in one sample" if pairs > 1e8 else ""),
             unit="s",
             measured=measured,
-            predicted=lambda shape=shape, tokens=tokens, pairs=pairs, forwards=forwards: (  # type: ignore[misc]
-                train_costs(shape, HARDWARE["h200"], 1, forwards=forwards).step_s(tokens, pairs)
-            ),
+            predicted=train_costs(shape, HARDWARE["h200"], 1, forwards=forwards).step_s(tokens, pairs),
             fitted=pairs > 1e8,
         )
 
@@ -142,14 +140,13 @@ def _public() -> Iterator[Anchor]:
         ("0.6b", 30720, 3577.42),
         ("8b", 1, 81.73),
     ):
+        costs = _costs(model, "h20")
         yield Anchor(
             source="qwen",
             what=f"{model} alone, {prompt:,} + 2,048 tokens",
             unit="tokens/s",
             measured=measured,
-            predicted=lambda costs=_costs(model, "h20"), prompt=prompt: (  # type: ignore[misc]
-                (prompt + 2048) / (costs.prefill_s(prompt, prompt / 2) + 2048 * costs.step_s(1, prompt + 1024))
-            ),
+            predicted=(prompt + 2048) / (costs.prefill_s(prompt, prompt / 2) + 2048 * costs.step_s(1, prompt + 1024)),
             fitted=(model, prompt) in (("8b", 1), ("0.6b", 30720)),
         )
 
@@ -164,7 +161,7 @@ def measure() -> dict[str, Any]:
             "what": anchor.what,
             "unit": anchor.unit,
             "measured": anchor.measured,
-            "predicted": float(f"{anchor.predicted():.4g}"),
+            "predicted": float(f"{anchor.predicted:.4g}"),
             "error": round(error(anchor), 3),
             "fitted": anchor.fitted,
         }
@@ -172,8 +169,8 @@ def measure() -> dict[str, Any]:
     ]
     return {
         "rows": rows,
-        "worst_error": max((abs(error(anchor)) for anchor in ANCHORS)),
-        "median_error": statistics.median(abs(error(anchor)) for anchor in ANCHORS),
+        "worst_error": round(max(abs(error(anchor)) for anchor in ANCHORS), 3),
+        "median_error": round(statistics.median(abs(error(anchor)) for anchor in ANCHORS), 3),
         "sources": SOURCES,
     }
 

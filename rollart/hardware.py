@@ -55,6 +55,9 @@ class Hardware:
     """Share of peak that large matrix products reach (H200: measured)."""
     read: float = 0.84
     """Share of peak bandwidth at which a decode step reads weights (H100: vLLM's public figures)."""
+    row_gb_s: float = 1e9
+    """Rate at which weights are read where a single token is multiplied with them. It depends on how many multiprocessors
+    there are: 21 GB/s each, by public figures of H100 and H20 alike."""
     read_kv: float = 0.84
     """Share of peak bandwidth at which it reads keys and values."""
     link_gb_s: float = 450.0
@@ -84,14 +87,15 @@ HARDWARE = {
         Hardware(name="h800", tflops=989.5, memory_gb=80, bandwidth_gb_s=3350, cost=2.85, link_gb_s=200),
         Hardware(name="h100", tflops=989.5, memory_gb=80, bandwidth_gb_s=3350, cost=2.85),
         Hardware(name="h200", tflops=989.5, memory_gb=141, bandwidth_gb_s=4800, cost=3.4, read=0.9, read_kv=0.925),
-        Hardware(name="h20", tflops=148, memory_gb=96, bandwidth_gb_s=4000, cost=1.0, read=0.4, read_kv=0.8),
+        Hardware(name="h20", tflops=148, memory_gb=96, bandwidth_gb_s=4000, cost=1.0, row_gb_s=1600, read_kv=0.8),
         Hardware(name="a100", tflops=312, memory_gb=80, bandwidth_gb_s=2039, cost=1.3, link_gb_s=300),
         Hardware(name="l40s", tflops=362, memory_gb=48, bandwidth_gb_s=864, cost=0.8, link_gb_s=25, link_s=20e-6),
         Hardware(name="cpu", tflops=0.4, memory_gb=16, bandwidth_gb_s=20, cost=0.02, link_gb_s=5, link_s=50e-6),
     )
 }
-"""The kinds known by name. The paper's two are h800 (compute) and h20 (bandwidth); `cpu` is one core. An H20 reads
-weights at 0.4 of its bandwidth (Qwen's own figures: 8B at 82 tokens/s alone), keys and values at 0.8."""
+"""The kinds known by name. The paper's two are h800 (compute) and h20 (bandwidth); `cpu` is one core. An H20 has
+78 multiprocessors: alone, a sequence gets 0.4 of its bandwidth (Qwen's own figures: 8B at 82 tokens/s). With 64 rows,
+64 to 96 multiprocessors of an H200 were measured to read 3.3 to 3.4 TB/s, so a batch is taken to get 0.84 of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,8 @@ class Costs:
     """Each sequence that a token is sampled for."""
     dense_read_s: float
     """Reading the weights that every token uses."""
+    row_read_s: float = 0.0
+    """The same for one token alone."""
     experts_read_s: float
     """Reading all experts."""
     expert_share: float
@@ -238,7 +244,7 @@ class Costs:
         """`batch` sequences decode, whose caches hold `cached` tokens together; beside them `prefill` tokens of
         `prompts` prompts are computed, which look at `seen` tokens before them, on average."""
         tokens, sampled = batch + prefill, batch + prompts
-        read_s = self.dense_read_s
+        read_s = max(self.dense_read_s, self.row_read_s / max(1.0, tokens))
         if self.experts_read_s:
             read_s += self.experts_read_s * self.covered(tokens)
         return (
@@ -277,6 +283,7 @@ def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runt
         fixed_s=runtime.step_s + model.layers * (runtime.layer_s + 2 * reduce_s),
         sequence_s=runtime.sequence_s,
         dense_read_s=dense * model.bytes_per_param / (bytes_s * hardware.read),
+        row_read_s=dense * model.bytes_per_param / (hardware.row_gb_s * 1e9 * gpus),
         experts_read_s=model.expert_params * model.bytes_per_param / (bytes_s * hardware.read * runtime.experts),
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
         token_s=2 * model.body_params / (flops * hardware.matmul),
