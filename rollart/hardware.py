@@ -56,8 +56,8 @@ class Hardware:
     read: float = 0.84
     """Share of peak bandwidth at which a decode step reads weights (H100: vLLM's public figures)."""
     row_gb_s: float = 1e9
-    """Rate at which weights are read where a single token is multiplied with them. It depends on how many multiprocessors
-    there are: 21 GB/s each, by public figures of H100 and H20 alike."""
+    """Rate at which weights are read where a single token is multiplied with them. It depends on the multiprocessors
+    there are: 21 GB/s each, by public figures of H100 and H20."""
     read_kv: float = 0.84
     """Share of peak bandwidth at which it reads keys and values."""
     link_gb_s: float = 450.0

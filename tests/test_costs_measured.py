@@ -8,6 +8,7 @@ leaderboard (vLLM of 2025 on H100, median inter-token latency, LM-Arena chat); `
 import pytest
 
 from benchmarks.anchors import ANCHORS, Anchor, error
+from scripts import evaluation
 
 CLOSE = 0.15
 
@@ -15,3 +16,8 @@ CLOSE = 0.15
 @pytest.mark.parametrize("anchor", ANCHORS, ids=lambda anchor: f"{anchor.source}: {anchor.what}")
 def test_predicted_as_measured(anchor: Anchor) -> None:
     assert abs(error(anchor)) < CLOSE
+
+
+def test_the_page_has_this_table() -> None:
+    page = evaluation.PAGE.read_text()
+    assert evaluation.anchors() in page, "run python -m scripts.evaluation"
