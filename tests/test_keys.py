@@ -37,6 +37,9 @@ REAL_ONLY = (
     *("model.path", "tasks.N.use", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
     *(
         "pools.N.isolation",
+        "tasks.N.isolation",
+        "tasks.N.sandbox",
+        "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
         "tasks.N.environment",
@@ -299,6 +302,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
 VLLM = {"pools.0.engines": {"type": "vllm"}, "weights": {"type": "files"}}
 REAL: dict[str, dict[str, Any]] = {
     "inline": {},
+    "sandbox": {"tasks.0.isolation": "sandbox"},
     "local": {"cluster": {"type": "local"}},
     "ray": {"cluster": {"type": "ray", "address": "auto"}},
     "http rewards": {"rewards": HTTP},
