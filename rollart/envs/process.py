@@ -38,7 +38,8 @@ class Boxed:
 
 
 class ProcessEnvHost:
-    """Opens environments in worker processes. `uses` says where each domain's task set is."""
+    """Opens environments in worker processes. `uses` says where each domain's task set is, `args` what it is made
+    with."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class ProcessEnvHost:
         *,
         slots: int | asyncio.Semaphore,
         log_dir: Path,
+        args: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
         variables: Sequence[str] = (),
         lost: Lost | None = None,
@@ -62,6 +64,7 @@ class ProcessEnvHost:
             "rollart.envs.worker:EnvWorker",
             self._uses,
             seed,
+            dict(args or {}),
             size=slots,
             log_dir=log_dir,
             variables=variables,

@@ -13,29 +13,32 @@ from rollart.types import Observation, Task
 class EnvWorker:
     """Task sets are loaded when their first task arrives."""
 
-    def __init__(self, uses: Mapping[str, str], seed: int) -> None:
+    def __init__(self, uses: Mapping[str, str], seed: int, args: Mapping[str, Mapping[str, Any]]) -> None:
         self._uses = uses
+        self._args = args
         self._seed = seed
         self._task_sets: dict[str, TaskSet] = {}
         self._environment: Environment | None = None
         self._runner = asyncio.Runner()
 
     def prepare(self, domains: Sequence[str], keys: Sequence[tuple[str, str]]) -> None:
-        """Ahead of the first task: load the task sets, and let them prepare what these keys need."""
+        """Ahead of the first task: load the task sets, and let them fill caches for these keys."""
         for domain in domains:
             self._task_set(domain)
         for domain, key in keys:
-            self._task_set(domain).prepare(key)
+            self._task_set(domain).fill_cache(key)
 
     def open(self, task: Task) -> str:
-        """Returns the key of what could have been prepared for it."""
+        """Returns the key of what a worker that is started ahead could have in a cache for it."""
         task_set = self._task_set(task.domain)
         self._environment = task_set.environment(task)
-        return task_set.prepare_key(task)
+        return task_set.cache_key(task)
 
     def _task_set(self, domain: str) -> TaskSet:
         if domain not in self._task_sets:
-            self._task_sets[domain] = load_task_set(self._uses[domain], seed=self._seed, domain=domain)
+            self._task_sets[domain] = load_task_set(
+                self._uses[domain], self._args.get(domain), seed=self._seed, domain=domain
+            )
         return self._task_sets[domain]
 
     def reset(self) -> Observation:

@@ -373,7 +373,7 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
     fatal = fatal_call(
-        task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
+        task.use, task.args, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
     )
     if fatal is not None:
         raise JobError(
@@ -381,9 +381,12 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
             "crashed, or too much memory; let it raise an error instead"
         )
     try:
-        return load_task_set(task.use, seed=job.seed, domain=task.name)
+        task_set = load_task_set(task.use, task.args, seed=job.seed, domain=task.name)
+        task_set.prepare()
     except JobError as error:
-        raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
+        key, dot, text = str(error).partition("tasks.")
+        raise JobError(f"tasks.{position}.{text if dot and not key else f'use: {error}'}") from None
+    return task_set
 
 
 def _prompt_problems(
@@ -403,9 +406,12 @@ def _prompt_problems(
             hosts: list[tuple[Sequence[str], Host]] = []
             if apart:
                 hosts.append((list(apart), env_host(job, apart, {}, slots=1, log_dir=log_dir)))
+            args = {task.name: task.args for task in job.tasks}
             if inline:  # in a process too; these environments will see all of our variables
                 seen = list(os.environ)
-                alone = ProcessEnvHost(inline, slots=1, log_dir=log_dir / "inline", seed=job.seed, variables=seen)
+                alone = ProcessEnvHost(
+                    inline, args=args, slots=1, log_dir=log_dir / "inline", seed=job.seed, variables=seen
+                )
                 hosts.append((list(inline), alone))
             host = IsolatedEnvHost(hosts)
             try:

@@ -209,7 +209,8 @@ def env_host(
     here = [name for name, isolation in isolations.items() if isolation == "inline"]
     if here:
         hosts.append((here, InlineEnvHost({name: task_sets[name] for name in here}, slots=shared)))
-    host = partial(ProcessEnvHost, slots=shared, log_dir=log_dir, seed=job.seed, lost=lost)
+    args = {task.name: task.args for task in job.tasks}
+    host = partial(ProcessEnvHost, args=args, slots=shared, log_dir=log_dir, seed=job.seed, lost=lost)
     together = [task for task in job.tasks if isolations.get(task.name) == "process"]
     if together:  # a process plays now this one, now that one
         uses = {task.name: task.use for task in together}
@@ -237,4 +238,4 @@ def task_sets_of(job: Job, names: "Sequence[str] | None" = None) -> "dict[str, T
     from rollart.tasks.load import load_task_set
 
     tasks = [task for task in job.tasks if names is None or task.name in names]
-    return {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in tasks}
+    return {task.name: load_task_set(task.use, task.args, seed=job.seed, domain=task.name) for task in tasks}
