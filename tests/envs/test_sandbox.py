@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,13 @@ def processes_with(word: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_what_is_outside_cannot_be_reached_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +179,7 @@ def test_it_ends_with_its_episode_and_with_all_that_it_started(tmp_path: Path) -
             env = await host.open(escape(seconds=seconds), ID)
             await env.reset()
             await env.step("outlive")
-            assert processes_with(seconds)
+            await until(lambda: bool(processes_with(seconds)))
             await env.close()
             await until(lambda: not processes_with(seconds))
             assert host.pool.pids == []
@@ -204,12 +211,9 @@ def test_it_ends_with_us(tmp_path: Path, kind: str) -> None:
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().strip() == "up"
-        assert processes_with(seconds)
+        wait_for(lambda: bool(processes_with(seconds)))
         parent.kill()
-    deadline_s = time.monotonic() + SOON_S
-    while processes_with(seconds):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_for(lambda: not processes_with(seconds))
 
 
 def test_a_life_that_is_too_long_ends(tmp_path: Path) -> None:
