@@ -264,6 +264,10 @@ class EngineSettings(Settings):
     """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
     `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
     it), shared by all who name it."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's multiprocessors that each engine's process may use, by NVIDIA's MPS: all that name the same
+    `device` then run at the same time. Default: the whole GPU, in turns with other processes. With `cluster` `local`
+    only. Not read by `rollart sim`."""
     threads: Count = 1
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -305,6 +309,8 @@ class EngineSettings(Settings):
             raise ValueError(".draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
         if self.memory is not None and not on_cuda:
             raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if self.share is not None and not on_cuda:
+            raise ValueError(".share: is a share of a GPU's multiprocessors; name the GPU, as device: cuda:0")
         if self.memory is not None and self.kv_tokens is not None:
             raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
         if self.type == "embedded" and self.step_tokens < self.max_batch:
@@ -480,6 +486,9 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
+    `rollart sim`."""
     threads: Anytime[Count] = 1
     """CPU threads of the trainer's process."""
     cores: Anytime[tuple[Annotated[int, Field(ge=0)], ...]] = ()
@@ -530,6 +539,8 @@ class TrainSettings(Settings):
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.share is not None and self.device == "cpu":
+            raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
             raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
         return self

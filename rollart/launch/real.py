@@ -15,7 +15,7 @@ from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.launch.pools import build_affinity, engine_specs
-from rollart.launch.resources import demands, visible_devices
+from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
@@ -140,7 +140,8 @@ def _workers(
         return InlineCluster(worker.build, setup), rooms
     from rollart.cluster.local import LocalCluster
 
-    return LocalCluster(worker.START, setup, lost, visible_devices(job, trains=trains)), rooms
+    devices, shares = visible_devices(job, trains=trains), gpu_shares(job, trains=trains)
+    return LocalCluster(worker.START, setup, lost, devices, shares), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:
