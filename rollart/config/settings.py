@@ -130,8 +130,8 @@ class TaskSettings(Settings):
     name: str = Field(min_length=1)
     """Unique; the affinity key, and the name in all figures."""
     use: Code = ""
-    """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
-    else needs it."""
+    """The task set: `module`, `module:name`, `file.py` or `file.py:name`; or `library:name` for an environment of a
+    library (`rollart envs` lists them). `rollart sim` does not read it; everything else needs it."""
     args: Arguments = Field(default_factory=dict)
     """What the task set is made with: the named parameters of its `__init__`, or of the function that makes it, checked
     by their annotations. A text is a path, relative to the job file, where it begins with `./`, `../` or `~/`, or is
