@@ -156,8 +156,14 @@ class Mirror:
     def _follow(self, news: News) -> None:
         if news.versions:
             self._drop(news.versions)
+        failed: OSError | WeightError | None = None
         for version in sorted(news.changed):
-            self._bring(version, news.changed[version])
+            try:
+                self._bring(version, news.changed[version])
+            except (OSError, WeightError) as error:
+                failed = failed or error  # one that is gone does not keep the next from coming
+        if failed is not None:
+            raise failed
 
     def _drop(self, versions: Sequence[WeightVersion]) -> None:
         drop_before(self._directory, self._memory, min(versions))
