@@ -4,6 +4,7 @@ Owns nothing: a process per host (`host.py`) feeds the copy and removes it. Engi
 what a trainer of this host wrote.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import Tensor
 from rollart.errors import WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.store.host import HostSetup, HostUser
-from rollart.store.index import read_index, read_manifest, versions_in
+from rollart.store.index import read_index, read_manifest, versions_in, void
 from rollart.store.media import Memory
 from rollart.store.mirror import read_state
 from rollart.types import Bucket, WeightManifest, WeightVersion
+
+log = logging.getLogger(__name__)
 
 COPY = "-copy"
 """Added to the name of a host's copy, which is not the trainer's own."""
@@ -44,10 +47,18 @@ class CopiedStore(BucketStore):
         return super().appeared(version)
 
     def fetch(self, manifest: WeightManifest, ahead: Mapping[str, MappedFile] | None = None) -> dict[str, Tensor]:
+        """Where this host's copy is damaged it is brought anew, once."""
         self._settle()
-        if self.directory == self._copy:
+        if self.directory != self._copy:
+            return super().fetch(manifest, ahead)
+        self._wait_for(manifest)
+        try:
+            return super().fetch(manifest, ahead)
+        except WeightError as error:
+            log.warning("%s; it is fetched again", error)
+            void(self.folder(manifest.version))
             self._wait_for(manifest)
-        return super().fetch(manifest, ahead)
+            return super().fetch(manifest)
 
     def claim(self) -> bool:
         """It is the process on each host that owns what is there."""

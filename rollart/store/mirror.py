@@ -151,6 +151,10 @@ class Mirror:
         return any(writer.push == push and at not in self._whole for at, writer in list(self._writers.items()))
 
     def _have(self) -> Have:
+        """What is here. An engine that finds a version damaged removes its index: it is brought again."""
+        for version in [at for at in self._writers if not (self._directory / folder_name(at) / INDEX).exists()]:
+            del self._writers[version]
+            self._whole.discard(version)
         return {at: (one.push, len(one.buckets), at in self._whole) for at, one in self._writers.items()}
 
     def _follow(self, news: News) -> None:

@@ -1,8 +1,8 @@
 """Weight versions in a Mooncake store: the trainer puts buckets there, a process on each engine's host copies them.
 
-The store is a service of its own (`mooncake_master`, and the memory that `mooncake_client` processes and our hosts give
-it); `mooncake_client.py` says what its keys mean. A push lays out one bucket in registered memory while the one before it is on
-its way: two buckets, whatever the model's size. Mooncake knows no tokens: keep it on a network of your own.
+The store is a service of its own: `mooncake_master`, and the memory that `mooncake_client` processes and our hosts give
+it. `mooncake_client.py` says what its keys mean. A push lays out one bucket in registered memory while the one before
+it is on its way: two buckets, whatever the model's size. Mooncake knows no tokens: keep it on a network of your own.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rollart.errors import BoundaryError, WeightError, boundary
+from rollart.errors import BoundaryError, StoreFull, WeightError, boundary
 from rollart.store.buckets import split
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
 from rollart.store.digests import name_of, new_digest
@@ -77,10 +77,12 @@ class MooncakeStore(CopiedStore):
                 for bucket in self._put_all(client, push, folder, tensors, entry["sizes"]):
                     entry["buckets"].append(bucket)
                     client.note("head", head)
-            except BaseException:
+            except BaseException as error:
                 with suppress(BoundaryError):
                     client.remove(f"{folder}/{push}/.*")
                     client.note("head", {at: one for at, one in head.items() if at != str(version)})
+                if isinstance(error, StoreFull):
+                    raise StoreFull(f"push of version {version} to Mooncake: {error}") from error
                 raise
             manifest = WeightManifest(version=version, buckets=tuple(entry["buckets"]), probe=probe)
             entry["manifest"] = MANIFESTS.dump_python(manifest)

@@ -23,7 +23,7 @@ from rollart.types import Bucket, WeightVersion
 
 FULL = -200
 """Mooncake's code for: no segment has room."""
-NEWS_S = 5.0
+NEWS_S = 2.0
 LOOK_S = 0.05
 """How often `head` is looked at."""
 BUFFER_BYTES = 64 * 1024 * 1024
