@@ -19,6 +19,7 @@ from rollart.launch.resources import demands, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -82,7 +83,12 @@ def real_world(
     if where.weights.type == "shm":
         remove_left_behind()
     setup = WorkerSetup(
-        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+        job=job,
+        out=out.absolute(),
+        store=where,
+        stop_tokens=tuple(tokenizer.stop_tokens),
+        earlier=tuple(earlier),
+        carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
     scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)

@@ -7,6 +7,7 @@ of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +66,8 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
 
     `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
     """
+    for_ranks, setup = setup, setup.on_this_machine()  # each rank finds its own machine's
+    _make_run_directory(setup)
     if setup.role == "environments":
         return _environments(setup)
     import torch
@@ -80,7 +83,7 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "engine":
             return await _engine(setup)
         case "trainer" if setup.job.train.type == "fsdp2":
-            return await _ranked_trainer(setup, trainer, ranks)
+            return await _ranked_trainer(for_ranks, trainer, ranks)
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
@@ -91,6 +94,17 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
 
             assert setup.rank is not None
             return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), open_store(setup.store))
+
+
+def _make_run_directory(setup: WorkerSetup) -> None:
+    """On the coordinator's machine it is there; on another, its path is made for what this worker writes itself."""
+    try:
+        setup.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"{setup.name}: {setup.out} cannot be made on {socket.gethostname()} ({error.strerror}); give --out a path "
+            "that every machine can write to, shared or its own"
+        ) from error
 
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
