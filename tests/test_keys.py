@@ -34,7 +34,7 @@ Reads = dict[str, set[str]]
 """Key -> who read it, as `module.function`."""
 
 REAL_ONLY = (
-    *("model.path", "tasks.N.use", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
+    *("model.path", "tasks.N.use", "tasks.N.args", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
     *(
         "pools.N.isolation",
         "rewards.url",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Code, Place, Program
+from rollart.config.paths import Arguments, Code, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -100,6 +100,10 @@ class TaskSettings(Settings):
     use: Code = ""
     """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
     else needs it."""
+    args: Arguments = Field(default_factory=dict)
+    """What the task set is made with: the named parameters of its `__init__`, or of the function that makes it, checked
+    by their annotations. A text is a path, relative to the job file, where it begins with `./`, `../` or `~/`, or is
+    one word that ends in `.py`, `.jsonl`, `.csv`, `.tsv` or `.parquet`. Not read by `rollart sim`."""
     weight: Positive = 1.0
     """Share of the groups, relative to the other tasks' weights."""
     quota: Count | None = None

@@ -22,7 +22,8 @@ CLOSE_GRACE_S = 5.0
 
 
 class ProcessEnvHost:
-    """Opens environments in worker processes. `uses` says where each domain's task set is."""
+    """Opens environments in worker processes. `uses` says where each domain's task set is, `args` what it is made
+    with."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class ProcessEnvHost:
         *,
         slots: int,
         log_dir: Path,
+        args: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
         variables: Sequence[str] = (),
         lost: Lost | None = None,
@@ -38,7 +40,11 @@ class ProcessEnvHost:
         self._uses = dict(uses)
         worker = "rollart.envs.worker:EnvWorker"
         self.pool = ProcessPool(
-            "env", worker, self._uses, seed, size=slots, log_dir=log_dir, variables=variables, lost=lost
+            *("env", worker, self._uses, seed, dict(args or {})),
+            size=slots,
+            log_dir=log_dir,
+            variables=variables,
+            lost=lost,
         )
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "ProcessEnv":

@@ -13,8 +13,9 @@ from rollart.types import Observation, Task
 class EnvWorker:
     """Task sets are loaded when their first task arrives."""
 
-    def __init__(self, uses: Mapping[str, str], seed: int) -> None:
+    def __init__(self, uses: Mapping[str, str], seed: int, args: Mapping[str, Mapping[str, Any]]) -> None:
         self._uses = uses
+        self._args = args
         self._seed = seed
         self._task_sets: dict[str, TaskSet] = {}
         self._environment: Environment | None = None
@@ -22,8 +23,8 @@ class EnvWorker:
 
     def open(self, task: Task) -> None:
         if task.domain not in self._task_sets:
-            use = self._uses[task.domain]
-            self._task_sets[task.domain] = load_task_set(use, seed=self._seed, domain=task.domain)
+            use, args = self._uses[task.domain], self._args.get(task.domain)
+            self._task_sets[task.domain] = load_task_set(use, args, seed=self._seed, domain=task.domain)
         self._environment = self._task_sets[task.domain].environment(task)
 
     def reset(self) -> Observation:

@@ -356,7 +356,7 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
     fatal = fatal_call(
-        task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
+        task.use, task.args, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
     )
     if fatal is not None:
         raise JobError(
@@ -364,9 +364,12 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
             "crashed, or too much memory; let it raise an error instead"
         )
     try:
-        return load_task_set(task.use, seed=job.seed, domain=task.name)
+        task_set = load_task_set(task.use, task.args, seed=job.seed, domain=task.name)
+        task_set.prepare()
     except JobError as error:
-        raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
+        key, dot, text = str(error).partition("tasks.")
+        raise JobError(f"tasks.{position}.{text if dot and not key else f'use: {error}'}") from None
+    return task_set
 
 
 def _prompt_problems(
@@ -380,7 +383,8 @@ def _prompt_problems(
             uses = {task.name: task.use for task in job.tasks if task.name in sets}
             inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
             variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
-            host = ProcessEnvHost(uses, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
+            args = {task.name: task.args for task in job.tasks}
+            host = ProcessEnvHost(uses, args=args, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
             try:
                 return [
                     f"tasks.{position}: {problem}"

@@ -212,10 +212,13 @@ def env_host(
     if not isolated:
         return InlineEnvHost(task_sets, slots=slots)
     uses = {task.name: task.use for task in job.tasks}
-    return ProcessEnvHost(uses, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables, lost=lost)
+    args = {task.name: task.args for task in job.tasks}
+    return ProcessEnvHost(
+        uses, args=args, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables, lost=lost
+    )
 
 
 def task_sets_of(job: Job) -> "dict[str, TaskSet]":
     from rollart.tasks.load import load_task_set
 
-    return {task.name: load_task_set(task.use, seed=job.seed, domain=task.name) for task in job.tasks}
+    return {task.name: load_task_set(task.use, task.args, seed=job.seed, domain=task.name) for task in job.tasks}

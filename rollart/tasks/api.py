@@ -90,6 +90,10 @@ class TaskSet(ABC):
         self.seed = seed
         self.domain = domain or type(self).__name__
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Open what problems are drawn from; called where they are drawn, before a job starts, and not where they are
+        played. Raise JobError for what is wrong with an argument, as `tasks.args.<name>: ...; <the fix>`."""
+
     @abstractmethod
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """One problem, from this generator's numbers only. JSON values only."""
