@@ -97,7 +97,7 @@ def test_a_process_killed_while_it_received_leaves_nothing_for_long(model: Path,
 def test_a_worker_reads_its_files_where_its_machine_has_them(model: Path, tmp_path: Path) -> None:
     task = tmp_path / "mine.py"
     task.write_text("# a task set\n")
-    raw_task = {"name": "mine", "use": f"{task}:Mine", "group_size": 2}
+    raw_task = {"name": "mine", "use": f"{task}:Mine", "group_size": 2, "max_tokens": 8}
     job = small_job(model, tasks=[raw_task], sim={"model": "qwen3-0.6b"})
     setup = WorkerSetup(
         job=job,
