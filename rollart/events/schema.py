@@ -908,6 +908,17 @@ class Pushed(Event, tag="pushed", kw_only=True):
     """Of all its buckets."""
 
 
+class Staged(Event, tag="staged", kw_only=True):
+    """Every engine in rotation has it on its host: from now on a swap only loads it.
+
+    By: control/weights
+    Cause: `push`
+    """
+
+    version: int
+    """Which."""
+
+
 class PushSkipped(Event, tag="push.skipped", kw_only=True):
     """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
 
