@@ -64,7 +64,7 @@ def real_world(
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.store.open import new_store, open_store
-    from rollart.store.shm import remove_left_behind
+    from rollart.store.owner import remove_left_behind
     from rollart.tasks.load import reward_of
 
     model_path = Path(job.model.path)
