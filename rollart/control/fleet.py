@@ -75,6 +75,8 @@ class EngineSlot:
     loading: WeightVersion | None = None
     staged: WeightVersion = 0
     """The newest version that is on this engine's host."""
+    told: WeightVersion = 0
+    """The newest that it was told to stage."""
     staging: int = 0
     """Stage calls under way."""
 
@@ -116,6 +118,10 @@ class Fleet:
         self._staged = Signal()
         """A version is on one more host, or an engine came or went."""
         self._repair = repair
+        self._repairs = 0
+        """Over, since the job began."""
+        self._repairing: Signal | None = None
+        """Given when the one under way is over."""
         self.freed = Signal()
         """An engine may have become free to take requests."""
         self._changed = changed
@@ -163,8 +169,8 @@ class Fleet:
                     self._supervisor.spawn(self._look(slot), background=True)
 
     async def _look(self, slot: EngineSlot) -> None:
-        """Ask an engine how far it has come; take it for hung where it does not answer, or where it has requests and that
-        does not change."""
+        """Ask an engine how far it has come; take it for hung where it does not answer, or has requests and comes no
+        further."""
         engine = slot.engine
         try:
             with slot.at_engine:
@@ -209,7 +215,7 @@ class Fleet:
             try:
                 with boundary(ClusterError, "engine start"):
                     slot.engine = await self._starts.guard(slot.spec.id, self._cluster.engine(slot.spec))
-                slot.view.version = slot.staged = 0
+                slot.view.version = slot.staged = slot.told = 0
                 if self._staging:
                     self._begin_stage(slot)
                 while self._current is not None and slot.view.version != self._current.version:
@@ -227,6 +233,7 @@ class Fleet:
             self._tell(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
             self.freed.give()
             self._staged.give()
+            self._stage_next(slot)
             return
         slot.gone = True
         self._log.emit(schema.EngineGone(engine=slot.spec.id, restarts=slot.restarts, cause=cause))
@@ -249,7 +256,7 @@ class Fleet:
         that: an engine keeps one staged version, and would let go of it."""
         self._staging = version
         for slot in self.slots.values():
-            if slot.view.up and slot.view.version >= arrived and slot.staged < version:
+            if slot.view.up and slot.view.version >= arrived and slot.told < version:
                 self._begin_stage(slot)
 
     def stage_instead(self, version: WeightVersion) -> None:
@@ -264,7 +271,13 @@ class Fleet:
         ]:
             await self._arriving.guard(lacking[0].spec.id, self._staged.next())
 
+    def _stage_next(self, slot: EngineSlot) -> None:
+        """What is coming, where it was not told so yet."""
+        if self._staging > max(slot.told, slot.view.version):
+            self._begin_stage(slot)
+
     def _begin_stage(self, slot: EngineSlot) -> None:
+        slot.told = self._staging
         self._supervisor.spawn(self._stage_one(slot, self._staging))
 
     async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
@@ -289,17 +302,14 @@ class Fleet:
         for wave in waves(list(self.slots.values()), rolling):
             await self._swap_wave([slot for slot in wave if slot.view.up], manifest)
         self.serving = manifest.version
+        self.freed.give()  # also engines that are down may wait for a version that they can have
 
     async def _swap_wave(self, slots: Sequence[EngineSlot], manifest: WeightManifest) -> None:
-        """Suspend these, load, resume."""
+        """Suspend these, load; each resumes as soon as it has."""
         for slot in slots:
             slot.view.serving = False
         self._log.emit(schema.Suspend(engines=[slot.spec.id for slot in slots]))
         await asyncio.gather(*(self._swap_one(slot, manifest) for slot in slots))
-        for slot in slots:
-            slot.view.serving = slot.view.up
-        self._log.emit(schema.Resume(engines=[slot.spec.id for slot in slots if slot.view.up]))
-        self.freed.give()
 
     async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         engine = slot.engine
@@ -309,8 +319,11 @@ class Fleet:
             if slot.engine is engine:
                 self.down(slot, f"swap to {manifest.version}: {error}")
             return
-        if self._staging > max(manifest.version, slot.staged):
-            self._begin_stage(slot)
+        if slot.engine is engine and slot.view.up:
+            slot.view.serving = True
+            self._log.emit(schema.Resume(engines=[slot.spec.id]))
+            self.freed.give()
+        self._stage_next(slot)
 
     def oldest_loading(self) -> WeightVersion:
         """The oldest version that an engine loads now, or the newest one: nothing that is loaded may be dropped."""
@@ -320,7 +333,7 @@ class Fleet:
         """Swap one engine, having damaged buckets pushed again where needed."""
         engine = slot.engine
         for tries_left in range(REPAIRS, -1, -1):
-            slot.loading = manifest.version
+            slot.loading, repairs = manifest.version, self._repairs
             try:
                 with boundary(EngineError, f"{slot.spec.id} swap"):
                     report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
@@ -329,7 +342,7 @@ class Fleet:
                 self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
                 if not tries_left:
                     raise
-                manifest = await self._whole(manifest.version)
+                manifest = await self._whole(manifest.version, repairs)
             finally:
                 slot.loading = None
         if slot.engine is engine:
@@ -337,19 +350,31 @@ class Fleet:
             self._staged.give()
         self._log_swap(slot, report)
 
-    async def _whole(self, version: WeightVersion) -> WeightManifest:
+    async def _whole(self, version: WeightVersion, repairs: int) -> WeightManifest:
         """What an engine loads that found the served version damaged: the same, pushed again, or a newer one that is
-        served by then. Raises VersionGone."""
-        if self._served.version == version:
+        served by then. `repairs`: how many there were when it began to load; where there was another since, that is
+        what it tries. Raises VersionGone."""
+        if self._repairing is not None:
+            await self._repairing.next()
+        elif self._served.version == version and self._repairs == repairs:
             try:
-                repaired = await self._repair(version)
+                await self._repair_for_all(version)
             except VersionGone:
                 if self._served.version == version:
                     raise
-            else:
-                if self._served.version == version:
-                    self._current = repaired  # a trainer that was rebuilt may have pushed other bits
         return self._served
+
+    async def _repair_for_all(self, version: WeightVersion) -> None:
+        """Those who find it damaged meanwhile wait for this one push, and try again."""
+        over = self._repairing = Signal()
+        try:
+            repaired = await self._repair(version)
+        finally:
+            self._repairs += 1
+            self._repairing = None
+            over.give()
+        if self._served.version == version:
+            self._current = repaired  # a trainer that was rebuilt may have pushed other bits
 
     @property
     def _served(self) -> WeightManifest:
@@ -363,7 +388,6 @@ class Fleet:
                 engine=slot.spec.id,
                 version=report.version,
                 pull_s=round(report.pull_s, 6),
-                exposed_s=round(report.exposed_s, 6),
                 rebuilt=report.rebuilt_tokens,
                 in_flight=len(slot.calls),
             ),

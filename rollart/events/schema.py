@@ -969,7 +969,7 @@ class SwapStart(Event, tag="swap.start", kw_only=True):
 
 
 class Suspend(Event, tag="suspend", kw_only=True):
-    """Engines take no new requests.
+    """Engines take no new requests: they are to load a version.
 
     By: control/fleet
     """
@@ -1003,9 +1003,8 @@ class EngineSwap(Event, tag="engine.swap", kw_only=True):
     version: int
     """That it serves."""
     pull_s: float
-    """Seconds of reading the weights."""
-    exposed_s: float
-    """Seconds in which the engine did not generate."""
+    """Seconds of transfer from the store to the engine's host, hidden or not. What is exposed of it, and the load, lies
+    between `suspend` and `resume`."""
     rebuilt: int
     """KV tokens to compute again."""
     in_flight: int
@@ -1027,7 +1026,7 @@ class WeightsDamaged(Event, tag="weights.damaged", kw_only=True):
 
 
 class Resume(Event, tag="resume", kw_only=True):
-    """Engines take requests again.
+    """Engines take requests again. What lies between `suspend` and this is a swap's exposed time.
 
     By: control/fleet
     """
