@@ -36,6 +36,8 @@ LINGER_S = 30.0
 """How long it stays when nobody uses it any more."""
 LOOK_S = 0.5
 """How often it looks whether somebody does."""
+WATCH_S = 1.0
+"""How often a trainer's process looks after it."""
 START_S = 60.0
 """How long it may take until it serves; a port that an earlier run of the same job still has is waited for."""
 READY = "host.json"
@@ -65,6 +67,13 @@ class HostUser:
         self._users: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._looked_s = 0.0
+        self._watching: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that this one started, or 0."""
+        return self._process.pid if self._process is not None else 0
 
     def ensure(self) -> None:
         """There is a process, or one is started. Looks once in a while only."""
@@ -91,11 +100,24 @@ class HostUser:
                 raise WeightError(f"the store of this host did not start: {state.get('error') or 'it said nothing'}")
             time.sleep(0.02)
 
-    def release(self) -> None:
+    def watch(self) -> None:
+        """See to it, from now on, that there is a process whatever happens to it."""
+        if self._watching is None:
+            self._watching = threading.Thread(target=self._watch, name="rollart-host", daemon=True)
+            self._watching.start()
+
+    def stop(self) -> None:
         """This process has no use for it any more."""
+        self._stopped.set()
+        if self._watching is not None:
+            self._watching.join()
         if self._users is not None:
             os.close(self._users)
             self._users = None
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(WATCH_S):
+            self.ensure()
 
     def _start(self) -> None:
         # In a session of its own: it must not go with the worker that happens to start it.
@@ -109,6 +131,9 @@ class HostUser:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(json.dumps(asdict(self._setup)).encode())
+        threading.Thread(
+            target=self._process.wait, name="rollart-host-end", daemon=True
+        ).start()  # or it stays a zombie
 
 
 def read_ready(directory: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Link:
         self._site = site
         self.peer = peer
         self._own = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="rollart-weights")
         self.from_peers_bytes = 0
 
@@ -87,6 +88,12 @@ class Link:
         if status != 200:
             raise NotThere(f"{self._address}: version {version} has no {name} any more")
         return body
+
+    def close(self) -> None:
+        """Hang up everywhere. Nothing may be under way."""
+        self._pool.shutdown()
+        for connection in self._connections:
+            connection.close()
 
     # --- what the run's coordinator asks
 
@@ -184,6 +191,7 @@ class Link:
             held = None
         if held is None:
             held = self._own.connection = http.client.HTTPConnection(address, timeout=STALL_S)
+            self._connections.append(held)
         return held
 
     def _hang_up(self) -> None:
@@ -191,3 +199,4 @@ class Link:
         self._own.connection = None
         if held is not None:
             held.close()
+            self._connections.remove(held)

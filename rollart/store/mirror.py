@@ -83,6 +83,8 @@ class Source(Protocol):
     def small(self, version: WeightVersion, name: str) -> bytes:
         """A small file, whole."""
 
+    def close(self) -> None: ...
+
 
 class State(NamedTuple):
     """How a mirror does."""
@@ -123,6 +125,12 @@ class Mirror:
 
     def run(self) -> None:
         """Until the source says that the run is over, or `stopped`."""
+        try:
+            self._run()
+        finally:
+            self._source.close()
+
+    def _run(self) -> None:
         wait_s = RETRY_S
         while not self.stopped.is_set():
             try:

@@ -8,7 +8,6 @@ host over the same port to drop versions and to end it all.
 
 import asyncio
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,7 +31,6 @@ COPY = "-copy"
 PATIENCE_S = 60.0
 """How long nothing may come of a version that is awaited, before the swap is told that it does not come."""
 LOOK_S = 0.02
-WATCH_S = 1.0
 CLOSE_S = 5.0
 
 
@@ -66,26 +64,18 @@ class TcpStore(BucketStore):
         self._copying = HostUser(
             HostSetup(directory=str(self._copy), token=token, source=address, site=site, linger_s=linger_s)
         )
-        self._watch: threading.Thread | None = None
 
     # --- the trainer
 
     def serve(self) -> int:
         """Be the host that the others ask; returns the port. Raises WeightError where that cannot be."""
         port = self._serving.wait()
-        if self._watch is None:
-            self._watch = threading.Thread(target=self._keep_serving, name="rollart-serve", daemon=True)
-            self._watch.start()
+        self._serving.watch()
         return port
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
         self.serve()
         return super().push(version, tensors, probe)
-
-    def _keep_serving(self) -> None:
-        while True:
-            time.sleep(WATCH_S)
-            self._serving.ensure()
 
     # --- an engine
 
@@ -141,7 +131,7 @@ class TcpStore(BucketStore):
         with suppress(OSError, WeightError):
             self._link().post("/close", {})
         for user, directory in ((self._serving, self._origin), (self._copying, self._copy)):
-            user.release()
+            user.stop()
             until_s = time.monotonic() + CLOSE_S
             while is_owned(directory) and time.monotonic() < until_s:
                 time.sleep(LOOK_S)

@@ -1,8 +1,10 @@
-"""Finds user code: task sets and reward functions named `module`, `module:name`, `file.py` or `file.py:name`.
+"""Finds user code: task sets and reward functions named `module`, `module:name`, `file.py` or `file.py:name`, and
+environments of libraries, named `library:name`.
 
 The only place where a string becomes code. Errors are JobError: they name the string and the fix.
 """
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -20,13 +22,32 @@ from rollart.tasks.api import Episode, Reward, TaskSet, score
 RewardFunction = Callable[[Episode], Reward]
 
 
+SCHEMES = {
+    "gymnasium": "Gymnasium",
+    "reasoning_gym": "ReasoningGym",
+    "gem": "Gem",
+    "textarena": "TextArena",
+    "verifiers": "Verifiers",
+    "openenv": "OpenEnv",
+}
+"""Libraries of environments: `gem:NAME` is the class there, made with `id=NAME`."""
+LIBRARIES = "rollart.tasks.libraries"
+
+
 def load_task_set(use: str, args: Mapping[str, Any] | None = None, *, seed: int = 0, domain: str = "") -> TaskSet:
     """The task set named by a job file's `use`, made with its `args`. `domain` is the task's name in the job (default:
     the file's)."""
-    module, name = _split(use)
-    found = _import(module, use)
-    domain = domain or found.__name__.rpartition(".")[2]
-    maker = _task_set_in(found, use) if not name else _attribute(found, name, use)
+    scheme, colon, known = use.partition(":")
+    if colon and scheme in SCHEMES:
+        maker, domain = getattr(_import(LIBRARIES, use), SCHEMES[scheme]), domain or scheme
+        if args and "id" in args:
+            raise JobError(f"tasks.args.id: is {known!r} already, in {use}; remove it")
+        args = {**(args or {}), "id": known}
+    else:
+        module, name = _split(use)
+        found = _import(module, use)
+        domain = domain or found.__name__.rpartition(".")[2]
+        maker = _task_set_in(found, use) if not name else _attribute(found, name, use)
     if isinstance(maker, TaskSet):
         if args:
             raise JobError(f"tasks.args: {use} is a task set already, and takes none; name its class, or remove them")
@@ -58,8 +79,24 @@ def load_reward(use: str) -> RewardFunction:
 
 def reward_of(use: str) -> str:
     """The reward function that goes with a task set, as `module:function`: `score` in its file, or the default."""
+    if use.partition(":")[0] in SCHEMES:
+        return f"{score.__module__}:score"
     module, _ = _split(use)
     return f"{module}:score" if hasattr(_import(module, use), "score") else f"{score.__module__}:score"
+
+
+def code_of(use: str) -> list[Path]:
+    """The file of this user code, or the package that it is in; nothing where it cannot be found."""
+    module, _ = _split(use)
+    if module.endswith(".py"):
+        return [Path(module).absolute()]
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module.partition(".")[0])
+        if spec is not None and spec.submodule_search_locations:
+            return [Path(place).absolute() for place in spec.submodule_search_locations]
+        if spec is not None and spec.origin and Path(spec.origin).is_file():
+            return [Path(spec.origin).absolute()]
+    return []
 
 
 def _split(use: str) -> tuple[str, str]:

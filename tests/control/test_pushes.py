@@ -299,15 +299,12 @@ def test_a_swap_waits_until_the_version_is_on_every_host_and_stops_no_engine_for
         began = played.one(schema.Push, version=event.version)
         assert staged.n < event.n
         assert staged.t == pytest.approx(began.t + 2.5), "the slower of both hosts"
-    for event in played.of(schema.Suspend):
+    for wave in played.of(schema.Suspend):
         back = {
-            one.engines[0]: one.t
-            for one in played.of(schema.Resume)
-            if one.n > event.n and one.t < event.t + 2 * SWAP_S
+            one.engines[0]: one.t for one in played.of(schema.Resume) if one.n > wave.n and one.t < wave.t + 2 * SWAP_S
         }
-        assert {name: back[name] - event.t for name in event.engines} == pytest.approx(
-            dict.fromkeys(event.engines, SWAP_S)
-        )
+        exposed_s = {name: back[name] - wave.t for name in wave.engines}
+        assert exposed_s == pytest.approx(dict.fromkeys(wave.engines, SWAP_S))
 
 
 def test_engines_that_hold_a_version_nobody_swapped_to_take_a_newer_one_that_is_asked_for() -> None:
