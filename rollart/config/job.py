@@ -39,6 +39,7 @@ class Job(settings.Settings):
     evaluation: Anytime[settings.EvaluationSettings] = settings.EvaluationSettings()
     track: Anytime[settings.TrackSettings] = settings.TrackSettings()
     trajectories: Anytime[settings.TrajectorySettings] = settings.TrajectorySettings()
+    endpoint: Anytime[settings.EndpointSettings] = settings.EndpointSettings()
     limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
 
@@ -67,6 +68,11 @@ class Job(settings.Settings):
     def task_variables(self) -> list[str]:
         """What environments see of our environment. All tasks': a process plays now this one, now that one."""
         return sorted({name for task in self.tasks for name in task.environment})
+
+    @property
+    def programs(self) -> tuple[settings.TaskSettings, ...]:
+        """The tasks whose agents reach the model over the endpoint."""
+        return tuple(task for task in self.tasks if task.agent is not None and task.agent.is_program)
 
     @property
     def slots(self) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Code, Place, Program
+from rollart.config.paths import Code, OnDisk, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,6 +92,44 @@ class ModelSettings(Settings):
     embedded pool's `kv_tokens`."""
 
 
+class AgentSettings(Settings):
+    """Who plays a task, where that is not the built-in agent: one of these."""
+
+    use: Code = ""
+    """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
+    function: Code = ""
+    """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
+    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
+    OpenAI client, and prints its answer. It runs where the environment does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(map(bool, (self.use, self.function, self.command))) != 1:
+            raise ValueError(": give one of use, function and command")
+        return self
+
+    @property
+    def is_program(self) -> bool:
+        """It reaches the model over the endpoint."""
+        return not self.use
+
+
+class EndpointSettings(Settings):
+    """Where agents that are programs reach the model: OpenAI's protocol, a URL and a key for each trajectory."""
+
+    host: str = "127.0.0.1"
+    """The address it listens on. With environments on other machines: one of this machine that they reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
+
+
 class TaskSettings(Settings):
     """One task set in the mix."""
 
@@ -122,6 +160,9 @@ class TaskSettings(Settings):
     """Names of environment variables that this task's environments may see, beside those that every program needs: an
     API key, say. Its value is never in the job file. Environments of all tasks share processes, and so see all that any
     task names. Not read by `rollart sim`; refused with `isolation: inline`, which sees everything."""
+    agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
+    """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
+    it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
+from rollart.control.env_manager import Agent
+from rollart.control.program import ProgramAgent
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
+from rollart.launch.checks import agent_class
 from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.types import Program
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.process import ProcessEnvHost
     from rollart.envs.remote import RemoteEnvHost
+    from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
     from rollart.rewards.local import LocalRewards
@@ -89,7 +94,11 @@ def real_world(
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     host, rewards = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, scorer)
 
+    gateway = _gateway(job)
+
     async def close() -> None:
+        if gateway is not None:
+            await gateway.close()
         await rooms.close()
         await cluster.close()
         await scorer.close()
@@ -108,6 +117,7 @@ def real_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
+        agents=_agents(job, gateway),
         further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
@@ -170,6 +180,29 @@ def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
         min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in places
     ]
     return RemoteEnvHost(launch, slots=sizes)
+
+
+def _gateway(job: Job) -> "HttpGateway | None":
+    """Listens only once an agent needs it."""
+    if not job.programs:
+        return None
+    from rollart.gateway.server import HttpGateway
+
+    return HttpGateway(host=job.endpoint.host, port=job.endpoint.port, model=Path(job.model.path).name)
+
+
+def _agents(job: Job, gateway: "HttpGateway | None") -> "dict[str, Agent]":
+    """By task, where the job names one."""
+    found: dict[str, Agent] = {}
+    for task in job.tasks:
+        if task.agent is None:
+            continue
+        if gateway is not None and task.agent.is_program:
+            program = Program(function=task.agent.function, command=task.agent.command)
+            found[task.name] = ProgramAgent(program, gateway)
+        else:
+            found[task.name] = agent_class(task.agent.use)()
+    return found
 
 
 def _rewards(
