@@ -100,7 +100,7 @@ async def two_turns(door: Door) -> None:
     await door.ask(user("a"), first, user("b"))
 
 
-def program_scene(usual: Script, bad: Script | None = None, **settings: object) -> tuple[Scene, Gateway]:
+def program_scene(usual: Script, bad: Script | None = None, **settings: Any) -> tuple[Scene, Gateway]:
     """Programs play; one trajectory's, in its first attempt, is another."""
     gateway = Gateway()
     scene = Scene(scene_job(**settings), agent=ProgramAgent(Program(function="tests:solve"), gateway))
@@ -273,7 +273,7 @@ async def compresses(door: Door) -> None:
     ],
 )
 def test_turns_and_context_are_bounded_as_anywhere(
-    script: Script, settings: dict[str, object], status: str, turns: int
+    script: Script, settings: dict[str, Any], status: str, turns: int
 ) -> None:
     scene, _ = program_scene(script, **settings)
     played = scene.play()
