@@ -25,7 +25,7 @@ test: setup  ## Lint, check types, run the fast tests with coverage
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --cov --cov-report=term
+	$(BIN)/pytest --numprocesses auto --dist worksteal --cov --cov-report=term
 
 # vLLM's CPU build brings CUDA builds of what it does not need; they break its import. Scripts in a venv name its path,
 # so it is made where it stays; the stamp says that it is whole.

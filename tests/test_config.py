@@ -477,3 +477,15 @@ def test_a_lower_end_of_nothing_is_for_cispo_alone(given: str, tmp_path: Path) -
 
 def test_the_edge_of_enough_slots_is_quiet(tmp_path: Path) -> None:
     assert warnings(load(tmp_path, "pools.environments.slots=192")) == []
+
+
+def test_texts_of_a_tasks_arguments_that_look_like_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    given = {
+        "paths": ["a.jsonl", "./b", "../c.x", "d/e.py:f", "g.csv"],
+        "others": ["openai/gsm8k", "module:function", "Read a.csv", "{q}.csv", "https://h/x.jsonl", "./".strip("/")],
+    }
+    text = JOB.replace("name: maths,", f"name: maths, args: {given},")
+    args = next(task.args for task in load(tmp_path, text=text).tasks if task.name == "maths")
+    names = ("a.jsonl", "b", "../c.x", "d/e.py:f", "g.csv")
+    assert args["paths"] == [str((tmp_path / name).parent.resolve() / Path(name).name) for name in names]
+    assert args["others"] == given["others"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "train": ("msgpack", "safetensors", "torch", "transformers"),
     "tasks": ("gymnasium", "msgpack", "reasoning_gym"),
+    "datasets": ("datasets", "math_verify", "pyarrow"),
     "rewards": ("functions_framework", "httpx", "msgpack"),
     "smollm2": ("accelerate", "gguf"),
     "logging": ("tensorboard", "wandb"),

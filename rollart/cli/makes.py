@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollart.cli.output import print_json
 from rollart.errors import JobError
@@ -62,7 +62,7 @@ def task(arguments: argparse.Namespace) -> int:
 
     if arguments.note is None:
         return _task_in_a_child(arguments)
-    checked = check_task(arguments.use, note=arguments.note.write_text)
+    checked = check_task(arguments.use, _given(arguments.args), note=arguments.note.write_text)
     play = checked.example
     if play is not None and not arguments.json:
         from rollart.report.reading import episode, show_trajectory
@@ -74,6 +74,17 @@ def task(arguments: argparse.Namespace) -> int:
     return _told(checked.findings, as_json=arguments.json)
 
 
+def _given(words: "Sequence[str]") -> "dict[str, Any]":
+    """A task's arguments from the command line: paths are relative to the current directory."""
+    from pathlib import Path
+
+    from rollart.config.load import with_overrides
+    from rollart.config.paths import Arguments, located
+
+    given: dict[str, Any] = located(with_overrides({}, words), Arguments, Path.cwd())
+    return given
+
+
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
     """The same command in a child process: a task that crashes ends only that."""
     import shutil
@@ -81,7 +92,7 @@ def _task_in_a_child(arguments: argparse.Namespace) -> int:
     from rollart.tasks.check import died
     from rollart.tasks.trial import run_noted
 
-    words = ["task", "check", arguments.use, *(["--json"] if arguments.json else []), "--note"]
+    words = ["task", "check", arguments.use, *arguments.args, *(["--json"] if arguments.json else []), "--note"]
     color = {"FORCE_COLOR": "1"} if sys.stdout.isatty() else {}
     child = run_noted("rollart.cli", *words, variables={"COLUMNS": str(shutil.get_terminal_size().columns), **color})
     if child.where:

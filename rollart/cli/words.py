@@ -117,10 +117,11 @@ def parser() -> argparse.ArgumentParser:
         "task",
         help="check a task file",
         description="Play a task with a random and a scripted agent, show one episode, and say what is wrong with it.",
-        epilog="Example: rollart task check my_task.py",
+        epilog="Examples: rollart task check my_task.py; rollart task check my_task.py size=4 where it has arguments",
     )
     task.add_argument("what", choices=["check"])
     task.add_argument("use", help="module, module:name or file.py")
+    _task_arguments(task)
     task.add_argument("--json", action="store_true")
     task.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # given to the child that plays it
     task.set_defaults(run="makes.task", extra="tasks")
@@ -206,6 +207,12 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true")
     explain.set_defaults(run="looks.explain")
     return parser
+
+
+def _task_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "args", nargs="*", metavar="NAME=VALUE", help="what it is made with, as in a job's tasks.N.args"
+    )
 
 
 def _job_arguments(parser: argparse.ArgumentParser) -> None:

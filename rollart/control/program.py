@@ -56,8 +56,8 @@ class _Game:
 
     async def run(self, program: Program) -> Observation:
         """Let it answer what the environment said last, and step with that."""
-        session, run, waits = self._session, self._session.run, self._session.manager.playing
-        loop = session.manager.loop
+        session, run = self._session, self._session.run
+        loop, waits = session.manager.loop, session.manager.env_calls(run).step
         playing = loop.create_task(session.env.play(program, self._door.endpoint))
         asking = loop.create_task(self._door.next())
         try:

@@ -11,6 +11,7 @@ import hmac
 import itertools
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ MAX_REFUSED = 500
 REFUSED_S = 0.1
 """How long a refusal takes: who asks nonsense in a loop asks slowly."""
 MAX_BODY = 8 * 1024 * 1024
-SOCKET = "endpoint.sock"
+BACKLOG = 1024
 JSON = "application/json"
 
 
@@ -136,25 +137,38 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 class HttpGateway:
-    """Starts to listen when the first door is opened."""
+    """Its sockets are there from the beginning, and are served from the first door on."""
 
     def __init__(self, *, host: str, port: int, model: str) -> None:
-        self._host = host
-        self._port = port
+        """Raises JobError where nothing can listen there."""
         self._model = model
         self._doors: dict[str, HttpDoor] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
-        self._folder: Path | None = None
-        self._at = ""
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise JobError(
+                f"endpoint: nothing can listen on {host} port {port} ({error.strerror or error}); give another host "
+                "or port"
+            ) from None
+        at, self._port = self._listener.getsockname()[:2]
+        self._at = f"[{at}]" if ":" in at else at
+        self._folder = Path(tempfile.mkdtemp(prefix="rollart-endpoint-"))  # for nobody else to enter
+        self.socket = self._folder / "endpoint.sock"
+        self._unix = socket.socket(socket.AF_UNIX)
+        self._unix.bind(str(self.socket))
+        self.socket.chmod(0o666)  # a sandbox that it is bound into has a user of its own
+        self._unix.listen(BACKLOG)
 
     async def open(self, trajectory: TrajectoryId) -> HttpDoor:
         async with self._starting:
             if self._runner is None:
-                await self._start()
+                self._runner = await self._serve()
         name = str(trajectory)
-        url = f"http://{self._at}/{quote(name, safe='')}/v1"
-        endpoint = Endpoint(url, secrets.token_urlsafe(24), str((self._folder or Path()) / SOCKET), self._model)
+        url = f"http://{self._at}:{self._port}/{quote(name, safe='')}/v1"
+        endpoint = Endpoint(url, secrets.token_urlsafe(24), str(self.socket), self._model)
         door = self._doors[name] = HttpDoor(self, name, endpoint)
         return door
 
@@ -166,30 +180,20 @@ class HttpGateway:
             door.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._listener.close()
+        self._unix.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _start(self) -> None:
+    async def _serve(self) -> web.AppRunner:
         app = web.Application(middlewares=[_as_errors], client_max_size=MAX_BODY)
         app.router.add_post("/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/{name}/v1/models", self._models)
         app.router.add_get("/{name}/v1/models/{model}", self._models)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self._port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            raise JobError(
-                f"endpoint: nothing can listen on {self._host} port {self._port} ({error.strerror or error}); give "
-                "another host or port"
-            ) from None
-        self._folder = Path(tempfile.mkdtemp(prefix="rollart-endpoint-"))  # for nobody else to enter
-        await web.UnixSite(runner, str(self._folder / SOCKET)).start()
-        host, port = runner.addresses[0][:2]
-        self._at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._runner = runner
+        for listener in (self._listener, self._unix):
+            await web.SockSite(runner, listener).start()
+        return runner
 
     def _door(self, request: web.Request) -> HttpDoor:
         door = self._doors.get(request.match_info["name"])

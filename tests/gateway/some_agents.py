@@ -22,6 +22,21 @@ def solve(question: str) -> str:
         return f"{LAST}{choice.message.content}"
 
 
+def solve_in_a_box(question: str) -> str:
+    """First it looks around for a network, and for other sockets."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        try:
+            there.connect(("192.0.2.1", 53))
+            raise AssertionError("there is a way out")
+        except OSError:
+            pass
+    found = [place for place in os.listdir("/tmp") if not place.startswith("rollart-endpoint-")]
+    assert not found, found
+    return solve(question)
+
+
 async def solve_streaming(question: str) -> str:
     from openai import AsyncOpenAI
 

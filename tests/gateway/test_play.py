@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from rollart.ports import Tokenizer
 from rollart.types import Endpoint, Message, Played, Status, Tokens, Tool, ToolCall, TrajectoryId
+from rollart.workers.sandbox import missing
 from tests.gateway.play import AGENTS, job, play
 from tests.gateway.talk_tasks import LAST, SURE
 
@@ -102,6 +103,16 @@ def test_an_agent_with_openais_client_in_its_own_process(model: Path, tmp_path: 
         agent = {"function": program}
     built_in, _ = play(job(model), tmp_path / "built-in")
     theirs, _ = play(job(model, agent), tmp_path / how)
+    check_same(built_in, theirs)
+
+
+@pytest.mark.slow
+def test_an_agent_in_a_sandbox_reaches_its_endpoint_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    """There is no network inside: the model is reached over the bound socket, everything else is not."""
+    if why := missing():
+        pytest.skip(why)
+    built_in, _ = play(job(model), tmp_path / "built-in")
+    theirs, _ = play(job(model, {"function": f"{AGENTS}:solve_in_a_box"}, isolation="sandbox"), tmp_path / "run")
     check_same(built_in, theirs)
 
 

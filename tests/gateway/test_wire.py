@@ -299,7 +299,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_key() -> None:
         door = await one.open(TrajectoryId("g1", 0, 0))
         port = int(door.endpoint.url.split(":")[2].split("/")[0])
         with pytest.raises(JobError, match=f"endpoint: nothing can listen on 127.0.0.1 port {port}"):
-            await HttpGateway(host="127.0.0.1", port=port, model="tiny").open(TrajectoryId("g1", 0, 0))
+            HttpGateway(host="127.0.0.1", port=port, model="tiny")
         await one.close()
 
     asyncio.run(main())
