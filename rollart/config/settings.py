@@ -113,7 +113,7 @@ class AgentSettings(Settings):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if sum(map(bool, (self.use, self.function, self.command))) != 1:
-            raise ValueError(": give one of use, function and command")
+            raise ValueError(".use: an agent is one of use, function and command; give one of them, and only one")
         return self
 
     @property

@@ -74,7 +74,7 @@ class HttpDoor:
         while True:
             call = await self._queue.get()
             if call is None:
-                raise EnvError(f"the agent made {self._refused} requests that were refused")
+                raise EnvError(f"the agent made {MAX_REFUSED} requests that were refused")
             if not call.answered.done():  # its client has not hung up
                 return call
 

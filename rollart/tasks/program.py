@@ -20,11 +20,16 @@ from rollart.workers.forward import forwarded
 MAX_ANSWER_BYTES = 1_000_000
 """That a command may print."""
 CONNECT_S = 5.0
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Name files that may not be there in a sandbox."""
 
 
 def answer_of(program: Program, endpoint: Endpoint, shown: str) -> str | Awaitable[str]:
     """What the program answers to what the environment has said."""
     os.environ |= variables(endpoint)
+    for name in CERTIFICATES:  # a client would fail over what it does not need here
+        if name in os.environ and not os.access(os.environ[name], os.R_OK):
+            del os.environ[name]
     if program.command:
         return _printed(program.command, shown)
     answer = load_function(program.function)(shown)

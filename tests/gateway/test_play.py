@@ -187,3 +187,25 @@ def test_a_bad_agent_costs_itself_only(model: Path, tmp_path: Path, name: str, r
             assert reason in trajectory.reason
         else:
             assert trajectory.status is Status.DONE, trajectory.reason
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {"with_openai": ("function", "solve"), "second_thoughts": ("use", "SecondThoughts")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_page_shows_the_agent_as_it_is(name: str) -> None:
+    code = (ROOT / f"examples/agents/{name}.py").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs/agents.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_agents_of_the_page_play(model: Path, tmp_path: Path, name: str) -> None:
+    key, thing = EXAMPLES[name]
+    agent = {key: f"{ROOT}/examples/agents/{name}.py:{thing}"}
+    played, _ = play(job(model, agent), tmp_path / "run")
+    assert {(one.trajectory.status, one.trajectory.reason) for one in played.values()} == {(Status.DONE, "")}
+    assert {len(one.trajectory.turns) for one in played.values()} == {4}
