@@ -389,11 +389,15 @@ class StepResult:
 
 
 class Bucket(NamedTuple):
-    """One piece of a version's weights in a store. `digest` is of its bytes."""
+    """One piece of a version's weights in a store: what travels at once, and is checked by its digest."""
 
     name: str
+    """Of the file; one that holds a large tensor is several buckets."""
     num_bytes: int
     digest: str
+    """Of these bytes."""
+    start: int = 0
+    """Where in the file they begin."""
 
 
 class Probe(NamedTuple):

@@ -296,6 +296,13 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
     assert _stores_before(tmp_path, third) == [first, second]
 
 
+def test_the_token_of_a_store_is_not_written_down(tmp_path: Path) -> None:
+    setup = StoreSetup(weights=WeightSettings(type="tcp"), run_id="job-1", model="m", token="secret")
+    _stores_before(tmp_path, setup)
+    assert all("secret" not in path.read_text() for path in tmp_path.iterdir())
+    assert "secret" not in repr(setup)
+
+
 def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:
     greedy = Progress(before=0.0, after=0.8, rate=True, episodes=4, scored=4)
     row = Progress(before=0.1, after=0.9, rate=True, episodes=4, scored=4, greedy=greedy)

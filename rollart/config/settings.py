@@ -18,6 +18,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$")]
+"""`host:port`."""
 
 _NORMAL = NormalDist()
 
@@ -166,8 +168,8 @@ class TaskSettings(Settings):
     name: str = Field(min_length=1)
     """Unique; the affinity key, and the name in all figures."""
     use: Code = ""
-    """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
-    else needs it."""
+    """The task set: `module`, `module:name`, `file.py` or `file.py:name`; or `library:name` for an environment of a
+    library (`rollart envs` lists them). `rollart sim` does not read it; everything else needs it."""
     args: Arguments = Field(default_factory=dict)
     """What the task set is made with: the named parameters of its `__init__`, or of the function that makes it, checked
     by their annotations. A text is a path, relative to the job file, where it begins with `./`, `../` or `~/`, or is
@@ -385,6 +387,9 @@ class PoolSettings(Settings):
     resource: str | None = None
     """Cluster `ray`: the resource by which this pool's machines are known, a custom one or such as
     `accelerator_type:H100`. Default: the hardware's name; for `cpu` none, so that any machine will do."""
+    site: str = ""
+    """Weights `tcp`: machines of the same site have a fast network between them. Each bucket crosses once from the
+    trainer's machine to a site, and from machine to machine there."""
     engines: EngineSettings | None = None
     slots: Count | None = None
     """Environments that run here at a time."""
@@ -610,17 +615,22 @@ class TrainSettings(Settings):
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
-    type: Literal["shm", "files", "mooncake"] = "shm"
-    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `mooncake` is
-    not there yet, and refused."""
+    type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
+    refused."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
+    address: Address = "127.0.0.1:0"
+    """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
+    bind: Address | None = None
+    """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
         if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
+            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
         return self
 
 

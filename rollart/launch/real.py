@@ -67,7 +67,7 @@ def real_world(
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.store.open import new_store, open_store
-    from rollart.store.shm import remove_left_behind
+    from rollart.store.owner import remove_left_behind
     from rollart.tasks.load import reward_of
 
     model_path = Path(job.model.path)
@@ -227,5 +227,5 @@ def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     path = out / STORES
     lines = path.read_text().splitlines() if path.exists() else []
     before = [StoreSetup.model_validate_json(line) for line in lines]
-    path.write_text("".join(f"{one.model_dump_json()}\n" for one in [*before, setup]))
+    path.write_text("".join(f"{one.model_dump_json(exclude={'token'})}\n" for one in [*before, setup]))
     return before

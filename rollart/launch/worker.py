@@ -87,19 +87,21 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
-            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store))
+            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store, pushes=True))
         case "rank":
             from rollart.train.fsdp2 import ShardedTrainer
             from rollart.train.ranks import AsyncRank
 
             assert setup.rank is not None
-            return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), open_store(setup.store))
+            store = open_store(setup.store, pushes=setup.rank.rank == 0)
+            return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), store)
 
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
     from rollart.store.open import open_store
 
-    job, pool, store = setup.job, setup.own_pool, open_store(setup.store)
+    job, pool = setup.job, setup.own_pool
+    store = open_store(setup.store, site=pool.site)
     assert pool.engines is not None
     if pool.engines.type == "embedded":
         from rollart.engines.embedded.engine import EmbeddedEngine

@@ -6,6 +6,8 @@ Crosses to the worker's process once, as JSON, and is checked again there. `roll
 from pathlib import Path
 from typing import Literal, Self
 
+from pydantic import Field
+
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings, Settings, WeightSettings
 from rollart.types import EngineSpec
@@ -20,6 +22,8 @@ class StoreSetup(Settings):
     """No other life of any run has it, on any machine."""
     model: str
     """The Hugging Face directory that published weights look like."""
+    token: str = Field(default="", repr=False)
+    """What a store that listens asks for. Made for this life of the run; it is on no disk."""
 
 
 class RankSetup(Settings):
