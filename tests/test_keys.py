@@ -43,6 +43,8 @@ REAL_ONLY = (
         "rewards.url",
         "rewards.concurrency",
         "tasks.N.environment",
+        "tasks.N.agent",
+        "endpoint",
         "rewards.environment",
         "weights.type",
         "weights.path",

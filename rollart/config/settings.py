@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -95,6 +95,44 @@ class ModelSettings(Settings):
     embedded pool's `kv_tokens`."""
 
 
+class AgentSettings(Settings):
+    """Who plays a task, where that is not the built-in agent: one of these."""
+
+    use: Code = ""
+    """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
+    function: Code = ""
+    """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
+    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
+    OpenAI client, and prints its answer. It runs where the environment does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(map(bool, (self.use, self.function, self.command))) != 1:
+            raise ValueError(".use: an agent is one of use, function and command; give one of them, and only one")
+        return self
+
+    @property
+    def is_program(self) -> bool:
+        """It reaches the model over the endpoint."""
+        return not self.use
+
+
+class EndpointSettings(Settings):
+    """Where agents that are programs reach the model: OpenAI's protocol, a URL and a key for each trajectory."""
+
+    host: str = "127.0.0.1"
+    """The address it listens on. With environments on other machines: one of this machine that they reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
+
+
 class SandboxSettings(Settings):
     """What one environment may use and see, with `isolation: sandbox`."""
 
@@ -169,6 +207,9 @@ class TaskSettings(Settings):
     """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
     when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
+    agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
+    """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
+    it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None

@@ -38,6 +38,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
     local = job.cluster.type == "local"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    yield "endpoint", job.endpoint, "host port", bool(job.programs), "an agent.function or agent.command of a task"
     train = job.train
     yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
     yield "train", train, "length_constant", train.algorithm == "dr_grpo", "train.algorithm dr_grpo"

@@ -211,10 +211,12 @@ def env_host(
     slots: int,
     log_dir: Path,
     lost: Lost | None = None,
+    endpoint: Path | None = None,
 ) -> "Host":
     """Environments on this machine: of each task in its isolation, of all in these slots.
 
-    `task_sets`: of those that run in this process. The others are loaded where they run.
+    `task_sets`: of those that run in this process. The others are loaded where they run. `endpoint`: the Unix socket
+    over which an agent in a sandbox reaches the model.
     """
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.isolated import IsolatedEnvHost
@@ -234,16 +236,18 @@ def env_host(
     for task in job.tasks:
         if isolations.get(task.name) == "sandbox":
             name = f"env-{re.sub(r'[^A-Za-z0-9._-]', '_', task.name)}"
-            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task))
+            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task, endpoint))
             hosts.append(([task.name], boxed))
     return hosts[0][1] if len(hosts) == 1 else IsolatedEnvHost(hosts)
 
 
-def _sandboxed(task: "TaskSettings") -> "Boxed":
+def _sandboxed(task: "TaskSettings", endpoint: Path | None) -> "Boxed":
     from rollart.envs.process import Boxed
     from rollart.tasks.load import code_of
 
     places = [*code_of(task.use), *map(Path, task.sandbox.read)]
+    if task.agent is not None and task.agent.is_program and endpoint is not None:
+        places += [*code_of(task.agent.function), endpoint]
     return Boxed(
         box=lambda name: Sandbox(settings=task.sandbox, read=places), wall_s=task.sandbox.wall_s, warm=task.warm
     )
