@@ -401,7 +401,8 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
     from rollart.model.tokenizer import ChatTokenizer
 
     try:
-        return ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
+        # raises where there is no tokenizer, or no chat template
+        return ChatTokenizer(job.model.path, job.model.chat_template, job.model.chat_template_args)
     except JobError:
         raise
     except Exception as error:  # the boundary to transformers
