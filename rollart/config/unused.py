@@ -31,6 +31,14 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
     yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
     yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    rollout = job.rollout
+    yield (
+        "rollout",
+        rollout,
+        "surplus",
+        rollout.spare_groups > 0 or rollout.staleness == 0,
+        "spare_groups, or staleness 0",
+    )
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
