@@ -31,19 +31,16 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
     yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
     yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
-    rollout = job.rollout
-    yield (
-        "rollout",
-        rollout,
-        "surplus",
-        rollout.spare_groups > 0 or rollout.staleness == 0,
-        "spare_groups, or staleness 0",
-    )
+    spare = job.rollout.spare_groups > 0 or job.rollout.staleness == 0
+    yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
+    tcp = job.weights.type == "tcp"
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
+    yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
     local = job.cluster.type == "local"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    yield "endpoint", job.endpoint, "host port", bool(job.programs), "an agent.function or agent.command of a task"
     train = job.train
     yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
     yield "train", train, "length_constant", train.algorithm == "dr_grpo", "train.algorithm dr_grpo"
@@ -63,6 +60,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"
         yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
+        yield place, pool, "site", tcp and pool.engines is not None, "weights.type tcp, and engines"
         yield place, pool, "isolation", pool.slots is not None, "slots"
         if pool.engines is not None:
             place, engines, embedded = f"{place}.engines", pool.engines, pool.engines.type == "embedded"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.ports import Env, EnvHost, RewardBackend
-from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Score, Task, Trajectory, TrajectoryId
 
 
 class Lockstep:
@@ -99,6 +99,11 @@ class _BatchedEnv:
     async def step(self, action: str) -> Observation:
         async with asyncio.timeout(self._step_s):
             observation = await self._env.step(action)
+        await self._lockstep.together()
+        return observation
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        observation = await self._env.play(program, endpoint)
         await self._lockstep.together()
         return observation
 

@@ -1,6 +1,7 @@
 """Spares: the slowest members are cancelled, groups cancelled or carried; cancelling is explicit, and its bias told."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ def with_slow_group(where: str, open_s: float = 30.0, **settings: object) -> Sce
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_a_spare_group_is_cancelled_and_all_that_it_held_is_free_at_once(where: str, bound: int) -> None:
     swap = "between_batches" if bound == 0 else "after_batch"
-    settings = {"rollout__spare_groups": 1, "rollout__staleness": bound, "rollout__swap": swap}
+    settings: dict[str, Any] = {"rollout__spare_groups": 1, "rollout__staleness": bound, "rollout__swap": swap}
     scene = with_slow_group(where, rollout__surplus="cancel", **settings)
     played = scene.play()
     assert played.finished
@@ -135,7 +136,12 @@ def test_a_spare_group_is_cancelled_and_all_that_it_held_is_free_at_once(where: 
 def test_a_spare_group_is_carried_into_a_later_batch(bound: int) -> None:
     """With bound 0 one that has sampled nothing yet is still on policy after the swap."""
     swap = "between_batches" if bound == 0 else "after_batch"
-    settings = {"rollout__spare_groups": 1, "rollout__staleness": bound, "rollout__swap": swap, "train__steps": 8}
+    settings: dict[str, Any] = {
+        "rollout__spare_groups": 1,
+        "rollout__staleness": bound,
+        "rollout__swap": swap,
+        "train__steps": 8,
+    }
     scene = with_slow_group("open", 10.3, rollout__surplus="carry", **settings)  # it has begun after the next swap
     played = scene.play()
     assert played.finished

@@ -132,7 +132,7 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         messages = [Message(role="user", content=f"{number} " + "lake " * 500)]
         for _ in range(2):
             tokens = tokenizer.render(messages, fresh=True)
-            assert tokens.tolist() == fresh._render(tuple(messages), True, True).tolist()
+            assert tokens.tolist() == fresh._render(tuple(messages), True, True, ()).tolist()
             tokenizer.decode(tokens)
     texts = [text for text, _ in tokenizer._decoded._entries.values()]
     rows = [row for row, _ in tokenizer._rendered._entries.values()]
