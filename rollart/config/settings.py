@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,7 +92,51 @@ class ModelSettings(Settings):
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`."""
+    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    chat_template: Template = ""
+    """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
+    are saved keep their tokenizer's own. Not read by `rollart sim`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
+    does not read is refused. Not read by `rollart sim`."""
+
+
+class AgentSettings(Settings):
+    """Who plays a task, where that is not the built-in agent: one of these."""
+
+    use: Code = ""
+    """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
+    function: Code = ""
+    """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
+    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
+    OpenAI client, and prints its answer. It runs where the environment does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(map(bool, (self.use, self.function, self.command))) != 1:
+            raise ValueError(".use: an agent is one of use, function and command; give one of them, and only one")
+        return self
+
+    @property
+    def is_program(self) -> bool:
+        """It reaches the model over the endpoint."""
+        return not self.use
+
+
+class EndpointSettings(Settings):
+    """Where agents that are programs reach the model: OpenAI's protocol, a URL and a key for each trajectory."""
+
+    host: str = "127.0.0.1"
+    """The address it listens on. With environments on other machines: one of this machine that they reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
 
 
 class SandboxSettings(Settings):
@@ -169,6 +213,9 @@ class TaskSettings(Settings):
     """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
     when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
+    agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
+    """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
+    it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -199,6 +246,11 @@ class RolloutSettings(Settings):
     """Groups admitted beyond what a batch needs."""
     spare_members: Annotated[int, Field(ge=0)] = 0
     """Members started beyond `group_size`; the slowest are cancelled."""
+    surplus: Literal["cancel", "carry"] | None = None
+    """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
+    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
+    Default: `cancel` with staleness 0, else `carry`."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
@@ -208,6 +260,11 @@ class RolloutSettings(Settings):
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
+
+    @property
+    def cancels_surplus(self) -> bool:
+        """The `surplus` in force."""
+        return self.surplus == "cancel" or (self.surplus is None and self.staleness == 0)
 
 
 class PrefillSettings(Settings):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.ports import Env, EnvHost, RewardBackend
-from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Score, Task, Trajectory, TrajectoryId
 
 
 class Lockstep:
@@ -101,6 +101,9 @@ class _BatchedEnv:
             observation = await self._env.step(action)
         await self._lockstep.together()
         return observation
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._env.play(program, endpoint)  # a program has a pace of its own
 
     async def close(self) -> None:
         if self._open:

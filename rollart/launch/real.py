@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
+from rollart.control.env_manager import Agent
+from rollart.control.program import ProgramAgent
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
+from rollart.launch.checks import agent_class
 from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.types import Program
+from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
     from rollart.envs.remote import RemoteEnvHost
     from rollart.envs.service import Host
+    from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
     from rollart.rewards.local import LocalRewards
@@ -68,7 +74,7 @@ def real_world(
     model_path = Path(job.model.path)
     task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
-    tokenizer = ChatTokenizer(model_path)
+    tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
     where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
@@ -81,14 +87,22 @@ def real_world(
     if where.weights.type == "shm":
         remove_left_behind()
     setup = WorkerSetup(
-        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+        job=job,
+        out=out.absolute(),
+        store=where,
+        stop_tokens=tuple(tokenizer.stop_tokens),
+        earlier=tuple(earlier),
+        carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
-    cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
+    gateway = _gateway(job)
+    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
     scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     host, rewards = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, scorer)
 
     async def close() -> None:
+        if gateway is not None:
+            await gateway.close()
         await rooms.close()
         await cluster.close()
         await scorer.close()
@@ -107,13 +121,19 @@ def real_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
+        agents=_agents(job, gateway),
         further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
 
 
 def _workers(
-    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None, *, trains: bool
+    setup: WorkerSetup,
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+    *,
+    trains: bool,
+    endpoint: Path | None,
 ) -> "tuple[Cluster, Host]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.launch import worker
@@ -133,7 +153,9 @@ def _workers(
         return on_ray, _rooms_on(on_ray, setup)
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolations = {task.name: job.isolation(task) for task in job.tasks}
-    rooms = worker.env_host(job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost)
+    rooms = worker.env_host(
+        job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost, endpoint=endpoint
+    )
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
@@ -170,6 +192,29 @@ def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
         min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in places
     ]
     return RemoteEnvHost(launch, slots=sizes)
+
+
+def _gateway(job: Job) -> "HttpGateway | None":
+    """Listens only once an agent needs it."""
+    if not job.programs:
+        return None
+    from rollart.gateway.server import HttpGateway
+
+    return HttpGateway(host=job.endpoint.host, port=job.endpoint.port, model=Path(job.model.path).name)
+
+
+def _agents(job: Job, gateway: "HttpGateway | None") -> "dict[str, Agent]":
+    """By task, where the job names one."""
+    found: dict[str, Agent] = {}
+    for task in job.tasks:
+        if task.agent is None:
+            continue
+        if gateway is not None and task.agent.is_program:
+            program = Program(function=task.agent.function, command=task.agent.command)
+            found[task.name] = ProgramAgent(program, gateway)
+        else:
+            found[task.name] = agent_class(task.agent.use)()
+    return found
 
 
 def _rewards(

@@ -68,12 +68,17 @@ def load_task_set(use: str, args: Mapping[str, Any] | None = None, *, seed: int 
 
 def load_reward(use: str) -> RewardFunction:
     """The reward function named `module:function`."""
+    return load_function(use, "reward function", "score")
+
+
+def load_function(use: str, what: str = "function", example: str = "solve") -> Callable[..., Any]:
+    """The function, or class, named `module:name`. `what` it is to be, and what it could be called."""
     module, name = _split(use)
     if not name:
-        raise JobError(f"reward function {use}: say which function, as {module}:score")
+        raise JobError(f"{what} {use}: say which, as {module}:{example}")
     function = _attribute(_import(module, use), name, use)
     if not callable(function):
-        raise JobError(f"reward function {use} is a {type(function).__name__}, not a function")
+        raise JobError(f"{what} {use} is a {type(function).__name__}, not a {what.split()[-1]}")
     return function  # type: ignore[no-any-return]
 
 
