@@ -50,7 +50,8 @@ class Engine(Protocol):
         Returns how far the engine has come: a count that grows while it computes, and stands still when it does."""
 
     async def stage(self, version: WeightVersion) -> None:
-        """Begin to fetch buckets of a coming version as they appear. Returns at once."""
+        """Fetch the buckets of a coming version as they appear. Returns when they are on this engine's host, or when
+        another version is staged or swapped to instead; a damaged bucket is for `swap` to find."""
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         """Serve these weights from now on. Raises WeightError if a bucket is missing or damaged; the

@@ -435,9 +435,7 @@ class SwapReport:
 
     version: WeightVersion
     pull_s: float = 0.0
-    """Seconds of transfer, hidden or not."""
-    exposed_s: float = 0.0
-    """Seconds the engine stood still for it."""
+    """Seconds of transfer from the store to this engine's host, hidden or not."""
     rebuilt_tokens: int = 0
     """KV tokens of in-flight work to be computed again."""
 

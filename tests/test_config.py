@@ -100,6 +100,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("workers without ray", ["pools.1.slots_per_worker=8"], "pools.1.slots_per_worker:", "cluster.type ray and slots"),
     ("isolation of nothing", ["pools.0.isolation=inline"], "pools.0.isolation:", "only with slots"),
     ("two agents", ["tasks.0.agent={use: 'a:b', command: [c]}"], "tasks.0.agent.use:", "and only one"),
+    ("program in step", ["tasks.0.agent={command: [c]}", "mode=sync"], "tasks.0.agent:", "stepping to asynchronous"),
     ("endpoint of nobody", ["endpoint.port=8000"], "endpoint.port:", "an agent.function or agent.command of a task"),
     ("project without wandb", ["track.project=a"], "track.project:", "only with track.wandb offline or online"),
     ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),

@@ -228,8 +228,11 @@ def parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="say why each task ran where it did",
-        description="Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks.",
+        help="say why each task ran where it did, and how weights got there",
+        description=(
+            "Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks; and for "
+            "each version of the weights push, arrival, bytes, and what each engine pulled and exposed."
+        ),
         epilog="Example: rollart explain runs/rollart-20261115-120000",
     )
     explain.add_argument("run_dir", type=Path, metavar="RUN")

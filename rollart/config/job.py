@@ -168,6 +168,11 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
         )
+    if task.agent is not None and task.agent.is_program and job.rollout.stepping == "batched":
+        yield (
+            f"{key}.agent: a program has a pace of its own, and rollout.stepping batched holds environments in step; "
+            "set rollout.stepping to asynchronous, or another mode"
+        )
     if task.max_tokens >= job.model.context_tokens:
         yield (
             f"{key}.max_tokens: {task.max_tokens} leaves no room for a prompt in model.context_tokens "

@@ -240,6 +240,11 @@ class RolloutSettings(Settings):
     """Groups admitted beyond what a batch needs."""
     spare_members: Annotated[int, Field(ge=0)] = 0
     """Members started beyond `group_size`; the slowest are cancelled."""
+    surplus: Literal["cancel", "carry"] | None = None
+    """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
+    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
+    Default: `cancel` with staleness 0, else `carry`."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
@@ -249,6 +254,11 @@ class RolloutSettings(Settings):
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
+
+    @property
+    def cancels_surplus(self) -> bool:
+        """The `surplus` in force."""
+        return self.surplus == "cancel" or (self.surplus is None and self.staleness == 0)
 
 
 class PrefillSettings(Settings):

@@ -103,9 +103,7 @@ class _BatchedEnv:
         return observation
 
     async def play(self, program: Program, endpoint: Endpoint) -> Observation:
-        observation = await self._env.play(program, endpoint)
-        await self._lockstep.together()
-        return observation
+        return await self._env.play(program, endpoint)  # a program has a pace of its own
 
     async def close(self) -> None:
         if self._open:

@@ -23,6 +23,7 @@ from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
 from rollart.types import Program
+from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -86,7 +87,12 @@ def real_world(
     if where.weights.type == "shm":
         remove_left_behind()
     setup = WorkerSetup(
-        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+        job=job,
+        out=out.absolute(),
+        store=where,
+        stop_tokens=tuple(tokenizer.stop_tokens),
+        earlier=tuple(earlier),
+        carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
     gateway = _gateway(job)
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
 
     `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
     """
+    for_ranks, setup = setup, setup.on_this_machine()  # each rank finds its own machine's
+    _make_run_directory(setup)
     if setup.role == "environments":
         return _environments(setup)
     import torch
@@ -83,7 +86,7 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "engine":
             return await _engine(setup)
         case "trainer" if setup.job.train.type == "fsdp2":
-            return await _ranked_trainer(setup, trainer, ranks)
+            return await _ranked_trainer(for_ranks, trainer, ranks)
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
@@ -95,6 +98,17 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
             assert setup.rank is not None
             store = open_store(setup.store, pushes=setup.rank.rank == 0)
             return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), store)
+
+
+def _make_run_directory(setup: WorkerSetup) -> None:
+    """On the coordinator's machine it is there; on another, its path is made for what this worker writes itself."""
+    try:
+        setup.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"{setup.name}: {setup.out} cannot be made on {socket.gethostname()} ({error.strerror}); give --out a path "
+            "that every machine can write to, shared or its own"
+        ) from error
 
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":

@@ -9,6 +9,7 @@ server may read them.
 
 import threading
 import time
+from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from rollart.errors import WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
+LATE_S = 5.0
+"""How long a bucket may be missing from a version whose manifest is there, before that is left to the swap to say."""
 POLL_S = 0.01
 """How often the store is looked at while a version is awaited. Files have no portable way to call."""
 
@@ -34,18 +37,28 @@ class FetchAhead:
         """Buckets whose bytes were not those of their digest."""
         self._last: dict[str, Tensor] = {}
         self._spent_s: dict[WeightVersion, float] = {}
+        self._here: Future[None] = Future()
+        """Of the version that is awaited."""
+        self._missing_since_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def stage(self, version: WeightVersion) -> None:
-        """Begin to map what appears of this version, and let go of any other. Returns at once."""
+    def stage(self, version: WeightVersion) -> "Future[None]":
+        """Begin to map what appears of this version, and let go of any other. Returns at once. What it returns is done
+        when all of the version is here (a damaged or lost bucket is the swap's to find), or when it is not awaited any
+        more."""
         with self._changed:
             if self._version != version:
                 self._version, self._held, self._wrong, self._spent_s = version, {}, set(), {}
+                self._settle()
+                self._here, self._missing_since_s = Future(), 0.0
+            if self._here.done():
+                return self._here
             self._awaited = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rollart-stage", daemon=True)
                 self._thread.start()
             self._changed.notify()
+            return self._here
 
     def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
         """The version's tensors; only what was not mapped ahead is mapped now. Raises WeightError."""
@@ -53,6 +66,7 @@ class FetchAhead:
             held = self._held if self._version == manifest.version else {}
             if self._version == manifest.version:
                 self._version, self._awaited, self._held = None, False, {}
+                self._settle()
         self._last = self._store.fetch(manifest, held)
         return self._last
 
@@ -66,11 +80,17 @@ class FetchAhead:
                 self._changed.wait_for(lambda: self._awaited)
                 whole = self._map_one()
                 self._awaited = self._awaited and not whole
+                if whole:
+                    self._settle()
             if whole is None:
                 time.sleep(POLL_S)
 
+    def _settle(self) -> None:
+        if not self._here.done():
+            self._here.set_result(None)
+
     def _map_one(self) -> bool | None:
-        """Map the next bucket that is there. True when the version is whole, None when there is nothing to do yet."""
+        """Map the next bucket that is there. True when no more will come, None when there is nothing to do yet."""
         assert self._version is not None
         version, began_s = self._version, time.perf_counter()
         try:
@@ -84,10 +104,22 @@ class FetchAhead:
                     self._wrong.add(bucket)  # the swap will say so
                 self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
                 return False
+        except WeightError:
+            pass  # gone again
+        try:
             manifest = self._store.manifest(version)
         except WeightError:
-            return None  # gone again; the swap will say so
+            return self._is_late()
         if manifest is None:
+            self._missing_since_s = 0.0
             return None
         held = self._held
-        return all(one.name in held and held[one.name].holds([one]) for one in manifest.buckets) or None
+        if all(one in self._wrong or (one.name in held and held[one.name].holds([one])) for one in manifest.buckets):
+            return True
+        return self._is_late()
+
+    def _is_late(self) -> bool | None:
+        """What its manifest names is not here, and has not been for long: True, or else None."""
+        now_s = time.monotonic()
+        self._missing_since_s = self._missing_since_s or now_s
+        return now_s - self._missing_since_s > LATE_S or None
