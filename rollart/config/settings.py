@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,7 +92,13 @@ class ModelSettings(Settings):
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`."""
+    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    chat_template: Template = ""
+    """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
+    are saved keep their tokenizer's own. Not read by `rollart sim`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
+    does not read is refused. Not read by `rollart sim`."""
 
 
 class AgentSettings(Settings):
