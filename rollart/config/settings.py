@@ -548,6 +548,10 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    memory: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's memory that the trainer may take: set it where engines are on the same GPU, so that neither
+    depends on who starts first. `recompute` `selective` reckons with it, and a micro-batch that needs more is halved.
+    Default: what is free. Refused with `fsdp2`, and on a CPU."""
     share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
     `rollart sim`."""
@@ -596,11 +600,13 @@ class TrainSettings(Settings):
                 "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
                 "remove it"
             )
-        for key in ("master", "offload"):
+        for key in ("master", "offload", "memory"):
             if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.memory is not None and self.device == "cpu":
+            raise ValueError("train.memory: is a share of a GPU's memory; remove it, or set train.device")
         if self.share is not None and self.device == "cpu":
             raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
