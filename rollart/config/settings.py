@@ -211,7 +211,7 @@ class EngineSettings(Settings):
     step_tokens: Count = 2048
     """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
-    """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
+    """`embedded`, `vllm`: keep the cache of requests in flight over a swap instead of computing it again."""
     draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
     same. 0 turns it off. Default: 15 on a CPU; on CUDA there are none, and other values are refused."""

@@ -57,10 +57,11 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             yield (
                 place,
                 engines,
-                "kv_tokens memory step_tokens keep_kv draft_tokens cores",
+                "kv_tokens memory step_tokens draft_tokens cores",
                 embedded,
                 "engines.type embedded",
             )
+            yield place, engines, "keep_kv", engines.type != "sglang", "engines.type embedded or vllm"
             yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
     yield "sim.reward", job.sim.reward, "cold_start_s idle_s", http, "rewards.type http"
     for name, behaviour in job.sim.tasks.items():

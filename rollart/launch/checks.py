@@ -138,9 +138,9 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
         )
-    if server and job.train.lora is not None:
+    if engines.type == "sglang" and job.train.lora is not None:
         yield (
-            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            f"train.lora: sglang engines (pool {pool.name!r}) are not given adapters yet; set engines.type to vllm or "
             "embedded, or remove train.lora"
         )
     if engines.most is not None and cluster != "ray":
@@ -155,16 +155,10 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.device: {engines.device}, but the pool's hardware is cpu, where a server computes on none; "
             "remove it, or name the hardware"
         )
-    if server and job.train.lora is not None:
-        yield (
-            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
-            "embedded, or remove train.lora"
-        )
-    if server and job.weights.type != "files":
-        yield (
-            f"weights.type: {engines.type} engines (pool {pool.name!r}) load new weights as files; "
-            "set weights.type=files"
-        )
+    if engines.type == "vllm" and job.train.lora is not None and engines.keep_kv:
+        yield (f"{key}.keep_kv: a request to vLLM keeps the adapter that it began with; remove it, or train.lora")
+    if server and engines.prefill is not None and engines.keep_kv:
+        yield f"{key}.keep_kv: servers that prefill apart cannot keep what is in flight; remove it, or engines.prefill"
 
 
 def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
@@ -221,12 +215,11 @@ def _model_config(job: Job) -> Mapping[str, Any]:
 
 
 def refuse_mixtures_on_servers(job: Job) -> None:
-    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
-    kinds = [engines.type for _, engines in job.engines if engines.type != "embedded"]
-    if kinds and experts_in(_model_config(job)).num:
+    """What SGLang reads of a mixture could not be tried; vLLM's own names are proven."""
+    if any(engines.type == "sglang" for _, engines in job.engines) and experts_in(_model_config(job)).num:
         raise JobError(
-            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
-            "of yet; give another model, or set engines.type to embedded"
+            f"model.path: {job.model.path} is a mixture of experts, which was not tried with sglang engines; give "
+            "another model, or set engines.type to vllm or embedded"
         )
 
 

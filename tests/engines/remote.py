@@ -40,8 +40,6 @@ class Versions:
         tokenizer.save_pretrained(self.path)
         self.model(0).save_pretrained(self.path)
         self.store = FileStore(directory / "weights", bucket_bytes=100_000, model_path=self.path, patience_s=0.0)
-        self.initial = self.store.initial()
-        """What a server is started from."""
 
     def model(self, version: int) -> PreTrainedModel:
         if version not in self.plain:

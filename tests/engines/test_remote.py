@@ -19,6 +19,7 @@ from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
+from rollart.store.prefetch import FetchAhead
 from rollart.types import Completion, Finish
 from tests.engines.fake_sglang import KEY, FakeSglang
 from tests.engines.reference import request
@@ -54,7 +55,7 @@ def play(
         )
         async with FakeSglang(core, **fake).serving() as server:
             store = versions.store
-            engine = await launch(settings(versions, server.url, dtype=dtype), fetch=store.fetch, folder=store.folder)
+            engine = await launch(settings(versions, server.url, dtype=dtype), store, FetchAhead(store))
             try:
                 await work(engine, server)
             finally:
@@ -263,20 +264,18 @@ def test_a_version_without_a_probe_is_refused(versions: Versions) -> None:
     play(versions, work)
 
 
-def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions, tmp_path: Path) -> None:
+def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         waiting = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
         await started(engine, "a/0", tokens=4)
         server.lose_updates = True
-        engine._loaded = tmp_path / "gone"
-        server._update = None  # type: ignore[assignment, method-assign]
         manifest = versions.put(1)
         original = engine._server.load
 
-        async def load(folder: Path, version: int) -> None:
-            if folder == tmp_path / "gone":
+        async def load(version: int) -> None:
+            if version == 0:
                 raise WeightError("no such folder")
-            await original(folder, version)
+            await original(version)
 
         engine._server.load = load  # type: ignore[method-assign]
         with pytest.raises(EngineError, match=r"neither new weights .* nor those of version 0 could be loaded"):
@@ -313,9 +312,9 @@ def test_a_wrong_key_and_a_server_that_is_not_there_are_named(
         store = versions.store
         monkeypatch.setenv(TOKEN_VARIABLE, "another")
         with pytest.raises(EngineError, match=r"answered 401"):
-            await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            await launch(settings(versions, server.url), store, FetchAhead(store))
         with pytest.raises(EngineError, match=r"http://127.0.0.1:9/get_server_info: ConnectError"):
-            await launch(settings(versions, "http://127.0.0.1:9"), fetch=store.fetch, folder=store.folder)
+            await launch(settings(versions, "http://127.0.0.1:9"), store, FetchAhead(store))
 
     play(versions, work)
 
@@ -324,7 +323,7 @@ def test_a_server_that_holds_less_than_a_trajectory_may_have_is_refused(versions
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         asked = replace(settings(versions, server.url), context_tokens=CONTEXT_TOKENS + 1)
         with pytest.raises(EngineError, match=f"holds {CONTEXT_TOKENS} tokens, less than model.context_tokens"):
-            await launch(asked, fetch=versions.store.fetch, folder=versions.store.folder)
+            await launch(asked, versions.store, FetchAhead(versions.store))
 
     play(versions, work)
 
@@ -360,7 +359,7 @@ def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
         core = EmbeddedEngine.from_directory(str(versions.path), max_context=CONTEXT_TOKENS)
         async with FakeSglang(core).serving() as server:
             store = versions.store
-            engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            engine = await launch(settings(versions, server.url), store, FetchAhead(store))
             task: asyncio.Future[Completion] = asyncio.ensure_future(
                 engine.generate(request([5, 6, 7], "a/0", max_tokens=200))
             )
