@@ -88,7 +88,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
         ),
         (
             {"type": "sglang", "keep_kv": True},
-            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded",
+            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded or vllm",
         ),
         (
             {"type": "vllm", "step_tokens": 64},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config.settings import EngineSettings
+from rollart.config.settings import EngineSettings, LoraSettings
 from rollart.engines import disaggregated, sglang, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
@@ -44,8 +44,8 @@ class ServerSettings:
     stop_tokens: tuple[int, ...] = ()
     """End an answer, beside those that the model's files name."""
     start_s: float = 600.0
-    lora_rank: int | None = None
-    """Versions are adapters of this rank; None where they are whole models."""
+    lora: LoraSettings | None = None
+    """Versions are adapters; None where they are whole models."""
 
 
 async def launch(settings: ServerSettings, store: Store, ahead: Ahead) -> RemoteEngine:
@@ -87,7 +87,7 @@ async def _server(settings: ServerSettings, model: Path, max_context: int) -> An
         http = Http(settings.engines.url, os.environ.get(TOKEN_VARIABLE))
         if settings.engines.type == "sglang":
             return sglang.SglangServer(http)
-        return vllm.VllmServer(http, adapters=settings.lora_rank is not None)
+        return vllm.VllmServer(http, adapters=settings.lora is not None)
     if settings.engines.type == "sglang":
         port, token = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
@@ -136,9 +136,9 @@ async def _vllm(
         max_context=max_context,
         gpus=gpus,
         cpu=settings.cpu,
-        lora_rank=settings.lora_rank,
+        lora=settings.lora,
     )
-    adapters = settings.lora_rank is not None
+    adapters = settings.lora is not None
     environment = vllm.environment(token, settings.engines.threads, cpu=settings.cpu, adapters=adapters) | variables
     http, process = await _start(settings, name, [*line, *more], environment, port, token)
     return vllm.VllmServer(http, process, gives=name.startswith("prefill"), adapters=adapters)

@@ -1,20 +1,21 @@
 """`rollart.ports.Engine` over an inference server: what vLLM and SGLang have in common.
 
 A completion is made of segments. A coming version is made ready in the server while it serves. A swap cuts the segments
-in flight short, keeping the tokens they have, lets the server change to the new weights, has it prove that it serves
-them, and sends prompt + tokens again. With `keep_kv` segments are not cut: the server stops between two steps, says how
-many tokens each has, and goes on with the cache it has. Both ways each token's version is known by its place.
+in flight short, keeping the tokens they have, lets the server change to the new weights, and sends prompt + tokens
+again. With `keep_kv` segments are not cut: the server stops between two steps, says how many tokens each has, and goes
+on with the cache it has. Both ways each token's version is known by its place. Beside that work the server proves that
+it serves the new weights; until it has, no answer leaves.
 
 Invariants: nothing is computed in the server while its weights change; after a swap its log-probabilities of the
-manifest's probe are the trainer's, and no token that was sampled before it showed that leaves the engine; a swap that
-fails leaves the version before it serving, or the engine lost.
+manifest's probe are the trainer's; a swap that fails leaves the version before it serving, and takes back what was
+sampled since, or the engine is lost.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -107,8 +108,12 @@ class RemoteEngine:
         """What is known of each process behind the server since the last swap."""
         self._calls: dict[str, RequestProgress] = {}
         self._open = asyncio.Event()
-        """Closed while weights change, or are not proven: no segment starts, and no answer leaves."""
+        """Closed while weights change: no segment starts."""
         self._open.set()
+        self._settled = asyncio.Event()
+        """Closed until new weights are proven: no answer leaves."""
+        self._settled.set()
+        self._unproven: WeightVersion | None = None
         self._swapping = asyncio.Lock()
         self._share = EngineSeconds()
         self._pieces = 0
@@ -128,9 +133,9 @@ class RemoteEngine:
                     raise self._failure
                 finish = Finish.ABORT if call.aborted else await self._segment(call)
                 sampled = len(call.tokens)
-                while not self._open.is_set():
-                    await self._open.wait()
-                if call.spans and call.spans[-1].version > self.version and self._failure is not None:
+                while not self._settled.is_set():
+                    await self._settled.wait()
+                if self._failure is not None and call.spans and call.spans[-1].version == self._unproven:
                     raise self._failure
                 if finish is not None and len(call.tokens) == sampled:
                     return call.completion(finish, self._id)
@@ -164,23 +169,18 @@ class RemoteEngine:
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
                 ahead_s = await self._make_ready(manifest)
-            halted = time.perf_counter()
+            pull_s = time.perf_counter() - started + ahead_s
             self._open.clear()
+            self._settled.clear()
             try:
-                rebuilt = await (self._hold(manifest.version) if self._settings.keep_kv else self._halt())
-                await self._change(manifest, manifest.probe)
+                report = await self._change(manifest, manifest.probe)
             except EngineError as error:
                 self._failure = error
                 raise
             finally:
                 self._open.set()
-            ended = time.perf_counter()
-        return SwapReport(
-            version=manifest.version,
-            pull_s=ended - started + ahead_s,
-            exposed_s=ended - halted,
-            rebuilt_tokens=rebuilt,
-        )
+                self._settled.set()
+        return replace(report, pull_s=pull_s + report.exposed_s)
 
     async def close(self) -> None:
         self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")
@@ -361,35 +361,45 @@ class RemoteEngine:
         await self._ended(others)
         return 0
 
-    async def _change(self, manifest: WeightManifest, probe: Probe) -> None:
+    async def _change(self, manifest: WeightManifest, probe: Probe) -> SwapReport:
+        """Sampling goes on as soon as the weights are in; what is sampled stays here until they are proven."""
+        before, began = self.version, time.perf_counter()
+        rebuilt = await (self._hold(manifest.version) if self._settings.keep_kv else self._halt())
+        self.version = self._unproven = manifest.version
         self._staged = None
         try:
             await self._server.load(manifest.version)
             await self._server.resume()
+            exposed_s = time.perf_counter() - began
+            self._open.set()
             self._proven = await self._prove(manifest.version, probe)
         except (WeightError, RequestError) as error:
-            await self._go_back(manifest.version, str(error))
+            self._open.clear()
+            await self._go_back(before, str(error))
             raise WeightError(str(error)) from error
-        self.version, self._served = manifest.version, manifest
+        self._served, self._unproven = manifest, None
+        return SwapReport(version=manifest.version, exposed_s=exposed_s, rebuilt_tokens=rebuilt)
 
-    async def _go_back(self, version: WeightVersion, reason: str) -> None:
-        """Serve what was served before, and take back what was sampled under `version`. Raises EngineError where that
-        is not to be had."""
+    async def _go_back(self, before: WeightVersion, reason: str) -> None:
+        """Serve what was served before, and take back what was sampled since. Raises EngineError where that is not to
+        be had."""
+        wrong, self.version = self.version, before
         try:
             await self._halt()
+            await asyncio.sleep(0)  # those whose segments ended close their spans
             for call in self._calls.values():
-                call.take_back(version)
-            before = self._served
-            files = await asyncio.to_thread(self._files.of, before) if before is not None else self._files.initial()
-            await self._server.stage(files, self.version)
-            await self._server.load(self.version)
+                call.take_back(wrong)
+            served = self._served
+            files = await asyncio.to_thread(self._files.of, served) if served is not None else self._files.initial()
+            await self._server.stage(files, before)
+            await self._server.load(before)
             await self._server.resume()
-            if before is not None and before.probe is not None:
-                await self._prove(self.version, before.probe)
+            if served is not None and served.probe is not None:
+                await self._prove(before, served.probe)
+            self._unproven = None
         except BoundaryError as error:
             raise EngineError(
-                f"{self._id}: neither new weights ({reason}) nor those of version {self.version} could be loaded: "
-                f"{error}"
+                f"{self._id}: neither new weights ({reason}) nor those of version {before} could be loaded: {error}"
             ) from error
 
     async def _prove(self, version: WeightVersion, probe: Probe) -> "list[Proven | None]":

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollart.config.settings import LoraSettings
 from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
@@ -58,7 +59,7 @@ def command(
     max_context: int,
     gpus: int,
     cpu: bool,
-    lora_rank: int | None = None,
+    lora: LoraSettings | None = None,
 ) -> list[str]:
     """The server's command line. The token is not on it: others could read that."""
     return [
@@ -70,15 +71,19 @@ def command(
         *("--logprobs-mode", LOGPROBS, "--generation-config", "vllm"),
         *("--stream-interval", str(STREAM_INTERVAL), "--enable-prompt-tokens-details"),
         *("--middleware", ACCESS, "--worker-extension-cls", WEIGHTS),
-        *(_with_adapters(lora_rank) if lora_rank is not None else []),
+        *(_with_adapters(lora) if lora is not None else []),
         *(_on_a_cpu(max_context) if cpu else []),
     ]
 
 
-def _with_adapters(rank: int) -> list[str]:
-    """Two at a time: the one that is served, and the next."""
-    most = min(allowed for allowed in RANKS if allowed >= rank)
-    return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "2", "--max-cpu-loras", "2"]
+def _with_adapters(lora: LoraSettings) -> list[str]:
+    """Two at a time: the one that is served, and the next. Only where adapters are trained: vLLM's own for the output
+    layer dies where a prompt is scored."""
+    return [
+        *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"),
+        *("--max-lora-rank", str(min((allowed for allowed in RANKS if allowed >= lora.rank), default=lora.rank))),
+        *("--lora-target-modules", *lora.targets),
+    ]
 
 
 def _on_a_cpu(max_context: int) -> list[str]:
@@ -115,6 +120,8 @@ class VllmServer:
         self._process = process
         self._gives = gives
         self._adapters = adapters
+        self._held = False
+        """What is in flight waits in the server, with its cache."""
         self._model = MODEL
         """What requests name: the model, or an adapter of it."""
 
@@ -169,12 +176,14 @@ class VllmServer:
 
     async def halt(self) -> None:
         await self._http.post("/pause?mode=abort&clear_cache=true")
+        self._held = False
 
     async def resume(self) -> None:
         await self._http.post("/resume")
 
     async def hold(self) -> dict[str, int]:
         await self._http.post("/pause?mode=keep&clear_cache=false")
+        self._held = True
         sampled: dict[str, int] = {}
         for name, tokens in (await self._rpc("rollart_sampled"))[0].items():
             if found := REQUEST.fullmatch(name):
@@ -189,9 +198,11 @@ class VllmServer:
             self._check(said)
         elif version:
             await self._unload_others()
-            await self._http.post(
-                "/v1/load_lora_adapter", {"lora_name": adapter_name(version), "lora_path": paths_of(files)[0]}
-            )
+            body = {"lora_name": adapter_name(version), "lora_path": paths_of(files)[0]}
+            try:
+                await self._http.post("/v1/load_lora_adapter", body)
+            except RequestError as error:
+                raise WeightError(str(error)) from error
 
     async def load(self, version: WeightVersion) -> None:
         if not self._adapters:
@@ -200,7 +211,7 @@ class VllmServer:
             self._model = adapter_name(version) if version else MODEL
         answer = await self._http.post("/reset_prefix_cache")
         # What is in flight, or held for another server, cannot be reset; its salt keeps it from later requests.
-        if not answer.get("success") and not self._gives:
+        if not answer.get("success") and not self._gives and not self._held:
             raise WeightError(f"{self._http.url}: the cache of older weights could not be cleared")
 
     async def _unload_others(self) -> None:

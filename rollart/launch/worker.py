@@ -124,7 +124,7 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         cpu=pool.hardware == "cpu",
         stop_tokens=setup.stop_tokens,
         start_s=job.limits.start_s,
-        lora_rank=None if job.train.lora is None else job.train.lora.rank,
+        lora=job.train.lora,
     )
     return await launch(server, store, FetchAhead(store))
 

@@ -112,7 +112,7 @@ def test_what_is_pushed_is_fetched(store: BucketStore) -> None:
 def test_another_process_reads_it_and_takes_nothing_along(store: BucketStore) -> None:
     manifest = store.push(0, weights())
     code = (
-        "import sys; from pathlib import Path; from rollart.store.files import EMBEDDING, HEAD, FileStore;"
+        "import sys; from pathlib import Path; from rollart.store.files import FileStore;"
         "from rollart.store.shm import ShmStore; at = Path(sys.argv[1]);"
         "store = ShmStore(at.name.removeprefix('rollart-')) if at.parent == Path('/dev/shm') else FileStore(at);"
         "manifest = store.manifest(0); print(float(store.fetch(manifest)['embed'].sum()))"
