@@ -47,8 +47,21 @@ JOB = {
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "weights.type"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]}, "weights.type"),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}], "train": {"lora": {}}},
+            "train.lora",
+        ),
+        (
+            {
+                "pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}],
+                "train": {"lora": {}},
+            },
+            "pools.cpu.engines.keep_kv",
+        ),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True, "prefill": {}}, "slots": 8}]},
+            "pools.cpu.engines.keep_kv",
+        ),
         (
             {
                 "pools": [
@@ -72,7 +85,9 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
         {"train": {"type": "fsdp2", "gpus": 2}},
         {"weights": {"type": "files"}},
         {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]},
-        {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}], "train": {"lora": {}}},
     ],
 )
 def test_what_train_has_is_let_through(change: dict[str, object]) -> None:

@@ -215,6 +215,72 @@ def test_a_server_that_does_not_load_what_it_says_is_found_out(versions: Version
     play(versions, work)
 
 
+def test_answers_wait_for_the_proof_and_what_was_sampled_before_it_failed_is_taken_back(versions: Versions) -> None:
+    """The server computes with new weights while it proves that it does; they are not those of the manifest."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        wrong = versions.put(3).probe
+        manifest = replace(versions.put(1), probe=wrong)
+        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=150, seed=n) for n in range(4)]
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await started(engine, *(one.id for one in asked), tokens=8)
+        score, asking = engine._server.score, asyncio.Event()
+
+        async def slowly(tokens: list[int]) -> list[list[float]]:
+            asking.set()
+            if engine.version == 1:
+                await until(lambda: all(call.task is None for call in engine._calls.values()))
+                assert not any(task.done() for task in tasks), "no answer leaves"
+            return await score(tokens)
+
+        engine._server.score = slowly  # type: ignore[method-assign]
+        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are"):
+            await engine.swap(manifest)
+        assert asking.is_set()
+        for one, task in zip(asked, tasks, strict=True):
+            got = await task
+            assert {span.version for span in got.spans} == {0}
+            versions.check(one, got)
+
+    play(versions, work)
+
+
+def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        calls: list[str] = []
+        stage, halt = engine._server.stage, engine._server.halt
+
+        async def staging(files: Any, version: int) -> None:
+            calls.append(f"stage {version}")
+            await stage(files, version)
+
+        async def halting() -> None:
+            calls.append("halt")
+            await halt()
+
+        engine._server.stage, engine._server.halt = staging, halting  # type: ignore[method-assign]
+        await engine.stage(1)
+        await asyncio.sleep(0.05)
+        assert calls == [], "it is not whole yet"
+        manifest = versions.put(1)
+        await until(lambda: calls == ["stage 1"])
+        assert engine.version == 0
+        await engine.swap(manifest)
+        assert calls == ["stage 1", "halt"]
+        await engine.stage(2)
+        first = versions.put(2)
+        await until(lambda: calls[-1] == "stage 2")
+        again = versions.store.push(2, versions.store.fetch(versions.put(5)), versions.put(5).probe)
+        assert again != first
+        await engine.swap(again)
+        assert calls[2:] == ["stage 2", "stage 2", "halt"], "pushed again with other bytes: staged again"
+        versions.plain[2] = versions.plain[5]
+        asked = request([5, 6, 7], max_tokens=10)
+        versions.check(asked, await engine.generate(asked))
+
+    play(versions, work)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(versions: Versions, dtype: str) -> None:
     """Each version moves log-probabilities by 0.005, far less than bfloat16 rounds; the server keeps what it has."""
