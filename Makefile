@@ -18,14 +18,14 @@ setup: $(STAMP)  ## Make .venv and install rollart, what training needs, and the
 # Runs again only when pyproject.toml changed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,logging]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,agents,logging]'
 	@touch $@
 
 test: setup  ## Lint, check types, run the fast tests with coverage
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --cov --cov-report=term
+	$(BIN)/pytest --numprocesses auto --dist worksteal --cov --cov-report=term
 
 # vLLM's CPU build brings CUDA builds of what it does not need; they break its import. Scripts in a venv name its path,
 # so it is made where it stays; the stamp says that it is whole.

@@ -8,9 +8,10 @@ store in shared memory, loaded and packed by our worker extension beside the req
 `kept` (the same, requests go on with their cache), and `reload` (`reload_weights` with the version's directory, as
 before; its files are in the page cache). Every swap is proven by log-probabilities, the same for all. Seconds:
 
-    exposed   from the halt until the server computes again: what requests in flight stand still for
-    stage     before that, while it serves
-    proof     after that, beside the requests; no answer leaves until it is done
+    stage     before the swap, while the server serves
+    exposed   the swap, from suspend to resume: no new request is sent meanwhile
+    still     the part of it in which the server computes nothing: what requests in flight stand still for
+    proof     the rest of it: the server scores the probe beside those requests, and no answer leaves
     off       the most that a log-probability of the probe differs from the trainer's
 """
 
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ CONTEXT_TOKENS = 512
 LAYER_PARAMS = 768 * 768 * 4 + 3 * 768 * 2048
 """Of one layer of the model below."""
 WAYS = ("staged", "kept", "reload")
+SECONDS = ("stage", "exposed", "still", "proof")
 ANSWER_TOKENS = 400
 
 
@@ -70,10 +72,11 @@ def main() -> None:
     for way, row in found["ways"].items():
         seconds = "  ".join(
             f"{name} {row[name]['median']:.3f} s ({row[name]['least']:.3f} to {row[name]['most']:.3f})"
-            for name in ("exposed", "stage", "proof")
+            for name in SECONDS
         )
         print(f"{way:8} {seconds}  off {row['off']:.1e}")
-    print(f"reload / staged, exposed, by round: {', '.join(f'{ratio:.1f}' for ratio in found['ratios'])}")
+    for name, ratios in found["reload_over_staged"].items():
+        print(f"reload / staged, {name}, by round: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
 
 
 class Reloading(VllmServer):
@@ -145,10 +148,10 @@ async def one_swap(engine: RemoteEngine, manifest: WeightManifest, requests: int
     await asyncio.sleep(0.5)
     began = time.perf_counter()
     await engine.stage(manifest.version)
-    assert engine._staging is not None
-    await asyncio.wait([engine._staging])
     staged = time.perf_counter()
-    report = await engine.swap(manifest)
+    still: list[float] = []
+    with watched(engine._server, still):
+        await engine.swap(manifest)
     swapped = time.perf_counter()
     over.set()
     for call in list(engine._calls):
@@ -159,11 +162,37 @@ async def one_swap(engine: RemoteEngine, manifest: WeightManifest, requests: int
     parts = [await engine._server.score(tokens) for tokens in manifest.probe.sequences()]
     answer = [value for [part] in parts for value in part]
     return {
-        "exposed": report.exposed_s,
         "stage": staged - began,
-        "proof": swapped - staged - report.exposed_s,
+        "exposed": swapped - staged,
+        "still": still[1] - still[0],
+        "proof": swapped - still[1],
         "off": max(abs(a - b) for a, b in zip(answer, manifest.probe.logprobs, strict=True)),
     }
+
+
+@contextlib.contextmanager
+def watched(server: Any, times: list[float]) -> Iterator[None]:
+    """Note when the server is told to stop, and when it goes on."""
+
+    def noting(call: Callable[[], Awaitable[Any]], *, after: bool) -> Callable[[], Awaitable[Any]]:
+        async def noted() -> Any:
+            if not after:
+                times.append(time.perf_counter())
+            answer = await call()
+            if after:
+                times.append(time.perf_counter())
+            return answer
+
+        return noted
+
+    calls = {name: getattr(server, name) for name in ("halt", "hold", "resume")}
+    for name, call in calls.items():
+        setattr(server, name, noting(call, after=name == "resume"))
+    try:
+        yield
+    finally:
+        for name in calls:
+            delattr(server, name)
 
 
 async def keep_asking(engine: RemoteEngine, version: int, number: int, over: asyncio.Event) -> None:
@@ -230,16 +259,17 @@ def figures(asked: argparse.Namespace, num_bytes: int, rows: dict[str, list[dict
                 "least": min(values),
                 "most": max(values),
             }
-            for name in ("exposed", "stage", "proof")
+            for name in SECONDS
             if (values := [row[name] for row in found])
         } | {"off": max(row["off"] for row in found)}
-    ratios = [old["exposed"] / new["exposed"] for new, old in zip(rows["staged"], rows["reload"], strict=True)]
+    pairs = list(zip(rows["staged"], rows["reload"], strict=True))
+    ratios = {name: [old[name] / new[name] for new, old in pairs] for name in ("exposed", "still")}
     return {
         "mb": round(num_bytes / 1e6),
         "requests": asked.requests,
         "rounds": asked.rounds,
         "ways": ways,
-        "ratios": ratios,
+        "reload_over_staged": ratios,
     }
 
 

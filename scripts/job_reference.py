@@ -87,7 +87,7 @@ the reason. See [train](train.md).
 `mode` fills these keys of `rollout`. A key that the job or an override gives wins over its mode.
 """
 
-NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

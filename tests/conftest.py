@@ -5,28 +5,18 @@ pyproject.toml. Slow ones start real processes on machines that may be busy: the
 own `@pytest.mark.timeout`.
 """
 
-import sys
-from collections.abc import Iterator
+import os
 
 import pytest
 
 SLOW_S = 900
+
+# Before anybody imports torch. The models of the tests are so small that a second thread only waits, and on a busy
+# machine waits long; and the fast tests run side by side already.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_S))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models of the tests are so small that a second thread only waits, and on a busy machine waits long."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 EXTRAS = {
     "train": ("msgpack", "safetensors", "torch", "transformers"),
     "tasks": ("gymnasium", "msgpack", "reasoning_gym"),
+    "datasets": ("datasets", "math_verify", "pyarrow"),
+    "gem": ("gem_llm",),
+    "textarena": ("textarena",),
+    "openenv": ("websockets",),
+    "verifiers": ("uv", "verifiers"),
     "rewards": ("functions_framework", "httpx", "msgpack"),
     "smollm2": ("accelerate", "gguf"),
     "logging": ("tensorboard", "wandb"),

@@ -39,6 +39,7 @@ class Job(settings.Settings):
     evaluation: Anytime[settings.EvaluationSettings] = settings.EvaluationSettings()
     track: Anytime[settings.TrackSettings] = settings.TrackSettings()
     trajectories: Anytime[settings.TrajectorySettings] = settings.TrajectorySettings()
+    endpoint: Anytime[settings.EndpointSettings] = settings.EndpointSettings()
     limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
 
@@ -63,10 +64,20 @@ class Job(settings.Settings):
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
 
+    def isolation(self, task: settings.TaskSettings, pool: settings.PoolSettings | None = None) -> settings.Isolation:
+        """Of the environments of this task, in this pool; by default in the first that has slots."""
+        pool = pool or next(pool for pool in self.pools if pool.slots)
+        return task.isolation or pool.isolation
+
+    def wait_s(self, task: settings.TaskSettings) -> tuple[float, float, float]:
+        """How long an environment of this task may take to open, to reset, and for a step."""
+        own, all_tasks = task.limits, self.limits
+        return own.open_s or all_tasks.open_s, own.reset_s or all_tasks.reset_s, own.step_s or all_tasks.step_s
+
     @property
-    def task_variables(self) -> list[str]:
-        """What environments see of our environment. All tasks': a process plays now this one, now that one."""
-        return sorted({name for task in self.tasks for name in task.environment})
+    def programs(self) -> tuple[settings.TaskSettings, ...]:
+        """The tasks whose agents reach the model over the endpoint."""
+        return tuple(task for task in self.tasks if task.agent is not None and task.agent.is_program)
 
     @property
     def slots(self) -> int:
@@ -156,6 +167,11 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
         yield (
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
+        )
+    if task.agent is not None and task.agent.is_program and job.rollout.stepping == "batched":
+        yield (
+            f"{key}.agent: a program has a pace of its own, and rollout.stepping batched holds environments in step; "
+            "set rollout.stepping to asynchronous, or another mode"
         )
     if task.max_tokens >= job.model.context_tokens:
         yield (

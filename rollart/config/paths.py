@@ -1,10 +1,12 @@
 """Which keys of a job name something on disk, and from where a relative path counts.
 
-A key says it in its type, as `Place`, `Program` or `Code`. A job file's paths are relative to the file, an override's
-to the current directory; a job that was read holds absolute paths only, and so does the one in a run directory.
+A key says it in its type, as `Place`, `Program`, `Code` or `Arguments`. A job file's paths are relative to the file, an
+override's to the current directory; a job that was read holds absolute paths only, and so does the one in a run
+directory.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,20 +23,31 @@ class OnDisk(Enum):
     """A path where it has a slash; else looked up as the shell would."""
     CODE = "module or path"
     """A path where it names a `.py` file, with or without `:name`."""
+    ARGUMENT = "mapping"
+    """Any values of a task set's own. A text below it is a path where it begins with `./`, `../` or `~/`, or is one
+    word that ends like the file of a task or of a dataset."""
 
     def absolute(self, text: str, base: Path) -> str:
         name = ""
-        if self is OnDisk.CODE:
+        if self in (OnDisk.CODE, OnDisk.ARGUMENT):
             file, colon, after = text.rpartition(":")
             if colon and file.endswith(".py"):
                 text, name = file, f":{after}"
-        is_path = {OnDisk.PLACE: bool(text), OnDisk.PROGRAM: "/" in text, OnDisk.CODE: text.endswith(".py")}[self]
+        is_path = {
+            OnDisk.PLACE: bool(text),
+            OnDisk.PROGRAM: "/" in text,
+            OnDisk.CODE: text.endswith(".py"),
+            OnDisk.ARGUMENT: bool(ARGUMENT_PATH.fullmatch(text)),
+        }[self]
         return os.path.abspath(base / os.path.expanduser(text)) + name if is_path else text + name
 
+
+ARGUMENT_PATH = re.compile(r"(\.\.?|~)/.*|[^\s{}:]+\.(py|jsonl|csv|tsv|parquet)", re.DOTALL)
 
 Place = Annotated[str, OnDisk.PLACE]
 Program = Annotated[str, OnDisk.PROGRAM]
 Code = Annotated[str, OnDisk.CODE]
+Arguments = Annotated[dict[str, Any], OnDisk.ARGUMENT]
 
 
 def located(data: Any, annotation: Any, base: Path) -> Any:
@@ -45,6 +58,8 @@ def located(data: Any, annotation: Any, base: Path) -> Any:
     if isinstance(data, list | tuple):
         return [located(item, annotation, base) for item in data]
     settings = settings_in(annotation)
+    if isinstance(data, Mapping) and _kind_in(annotation) is OnDisk.ARGUMENT:
+        return {key: located(value, annotation, base) for key, value in data.items()}
     if not isinstance(data, Mapping) or settings is None:
         return data
     fields = settings.model_fields

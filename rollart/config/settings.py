@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Code, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$")]
+"""`host:port`."""
 
 _NORMAL = NormalDist()
 
@@ -30,6 +32,7 @@ Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinfor
 Correction = Literal["bypass", "decoupled", "none"]
 WeightLevel = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
+Isolation = Literal["inline", "process", "sandbox"]
 
 MODES: dict[str, dict[str, int | str]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
@@ -92,14 +95,85 @@ class ModelSettings(Settings):
     embedded pool's `kv_tokens`."""
 
 
+class AgentSettings(Settings):
+    """Who plays a task, where that is not the built-in agent: one of these."""
+
+    use: Code = ""
+    """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
+    function: Code = ""
+    """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
+    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
+    OpenAI client, and prints its answer. It runs where the environment does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(map(bool, (self.use, self.function, self.command))) != 1:
+            raise ValueError(".use: an agent is one of use, function and command; give one of them, and only one")
+        return self
+
+    @property
+    def is_program(self) -> bool:
+        """It reaches the model over the endpoint."""
+        return not self.use
+
+
+class EndpointSettings(Settings):
+    """Where agents that are programs reach the model: OpenAI's protocol, a URL and a key for each trajectory."""
+
+    host: str = "127.0.0.1"
+    """The address it listens on. With environments on other machines: one of this machine that they reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
+
+
+class SandboxSettings(Settings):
+    """What one environment may use and see, with `isolation: sandbox`."""
+
+    memory_mb: Count = 1024
+    """Memory of all its processes together, its /tmp included, where we may make control groups; elsewhere of each."""
+    processes: Annotated[int, Field(ge=8)] = 64
+    """Processes and threads at a time."""
+    cpu_s: Positive = 600.0
+    """CPU seconds of one process."""
+    tmp_mb: Count = 256
+    """Size of its /tmp, the only place that can be written to."""
+    output_mb: Count = 16
+    """Longest answer, largest file, and most that goes to its log."""
+    wall_s: Positive = 7200.0
+    """From its opening to its end, the model's answers included. Then it is killed, and its attempt fails."""
+    read: tuple[Place, ...] = ()
+    """Files and folders of the machine that can be read inside, under the same names. The task set's own file or
+    package can, and what is installed beside this Python."""
+
+
+class TaskLimits(Settings):
+    """How long to wait for environments of this task. Default: what the job's `limits` say."""
+
+    open_s: Positive | None = None
+    """Waiting for a slot and its start."""
+    reset_s: Positive | None = None
+    step_s: Positive | None = None
+
+
 class TaskSettings(Settings):
     """One task set in the mix."""
 
     name: str = Field(min_length=1)
     """Unique; the affinity key, and the name in all figures."""
     use: Code = ""
-    """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
-    else needs it."""
+    """The task set: `module`, `module:name`, `file.py` or `file.py:name`; or `library:name` for an environment of a
+    library (`rollart envs` lists them). `rollart sim` does not read it; everything else needs it."""
+    args: Arguments = Field(default_factory=dict)
+    """What the task set is made with: the named parameters of its `__init__`, or of the function that makes it, checked
+    by their annotations. A text is a path, relative to the job file, where it begins with `./`, `../` or `~/`, or is
+    one word that ends in `.py`, `.jsonl`, `.csv`, `.tsv` or `.parquet`. Not read by `rollart sim`."""
     weight: Positive = 1.0
     """Share of the groups, relative to the other tasks' weights."""
     quota: Count | None = None
@@ -120,8 +194,22 @@ class TaskSettings(Settings):
     """An answer ends after any of these texts. Not read by `rollart sim`."""
     environment: Anytime[tuple[Variable, ...]] = ()
     """Names of environment variables that this task's environments may see, beside those that every program needs: an
-    API key, say. Its value is never in the job file. Environments of all tasks share processes, and so see all that any
-    task names. Not read by `rollart sim`; refused with `isolation: inline`, which sees everything."""
+    API key, say. Its value is never in the job file. Environments of isolation `process` share processes, and so see
+    all that any such task names. Not read by `rollart sim`; refused with isolation `inline`, which sees everything."""
+    isolation: Anytime[Isolation | None] = None
+    """Where its environments run. `inline`: in the coordinator (on the cluster `ray`: in each worker), for cheap and
+    trusted ones. `process`: in processes that are used again while they are well. `sandbox`: each in a sandbox of its
+    own, made by bubblewrap, without network, secrets and the job's files. Default: what the pool says. Not read by
+    `rollart sim`."""
+    sandbox: Anytime[SandboxSettings] = SandboxSettings()
+    """Not read by `rollart sim`."""
+    warm: Anytime[Annotated[int, Field(ge=0)]] = 0
+    """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
+    when none was asked for in a minute. Not read by `rollart sim`."""
+    limits: Anytime[TaskLimits] = TaskLimits()
+    agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
+    """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
+    it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -152,6 +240,11 @@ class RolloutSettings(Settings):
     """Groups admitted beyond what a batch needs."""
     spare_members: Annotated[int, Field(ge=0)] = 0
     """Members started beyond `group_size`; the slowest are cancelled."""
+    surplus: Literal["cancel", "carry"] | None = None
+    """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
+    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
+    Default: `cancel` with staleness 0, else `carry`."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
@@ -161,6 +254,11 @@ class RolloutSettings(Settings):
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
+
+    @property
+    def cancels_surplus(self) -> bool:
+        """The `surplus` in force."""
+        return self.surplus == "cancel" or (self.surplus is None and self.staleness == 0)
 
 
 class PrefillSettings(Settings):
@@ -219,6 +317,10 @@ class EngineSettings(Settings):
     """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
     `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
     it), shared by all who name it."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's multiprocessors that each engine's process may use, by NVIDIA's MPS: all that name the same
+    `device` then run at the same time. Default: the whole GPU, in turns with other processes. With `cluster` `local`
+    only. Not read by `rollart sim`."""
     threads: Count = 1
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -260,6 +362,8 @@ class EngineSettings(Settings):
             raise ValueError(".draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
         if self.memory is not None and not on_cuda:
             raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if self.share is not None and not on_cuda:
+            raise ValueError(".share: is a share of a GPU's multiprocessors; name the GPU, as device: cuda:0")
         if self.memory is not None and self.kv_tokens is not None:
             raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
         if self.type == "embedded" and self.step_tokens < self.max_batch:
@@ -293,14 +397,16 @@ class PoolSettings(Settings):
     resource: str | None = None
     """Cluster `ray`: the resource by which this pool's machines are known, a custom one or such as
     `accelerator_type:H100`. Default: the hardware's name; for `cpu` none, so that any machine will do."""
+    site: str = ""
+    """Weights `tcp`: machines of the same site have a fast network between them. Each bucket crosses once from the
+    trainer's machine to a site, and from machine to machine there."""
     engines: EngineSettings | None = None
     slots: Count | None = None
     """Environments that run here at a time."""
     slots_per_worker: Count = 32
     """Cluster `ray`: environments in one worker; the workers are spread over the pool's machines, one CPU each."""
-    isolation: Literal["process", "inline"] = "process"
-    """Of environments: each slot a process of its own, or all in one (cheap, trusted ones): the coordinator's, and on
-    the cluster `ray` each worker's."""
+    isolation: Isolation = "process"
+    """Of the environments of tasks that have no `isolation` of their own."""
 
 
 class RewardSettings(Settings):
@@ -436,6 +542,9 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
+    `rollart sim`."""
     threads: Anytime[Count] = 1
     """CPU threads of the trainer's process."""
     cores: Anytime[tuple[Annotated[int, Field(ge=0)], ...]] = ()
@@ -486,6 +595,8 @@ class TrainSettings(Settings):
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.share is not None and self.device == "cpu":
+            raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
             raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
         return self
@@ -514,17 +625,22 @@ class TrainSettings(Settings):
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
-    type: Literal["shm", "files", "mooncake"] = "shm"
-    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `mooncake` is
-    not there yet, and refused."""
+    type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
+    refused."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
+    address: Address = "127.0.0.1:0"
+    """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
+    bind: Address | None = None
+    """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
         if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
+            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
         return self
 
 

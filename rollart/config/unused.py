@@ -31,10 +31,16 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
     yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
     yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    spare = job.rollout.spare_groups > 0 or job.rollout.staleness == 0
+    yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
+    tcp = job.weights.type == "tcp"
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
+    yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
+    local = job.cluster.type == "local"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    yield "endpoint", job.endpoint, "host port", bool(job.programs), "an agent.function or agent.command of a task"
     train = job.train
     yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
     yield "train", train, "length_constant", train.algorithm == "dr_grpo", "train.algorithm dr_grpo"
@@ -42,17 +48,23 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "train", train, "weight_level", train.correction == "decoupled", "train.correction decoupled"
     yield "train", train, "weight_cap over_cap", train.correction != "none", "train.correction bypass or decoupled"
     yield "train", train, "weight_floor", train.over_cap == "mask", "train.over_cap mask"
+    yield "train", train, "share", local, "cluster.type local"
     for position, task in enumerate(job.tasks):
         place = f"tasks.{position}"
         yield place, task, "weight", task.quota is None, "no quota, which is the task's share"
         yield place, task, "top_p top_k", task.temperature > 0, "a temperature above 0"
+        boxed = any(job.isolation(task, pool) == "sandbox" for pool in job.pools if pool.slots)
+        yield place, task, "warm", boxed, "isolation sandbox"
+        yield f"{place}.sandbox", task.sandbox, " ".join(type(task.sandbox).model_fields), boxed, "isolation sandbox"
     for position, pool in enumerate(job.pools):
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"
         yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
+        yield place, pool, "site", tcp and pool.engines is not None, "weights.type tcp, and engines"
         yield place, pool, "isolation", pool.slots is not None, "slots"
         if pool.engines is not None:
             place, engines, embedded = f"{place}.engines", pool.engines, pool.engines.type == "embedded"
+            yield place, engines, "share", local, "cluster.type local"
             yield place, engines, "python url args", not embedded, "engines.type vllm or sglang"
             yield (
                 place,

@@ -1,7 +1,7 @@
 """What a coordinator is given: everything outside the control plane, behind ports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollart.policy.affinity import Affinity
@@ -25,7 +25,8 @@ class World:
     store: WeightStore
     journal: Journal
     affinity: Affinity
-    agent: "Agent | None" = None
+    agents: "Mapping[str, Agent]" = field(default_factory=dict)
+    """By task: who plays it. The others are played turn by turn: render, generate, step."""
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
     recorder: Recorder | None = None

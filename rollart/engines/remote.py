@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,8 +38,6 @@ QUIET_S = 0.1
 """What a halted server has not ended by then, and has sent no token of, it does not know yet."""
 GRACE_S = 2.0
 """A segment that a halted server has not ended by then is cut off from here; what it has stays."""
-LOOK_S = 0.02
-"""How often a version that is awaited is looked for."""
 
 
 class Server(Protocol):
@@ -100,10 +98,12 @@ class RemoteEngine:
         """Of the version served; None while that is the initial one."""
         self._staging: asyncio.Task[None] | None = None
         """Makes a coming version ready in the server."""
+        self._awaited: WeightVersion | None = None
+        """The version that the task above is at."""
         self._staged: WeightManifest | None = None
         """Of the version that is ready there, or that the task above has found and is at."""
-        self._staged_s = 0.0
-        """What the server took for it."""
+        self._fetched_s = 0.0
+        """What finding its files took."""
         self._proven: list[Proven | None] = []
         """What is known of each process behind the server since the last swap."""
         self._calls: dict[str, RequestProgress] = {}
@@ -154,33 +154,33 @@ class RemoteEngine:
         return self._pieces
 
     async def stage(self, version: WeightVersion) -> None:
-        """The server, too, makes the version ready, once it is whole."""
-        self._files.begin(version)
-        await self._end_staging()
-        self._staging = asyncio.create_task(self._prepare(version))
+        """Returns when the server, too, needs only to change to it."""
+        if self._staging is None or self._awaited != version:
+            await self._end_staging()
+            self._awaited = version
+            self._staging = asyncio.create_task(self._prepare(version))
+        await asyncio.wait([self._staging])
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         async with self._swapping:
-            started = time.perf_counter()
             if manifest.probe is None:
                 raise WeightError(
                     f"{self._id}: version {manifest.version} came without a probe, so nothing can show that the server "
                     "serves it; publish it with one (`rollart.model.network.probe`)"
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
-                ahead_s = await self._make_ready(manifest)
-            pull_s = time.perf_counter() - started + ahead_s
+                pull_s = await self._make_ready(manifest)
             self._open.clear()
             self._settled.clear()
             try:
-                report = await self._change(manifest, manifest.probe)
+                rebuilt = await self._change(manifest, manifest.probe)
             except EngineError as error:
                 self._failure = error
                 raise
             finally:
                 self._open.set()
                 self._settled.set()
-        return replace(report, pull_s=pull_s + report.exposed_s)
+        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
 
     async def close(self) -> None:
         self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")
@@ -283,38 +283,31 @@ class RemoteEngine:
     # --- weights
 
     async def _prepare(self, version: WeightVersion) -> None:
-        while (manifest := await asyncio.to_thread(self._found, version)) is None:  # noqa: ASYNC110 - files have no event
-            await asyncio.sleep(LOOK_S)
         with contextlib.suppress(BoundaryError):  # the swap stages again, and says what is wrong
-            await self._stage_in_server(manifest)
-
-    def _found(self, version: WeightVersion) -> WeightManifest | None:
-        with contextlib.suppress(WeightError):
-            return self._files.manifest(version)
-        return None
+            await asyncio.shield(asyncio.wrap_future(self._files.begin(version)))
+            manifest = await asyncio.to_thread(self._files.manifest, version)
+            if manifest is not None:  # or it is not awaited any more
+                await self._stage_in_server(manifest)
 
     async def _stage_in_server(self, manifest: WeightManifest) -> None:
         self._staged = manifest
         try:
-            files = await asyncio.to_thread(self._files.of, manifest)
             began = time.perf_counter()
+            files = await asyncio.to_thread(self._files.of, manifest)
+            self._fetched_s = time.perf_counter() - began
             await self._server.stage(files, manifest.version)
-            self._staged_s = time.perf_counter() - began
         except BaseException:
             self._staged = None
             raise
 
     async def _make_ready(self, manifest: WeightManifest) -> float:
-        """The server needs only to change to it. Returns the seconds that went into that before now."""
-        ahead_s = 0.0
+        """The server needs only to change to it. Returns the seconds that bringing it to this host took."""
         if self._staging is not None and self._staged == manifest:
-            ahead_s = self._staged_s if self._staging.done() else 0.0
             await asyncio.wait([self._staging])
         await self._end_staging()
         if self._staged != manifest:
-            ahead_s = 0.0
             await self._stage_in_server(manifest)
-        return ahead_s + self._files.spent_s(manifest.version)
+        return self._files.spent_s(manifest.version) + self._fetched_s
 
     async def _end_staging(self) -> None:
         if self._staging is not None:
@@ -361,16 +354,16 @@ class RemoteEngine:
         await self._ended(others)
         return 0
 
-    async def _change(self, manifest: WeightManifest, probe: Probe) -> SwapReport:
-        """Sampling goes on as soon as the weights are in; what is sampled stays here until they are proven."""
-        before, began = self.version, time.perf_counter()
+    async def _change(self, manifest: WeightManifest, probe: Probe) -> int:
+        """Sampling goes on as soon as the weights are in; what is sampled stays here until they are proven. Returns how
+        many tokens are computed again."""
+        before = self.version
         rebuilt = await (self._hold(manifest.version) if self._settings.keep_kv else self._halt())
         self.version = self._unproven = manifest.version
         self._staged = None
         try:
             await self._server.load(manifest.version)
             await self._server.resume()
-            exposed_s = time.perf_counter() - began
             self._open.set()
             self._proven = await self._prove(manifest.version, probe)
         except (WeightError, RequestError) as error:
@@ -378,7 +371,7 @@ class RemoteEngine:
             await self._go_back(before, str(error))
             raise WeightError(str(error)) from error
         self._served, self._unproven = manifest, None
-        return SwapReport(version=manifest.version, exposed_s=exposed_s, rebuilt_tokens=rebuilt)
+        return rebuilt
 
     async def _go_back(self, before: WeightVersion, reason: str) -> None:
         """Serve what was served before, and take back what was sampled since. Raises EngineError where that is not to

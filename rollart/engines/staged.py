@@ -8,6 +8,7 @@ does. Called in threads, before the server stands still.
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +27,7 @@ from rollart.types import WeightManifest, WeightVersion
 class Ahead(Protocol):
     """Brings versions to this host while they are still pushed."""
 
-    def stage(self, version: WeightVersion) -> None: ...
+    def stage(self, version: WeightVersion) -> "Future[None]": ...
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
 
@@ -53,9 +54,9 @@ class StagedFiles:
         self._own = store.directory / f"for-{engine_id}"
         self._shape: PreTrainedModel | None = None
 
-    def begin(self, version: WeightVersion) -> None:
-        """Fetch what appears of a coming version. Returns at once."""
-        self._ahead.stage(version)
+    def begin(self, version: WeightVersion) -> "Future[None]":
+        """Fetch what appears of a coming version. Done when all of it is here, or when it is not awaited any more."""
+        return self._ahead.stage(version)
 
     def manifest(self, version: WeightVersion) -> WeightManifest | None:
         """None while the version is not complete."""

@@ -6,10 +6,11 @@ closes, so a dead environment does not block the others; a slow one does, which 
 """
 
 import asyncio
+from collections.abc import Mapping
 
 from rollart.config.job import Job
 from rollart.ports import Env, EnvHost, RewardBackend
-from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Score, Task, Trajectory, TrajectoryId
 
 
 class Lockstep:
@@ -63,22 +64,22 @@ def in_lockstep(job: Job, host: EnvHost, rewards: RewardBackend) -> tuple[EnvHos
         return host, rewards
     lockstep = Lockstep()
     return (
-        BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s),
+        BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks}),
         BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s),
     )
 
 
 class BatchedHost:
-    def __init__(self, host: EnvHost, lockstep: Lockstep, *, reset_s: float, step_s: float) -> None:
+    def __init__(self, host: EnvHost, lockstep: Lockstep, limits: Mapping[str, tuple[float, float]]) -> None:
+        """`limits`: by domain, seconds for a reset and for a step."""
         self._host = host
         self._lockstep = lockstep
-        self._reset_s = reset_s
-        self._step_s = step_s
+        self._limits = limits
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
         env = await self._host.open(task, trajectory)
         self._lockstep.opened()
-        return _BatchedEnv(env, self._lockstep, self._reset_s, self._step_s)
+        return _BatchedEnv(env, self._lockstep, *self._limits[task.domain])
 
 
 class _BatchedEnv:
@@ -100,6 +101,9 @@ class _BatchedEnv:
             observation = await self._env.step(action)
         await self._lockstep.together()
         return observation
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._env.play(program, endpoint)  # a program has a pace of its own
 
     async def close(self) -> None:
         if self._open:

@@ -2,42 +2,69 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.tasks.api import Environment, TaskSet, as_observation
+from rollart.tasks.api import Environment, TaskSet, as_observation, text_of
 from rollart.tasks.load import load_task_set
-from rollart.types import Observation, Task
+from rollart.tasks.program import answer_of
+from rollart.types import Endpoint, Observation, Program, Task
 
 
 class EnvWorker:
     """Task sets are loaded when their first task arrives."""
 
-    def __init__(self, uses: Mapping[str, str], seed: int) -> None:
+    def __init__(self, uses: Mapping[str, str], seed: int, args: Mapping[str, Mapping[str, Any]]) -> None:
         self._uses = uses
+        self._args = args
         self._seed = seed
         self._task_sets: dict[str, TaskSet] = {}
         self._environment: Environment | None = None
+        self._shown = ""
+        """What the environment said last."""
         self._runner = asyncio.Runner()
 
-    def open(self, task: Task) -> None:
-        if task.domain not in self._task_sets:
-            use = self._uses[task.domain]
-            self._task_sets[task.domain] = load_task_set(use, seed=self._seed, domain=task.domain)
-        self._environment = self._task_sets[task.domain].environment(task)
+    def prepare(self, domains: Sequence[str], keys: Sequence[tuple[str, str]]) -> None:
+        """Ahead of the first task: load the task sets, and let them fill caches for these keys."""
+        for domain in domains:
+            self._task_set(domain)
+        for domain, key in keys:
+            self._task_set(domain).fill_cache(key)
+
+    def open(self, task: Task) -> str:
+        """Returns the key of what a worker that is started ahead could have in a cache for it."""
+        task_set = self._task_set(task.domain)
+        self._environment = task_set.environment(task)
+        return task_set.cache_key(task)
+
+    def _task_set(self, domain: str) -> TaskSet:
+        if domain not in self._task_sets:
+            self._task_sets[domain] = load_task_set(
+                self._uses[domain], self._args.get(domain), seed=self._seed, domain=domain
+            )
+        return self._task_sets[domain]
 
     def reset(self) -> Observation:
         assert self._environment is not None
-        return as_observation(self._finished(self._environment.reset()))
+        return self._said(self._environment.reset())
 
     def step(self, action: str) -> Observation:
         assert self._environment is not None
-        return as_observation(self._finished(self._environment.step(action)))
+        return self._said(self._environment.step(action))
+
+    def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        """Step with the answer of a program to what was said last."""
+        return self.step(self._finished(answer_of(program, endpoint, self._shown)))
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
         assert environment is not None
         self._finished(environment.close())
+
+    def _said(self, value: Any) -> Observation:
+        observation = as_observation(self._finished(value))
+        self._shown = text_of(observation)
+        return observation
 
     def _finished(self, value: Any) -> Any:
         async def wait() -> Any:

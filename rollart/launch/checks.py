@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollart.config.job import Job
 from rollart.config.settings import EngineSettings, PoolSettings, TaskSettings
 from rollart.control.draw import draw
-from rollart.errors import BoundaryError, JobError
+from rollart.errors import BoundaryError, JobError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
+from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from rollart.envs.process import ProcessEnvHost
+    from rollart.control.env_manager import Agent
+    from rollart.envs.service import Host
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
 
@@ -44,6 +46,7 @@ RUN_BYTES = 64_000_000
 """Room for events, metrics and logs, without which no run begins."""
 WEIGHT_VERSIONS = 2
 """That a weight store holds at a time, at least."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -125,10 +128,10 @@ def unsupported(job: Job) -> Iterator[str]:
         if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
             yield f"{key}.device: {device!r} is not a device; write cpu, cuda, or such as cuda:0"
     yield from _variable_problems(job)
+    yield from _agent_problems(job)
     if job.train.type == "single" and job.train.gpus > 1:
         yield f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
-    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
-        yield "pools: environment pools of both isolations in one job are not there yet; use one of them"
+    yield from _isolation_problems(job)
 
 
 def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
@@ -175,11 +178,28 @@ def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> 
         )
 
 
+def _isolation_problems(job: Job) -> Iterator[str]:
+    """On Ray each pool has its own, and each machine is asked when its worker starts."""
+    if job.cluster.type == "ray":
+        return
+    undecided = [f"tasks.{position}" for position, task in enumerate(job.tasks) if task.isolation is None]
+    if undecided and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        yield f"{undecided[0]}.isolation: the pools with slots say different things; say it here, or make them equal"
+    for position, task in enumerate(job.tasks):
+        if job.isolation(task) == "sandbox":
+            from rollart.workers.sandbox import missing
+
+            if why := missing():
+                yield f"tasks.{position}.isolation: sandbox {why}"
+            return
+
+
 def _variable_problems(job: Job) -> Iterator[str]:
     """On Ray, environments have the variables of their machines; rewards are computed here."""
     asked = {f"tasks.{position}.environment": task.environment for position, task in enumerate(job.tasks)}
-    if all(pool.isolation == "inline" for pool in job.pools if pool.slots):
-        for key in (key for key, names in asked.items() if names):
+    for position, task in enumerate(job.tasks):
+        key = f"tasks.{position}.environment"
+        if task.environment and all(job.isolation(task, pool) == "inline" for pool in job.pools if pool.slots):
             yield (
                 f"{key}: environments of isolation inline run in this process, and see all its variables; remove it, "
                 "or set isolation to process"
@@ -188,6 +208,46 @@ def _variable_problems(job: Job) -> Iterator[str]:
     for key, name in ((key, name) for key, names in here.items() for name in names):
         if name not in os.environ:
             yield f"{key}: {name} is not set here; set it (export {name}=...), or remove it"
+
+
+def _agent_problems(job: Job) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    on_ray = job.cluster.type == "ray"
+    for position, task in enumerate(job.tasks):
+        key, agent = f"tasks.{position}.agent", task.agent
+        if agent is None:
+            continue
+        if agent.use:
+            try:
+                agent_class(agent.use)
+            except JobError as error:
+                yield f"{key}.use: {error}"
+            continue
+        isolations = {job.isolation(task, pool) for pool in job.pools if pool.slots}
+        if find_spec("aiohttp") is None:
+            yield f"{key}: the endpoint needs aiohttp: {install('agents')}"
+        if "inline" in isolations:
+            yield f"{key}: a program does not run in RollArt's own process; set isolation to process or sandbox"
+        if on_ray and "sandbox" in isolations:
+            yield f"{key}: a sandbox on another machine does not reach the endpoint; set isolation to process"
+        if on_ray and job.endpoint.host in LOOPBACK:
+            yield (
+                f"endpoint.host: {job.endpoint.host} cannot be reached from the machines of the cluster, where task "
+                f"{task.name!r} has its agent; give an address of this machine that they reach"
+            )
+        if agent.command and not on_ray and shutil.which(agent.command[0]) is None:
+            yield f"{key}.command: {agent.command[0]} is not a program that can be run here; install it, or correct it"
+
+
+def agent_class(use: str) -> "Callable[[], Agent]":
+    """Raises JobError where it is none."""
+    from rollart.tasks.load import load_function
+
+    found = load_function(use, "agent class", "MyAgent")
+    if not asyncio.iscoroutinefunction(getattr(found, "play", None)):
+        raise JobError(f"{use} has no `async def play(self, session)`; give it one, or name another class")
+    return found
 
 
 def refuse_long_contexts(job: Job) -> None:
@@ -349,7 +409,7 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
     if not task.use:
         raise JobError(f"tasks.{position}.use: missing; name the task set, such as rollart.tasks.frozen_lake")
     fatal = fatal_call(
-        task.use, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
+        task.use, task.args, seed=job.seed, domain=task.name, draws=FIRST_PROMPTS, held_out=evaluates, limit_s=TRIAL_S
     )
     if fatal is not None:
         raise JobError(
@@ -357,23 +417,39 @@ def _task_set(job: Job, position: int, evaluates: bool) -> "TaskSet":
             "crashed, or too much memory; let it raise an error instead"
         )
     try:
-        return load_task_set(task.use, seed=job.seed, domain=task.name)
+        task_set = load_task_set(task.use, task.args, seed=job.seed, domain=task.name)
+        task_set.prepare()
     except JobError as error:
-        raise JobError(f"tasks.{position}.use: {str(error).removeprefix('tasks.use: ')}") from None
+        key, dot, text = str(error).partition("tasks.")
+        raise JobError(f"tasks.{position}.{text if dot and not key else f'use: {error}'}") from None
+    return task_set
 
 
 def _prompt_problems(
     job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer", *, evaluates: bool
 ) -> list[str]:
     """Tasks none of whose first environments, in training or held out, can begin an episode that fits."""
+    from rollart.envs.isolated import IsolatedEnvHost
     from rollart.envs.process import ProcessEnvHost
+    from rollart.launch.worker import env_host
 
     async def look() -> list[str]:
         with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
-            uses = {task.name: task.use for task in job.tasks if task.name in sets}
-            inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
-            variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
-            host = ProcessEnvHost(uses, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
+            log_dir = Path(logs)
+            isolations = {task.name: job.isolation(task) for task in job.tasks if task.name in sets}
+            inline = {task.name: task.use for task in job.tasks if isolations.get(task.name) == "inline"}
+            apart = {name: isolation for name, isolation in isolations.items() if isolation != "inline"}
+            hosts: list[tuple[Sequence[str], Host]] = []
+            if apart:
+                hosts.append((list(apart), env_host(job, apart, {}, slots=1, log_dir=log_dir)))
+            args = {task.name: task.args for task in job.tasks}
+            if inline:  # in a process too; these environments will see all of our variables
+                seen = list(os.environ)
+                alone = ProcessEnvHost(
+                    inline, args=args, slots=1, log_dir=log_dir / "inline", seed=job.seed, variables=seen
+                )
+                hosts.append((list(inline), alone))
+            host = IsolatedEnvHost(hosts)
             try:
                 return [
                     f"tasks.{position}: {problem}"
@@ -392,7 +468,7 @@ async def _first_problem(
     task: TaskSettings,
     task_set: "TaskSet",
     tokenizer: "ChatTokenizer",
-    host: "ProcessEnvHost",
+    host: EnvHost,
     evaluates: bool,
 ) -> str | None:
     problem = await _prompt_problem(job, task, partial(draw, task_set, task.name), tokenizer, host)
@@ -403,7 +479,7 @@ async def _first_problem(
 
 
 async def _prompt_problem(
-    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
+    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: EnvHost
 ) -> str | None:
     said: list[str] = []
     for index in range(FIRST_PROMPTS):
@@ -426,7 +502,7 @@ async def _prompt_problem(
     return said[0]
 
 
-async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
+async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: EnvHost) -> int:
     env = await host.open(task, TrajectoryId(group="check", member=task.index, attempt=0))
     try:
         observation = await env.reset()

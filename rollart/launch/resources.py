@@ -75,6 +75,19 @@ def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ..
     return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
 
 
+def gpu_shares(job: Job, *, trains: bool = True) -> dict[str, float]:
+    """By worker, its share of its GPU; where one has a share, all that name a GPU have one. Empty: nobody has."""
+    found = {
+        f"{pool.name}-{number}": pool.engines.share
+        for pool in job.engine_pools
+        if pool.engines and pool.engines.device != "cpu"
+        for number in range(pool.engines.count)
+    }
+    if trains and job.train.device != "cpu":
+        found["trainer"] = job.train.share
+    return {worker: share or 1.0 for worker, share in found.items()} if any(found.values()) else {}
+
+
 def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
     """Of the workers that use GPUs of this machine. A server has its own; the others are told."""
     if job.cluster.type == "ray":
@@ -135,7 +148,12 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
     if job.weights.type == "shm" and len(hosts) > 1:
         raise JobError(
             f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
-            "files and weights.path to a directory that they share (or cluster.check to false)"
+            "files and weights.path to a directory that they share, or to tcp (or cluster.check to false)"
+        )
+    if job.weights.type == "tcp" and len(hosts) > 1 and job.weights.address.endswith(":0"):
+        raise JobError(
+            f"weights.address: {job.weights.address} is nothing that the {len(hosts)} machines of the cluster could "
+            "reach; give the address of the machine that trains and a free port, such as 10.0.0.1:7700"
         )
     lacking = [found for found in fit(demands(job, trains=trains), nodes) if found.missing]
     if lacking:

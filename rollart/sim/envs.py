@@ -9,7 +9,7 @@ from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, Workplace
-from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
+from rollart.types import Endpoint, Message, Observation, Program, Task, Tokens, Tool, TrajectoryId
 
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 
@@ -21,13 +21,18 @@ REFUSED = "refused"
 class SimTokenizer:
     """A message says how many tokens it is."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         if messages[0].role == REFUSED:
             raise JobError("the chat template refuses messages in the roles refused (simulated)")
         return _ZEROS[: int(messages[0].content)]
 
     def decode(self, tokens: Tokens) -> str:
         return ""
+
+    def parse(self, tokens: Tokens) -> Message:
+        return Message(role="assistant", content="")
 
 
 class SimTaskSet:
@@ -59,7 +64,7 @@ class SimHost:
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self.room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(self, settings, task.domain, str(trajectory))
+        return SimEnv(self, settings, task.domain, str(trajectory), trajectory.group)
 
 
 def _strike(work: Work, fault: FaultSettings) -> None:
@@ -74,13 +79,14 @@ def _strike(work: Work, fault: FaultSettings) -> None:
 
 
 class SimEnv:
-    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str) -> None:
+    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str, group: str) -> None:
         self._host = host
         self._dice = host.dice
         self._faults = host.faults
         self._settings = settings
         self._domain = domain
         self._key = key
+        self._group = group
         self._open = True
         self._step = 0
         self._turns = self._dice.count(settings.turns, f"{key}/turns")
@@ -99,7 +105,7 @@ class SimEnv:
         if settings.reset_tail and self._dice.uniform(f"{key}/tail") < settings.reset_tail:
             spread = settings.reset_tail_s
         await self._work(self._dice.draw(spread, f"{key}/reset"))
-        return self._observe(self._dice.count(settings.prompt_tokens, f"{key}/prompt"))
+        return self._observe(self._dice.count(settings.prompt_tokens, f"{self._group}/prompt"))
 
     async def step(self, action: str) -> Observation:
         self._step += 1
@@ -108,6 +114,9 @@ class SimEnv:
         if self._step >= self._turns:
             return Observation(done=True)
         return self._observe(self._dice.count(self._settings.observation_tokens, f"{name}/obs"))
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        raise EnvError("play: programs are not simulated")
 
     async def close(self) -> None:
         if self._open:

@@ -40,7 +40,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from rollart.errors import JobError
-from rollart.types import Message, Observation, Task
+from rollart.types import Message, Observation, Task, Tool
 
 Split = Literal["train", "warmup", "held_out"]
 Reward = float | Mapping[str, float]
@@ -90,6 +90,10 @@ class TaskSet(ABC):
         self.seed = seed
         self.domain = domain or type(self).__name__
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Open what problems are drawn from; called where they are drawn, before a job starts, and not where they are
+        played. Raise JobError for what is wrong with an argument, as `tasks.args.<name>: ...; <the fix>`."""
+
     @abstractmethod
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """One problem, from this generator's numbers only. JSON values only."""
@@ -101,6 +105,14 @@ class TaskSet(ABC):
     def key(self, payload: Mapping[str, Any]) -> Any:
         """What makes a problem the same problem; equal keys fall into the same split. Default: the whole payload."""
         return payload
+
+    def cache_key(self, task: Task) -> str:
+        """What this problem's environment has in common with others, and is slow to make: a data file, a package."""
+        return ""
+
+    def fill_cache(self, key: str) -> None:  # noqa: B027 - most have none
+        """Fill caches of this process for environments of this key. Called in workers that are started ahead
+        (`tasks.N.warm`); an environment must do without as well."""
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
         """The right answer to the last of the observations' texts so far."""
@@ -214,6 +226,8 @@ def as_observation(value: object) -> Observation:
     for message in value.messages:
         if not isinstance(message.content, str) or not isinstance(message.role, str):
             raise ValueError(f"returned a message that is not text: {_short(message.content)}")
+    if not isinstance(value.tools, tuple) or not all(isinstance(tool, Tool) for tool in value.tools):
+        raise ValueError(f"returned tools that are {_short(value.tools)}; give a tuple of Tool")
     if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
     if not isinstance(value.info, Mapping):

@@ -6,13 +6,14 @@ merely raised is of no interest there: it is met again. `rollart task check` run
 """
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
@@ -46,21 +47,24 @@ def run_noted(
         return Noted(note.read_text(), done.returncode, done.stdout.decode(errors="replace"))
 
 
-def fatal_call(use: str, *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float) -> str | None:
+def fatal_call(
+    use: str, args: Mapping[str, Any], *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float
+) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
     try:
-        child = run_noted(__name__, use, str(seed), domain, str(draws), str(int(held_out)), limit_s=limit_s)
+        words = (use, json.dumps(args), str(seed), domain, str(draws), str(int(held_out)))
+        child = run_noted(__name__, *words, limit_s=limit_s)
     except subprocess.TimeoutExpired:
         return None
     return f"{child.where} ended its process ({how_it_ended(child.code)})" if child.where else None
 
 
-def main(use: str, seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
+def main(use: str, args: Mapping[str, Any], seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
     """In the child of `fatal_call`. What is printed here is thrown away."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     with contextlib.suppress(Exception, SystemExit):
         note.write_text("loading it")
-        task_set = load_task_set(use, seed=seed, domain=domain)
+        task_set = load_task_set(use, args, seed=seed, domain=domain)
         calls = [("task", task_set.task), *([("held_out", task_set.held_out)] if held_out else [])]
         for name, call in calls:
             for index in range(draws):
@@ -71,5 +75,5 @@ def main(use: str, seed: int, domain: str, draws: int, note: Path, *, held_out: 
 
 
 if __name__ == "__main__":
-    _, named, number, name_of_task, count, also_held_out, path = sys.argv
-    main(named, int(number), name_of_task, int(count), Path(path), held_out=also_held_out == "1")
+    _, named, given, number, name_of_task, count, also_held_out, path = sys.argv
+    main(named, json.loads(given), int(number), name_of_task, int(count), Path(path), held_out=also_held_out == "1")

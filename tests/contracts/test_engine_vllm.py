@@ -257,7 +257,6 @@ def test_every_token_is_of_the_version_its_span_says_whatever_the_weights(
     async def work(engine: RemoteEngine) -> None:
         manifest = running.versions.put(1)
         await engine.stage(1)
-        await staged(engine)
         asked = [prompt([5 + n, 6, 7], f"s{n}/0", max_tokens=200, seed=n) for n in range(16)]
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         await started(engine)
@@ -268,11 +267,6 @@ def test_every_token_is_of_the_version_its_span_says_whatever_the_weights(
     running.play(work)
 
 
-async def staged(engine: RemoteEngine) -> None:
-    assert engine._staging is not None
-    await asyncio.wait([engine._staging])
-
-
 def test_with_keep_kv_requests_go_on_with_the_cache_they_have(vllm: Running) -> None:
     """Each token is that of its span's model over keys and values of the models before it: token by token."""
 
@@ -281,7 +275,6 @@ def test_with_keep_kv_requests_go_on_with_the_cache_they_have(vllm: Running) -> 
         for round_ in range(20):
             manifest = vllm.versions.put(round_ + 1)
             await engine.stage(round_ + 1)
-            await staged(engine)
             asked = [prompt([5 + n, 6, 7], f"s{round_}.{n}/0", max_tokens=200, seed=n) for n in range(4)]
             tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
             await started(engine)

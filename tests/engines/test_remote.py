@@ -259,17 +259,16 @@ def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -
             await halt()
 
         engine._server.stage, engine._server.halt = staging, halting  # type: ignore[method-assign]
-        await engine.stage(1)
+        staged = asyncio.ensure_future(engine.stage(1))
         await asyncio.sleep(0.05)
         assert calls == [], "it is not whole yet"
         manifest = versions.put(1)
-        await until(lambda: calls == ["stage 1"])
-        assert engine.version == 0
+        await staged
+        assert (calls, engine.version) == (["stage 1"], 0)
         await engine.swap(manifest)
         assert calls == ["stage 1", "halt"]
-        await engine.stage(2)
         first = versions.put(2)
-        await until(lambda: calls[-1] == "stage 2")
+        await engine.stage(2)
         again = versions.store.push(2, versions.store.fetch(versions.put(5)), versions.put(5).probe)
         assert again != first
         await engine.swap(again)

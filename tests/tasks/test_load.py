@@ -106,3 +106,37 @@ def test_observations_and_rewards_are_checked() -> None:
     for nonsense in (None, "1", float("nan"), {"a": None}, [1]):
         with pytest.raises(ValueError, match="finite number"):
             as_reward(nonsense)
+
+
+WITH_ARGUMENTS = ECHO.replace(
+    "class EchoTasks(TaskSet):",
+    """class EchoTasks(TaskSet):
+    def __init__(self, *, highest: int, words: list[str] = [], folder: str = "", seed=0, domain=""):
+        super().__init__(seed=seed, domain=domain)
+        self.given = (highest, words, folder)
+""",
+)
+
+
+def test_arguments_reach_the_task_set_as_its_annotations_say(tmp_path: Path) -> None:
+    use = write(tmp_path, WITH_ARGUMENTS)
+    made = load_task_set(use, {"highest": "12", "words": ["a"]}, seed=4)
+    assert (getattr(made, "given"), made.seed) == ((12, ["a"], ""), 4)  # noqa: B009 - of the file above
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "tasks.args.highest: missing; "),
+        ({"highest": 1, "word": "a"}, "no such argument, did you mean 'words'?; it takes highest, words, folder"),
+        ({"highest": "many"}, "tasks.args.highest: 'many' does not fit: input should be a valid integer"),
+        ({"highest": 1, "words": ["a", 2]}, "tasks.args.words.1: 2 does not fit: input should be a valid string"),
+        ({"highest": 1, "seed": 2}, "tasks.args.seed: "),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused(args: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as raised:
+        load_task_set(write(tmp_path, WITH_ARGUMENTS), args)
+    assert message in str(raised.value)
+    with pytest.raises(JobError, match="it takes no arguments; remove it"):
+        load_task_set("rollart.tasks.guess_number", {"highest": 1})

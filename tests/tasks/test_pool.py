@@ -18,7 +18,7 @@ from tests.contracts.user_envs import DOMAIN, SOON_S, TASKS, run
 @asynccontextmanager
 async def pool(tmp_path: Path, *, target: str = "rollart.envs.worker:EnvWorker") -> AsyncIterator[ProcessPool]:
     """Of one child."""
-    made = ProcessPool("env", target, {DOMAIN: TASKS}, 0, size=1, log_dir=tmp_path / "logs")
+    made = ProcessPool("env", target, {DOMAIN: TASKS}, 0, {}, size=1, log_dir=tmp_path / "logs")
     try:
         yield made
     finally:

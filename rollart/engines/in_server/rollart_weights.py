@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
@@ -146,7 +146,8 @@ def twins_of(model: nn.Module) -> list[Pair]:
 
     def tensor(like: Tensor, layer: nn.Module, name: str) -> Any:
         live = layer._parameters.get(name)
-        fresh = restore_layer_refs(materialize_meta_tensor(like), pairs[id(layer)].twin)
+        fresh: Any = restore_layer_refs(materialize_meta_tensor(like), pairs[id(layer)].twin)
+        fresh.weight_loader = _get_original_loader(fresh)  # vLLM's own reload leaves another, which keeps what it gets
         return fresh if live is None else made.setdefault(id(live), fresh)
 
     twin(model)
