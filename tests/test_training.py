@@ -69,7 +69,7 @@ JOB = {
                     {"name": "environments", "slots": 8},
                 ]
             },
-            "pools",
+            "tasks.0.isolation",
         ),
     ],
 )
