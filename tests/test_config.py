@@ -505,3 +505,13 @@ def test_an_agent_is_a_class_or_a_program_and_its_file_is_beside_the_job(tmp_pat
     assert [task.name for task in program.programs] == [program.tasks[0].name]
     assert program.tasks[0].agent is not None
     assert program.tasks[0].agent.function == f"{Path.cwd()}/mine.py:solve"
+
+
+def test_a_chat_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    found = load(
+        tmp_path, text=JOB + "model: {chat_template: own.jinja, chat_template_args: {enable_thinking: false}}\n"
+    )
+    assert found.model.chat_template == str(tmp_path / "own.jinja")
+    assert found.model.chat_template_args == {"enable_thinking": False}
+    text = load(tmp_path, text=JOB + "model: {chat_template: '{{ messages }}'}\n").model.chat_template
+    assert text == "{{ messages }}"

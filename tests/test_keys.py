@@ -34,7 +34,16 @@ Reads = dict[str, set[str]]
 """Key -> who read it, as `module.function`."""
 
 REAL_ONLY = (
-    *("model.path", "tasks.N.use", "tasks.N.args", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
+    *(
+        "model.path",
+        "model.chat_template",
+        "model.chat_template_args",
+        "tasks.N.use",
+        "tasks.N.args",
+        "tasks.N.latency",
+        "pools.N.resource",
+        "pools.N.slots_per_worker",
+    ),
     *(
         "pools.N.isolation",
         "tasks.N.isolation",

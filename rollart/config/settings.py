@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,7 +92,13 @@ class ModelSettings(Settings):
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`."""
+    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    chat_template: Template = ""
+    """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
+    are saved keep their tokenizer's own. Not read by `rollart sim`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
+    does not read is refused. Not read by `rollart sim`."""
 
 
 class AgentSettings(Settings):
@@ -241,6 +247,11 @@ class RolloutSettings(Settings):
     """Groups admitted beyond what a batch needs."""
     spare_members: Annotated[int, Field(ge=0)] = 0
     """Members started beyond `group_size`; the slowest are cancelled."""
+    surplus: Literal["cancel", "carry"] | None = None
+    """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
+    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
+    Default: `cancel` with staleness 0, else `carry`."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
@@ -250,6 +261,11 @@ class RolloutSettings(Settings):
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
+
+    @property
+    def cancels_surplus(self) -> bool:
+        """The `surplus` in force."""
+        return self.surplus == "cancel" or (self.surplus is None and self.staleness == 0)
 
 
 class PrefillSettings(Settings):
@@ -533,6 +549,10 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    memory: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's memory that the trainer may take: set it where engines are on the same GPU, so that neither
+    depends on who starts first. `recompute` `selective` reckons with it, and a micro-batch that needs more is halved.
+    Default: what is free. Refused with `fsdp2`, and on a CPU."""
     share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
     `rollart sim`."""
@@ -581,11 +601,13 @@ class TrainSettings(Settings):
                 "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
                 "remove it"
             )
-        for key in ("master", "offload"):
+        for key in ("master", "offload", "memory"):
             if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.memory is not None and self.device == "cpu":
+            raise ValueError("train.memory: is a share of a GPU's memory; remove it, or set train.device")
         if self.share is not None and self.device == "cpu":
             raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":

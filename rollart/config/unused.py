@@ -31,6 +31,8 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
     yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
     yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    spare = job.rollout.spare_groups > 0 or job.rollout.staleness == 0
+    yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
     tcp = job.weights.type == "tcp"
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
     yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
