@@ -640,20 +640,31 @@ class WeightSettings(Settings):
 
     type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
     """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
-    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
-    refused."""
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake`: a Mooncake store has
+    them, and each machine with engines keeps a copy in its memory."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     address: Address = "127.0.0.1:0"
     """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    master: Address | None = None
+    """`mooncake`: its master, `host:port`."""
+    metadata: str = "P2PHANDSHAKE"
+    """`mooncake`: the address of its metadata service, where it has one."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """`mooncake`: how bytes travel."""
+    devices: str = ""
+    """`mooncake`: the network cards for `rdma`, as Mooncake names them. Default: those that it finds."""
+    segment_mb: Annotated[int, Field(ge=0)] = 0
+    """`mooncake`: memory that each machine with engines adds to the store, for at least two versions in all. Default:
+    none, as the store has machines of its own."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _is_there(self) -> Self:
-        if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
+    def _has_master(self) -> Self:
+        if self.type == "mooncake" and self.master is None:
+            raise ValueError("weights.master: mooncake needs the address of its master, as master: 10.0.0.1:50051")
         return self
 
 

@@ -15,13 +15,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
 from rollart.config.settings import EngineSettings, PoolSettings, TaskSettings
 from rollart.control.draw import draw
-from rollart.errors import BoundaryError, JobError, install
+from rollart.errors import BoundaryError, JobError, WeightError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
@@ -596,6 +597,15 @@ def _try_out(out: Path) -> bool:
 
 
 def _refuse_weights_path(job: Job) -> None:
+    if job.weights.type == "mooncake":
+        from rollart.store.mooncake_client import refuse_unreachable
+
+        if find_spec("mooncake") is None:
+            raise JobError(f"weights.type: mooncake is not installed here; {install('mooncake')}")
+        try:
+            refuse_unreachable(job.weights.master or "")
+        except WeightError as error:
+            raise JobError(str(error)) from None
     if job.weights.type == "files" and job.weights.path is not None:
         _try_place("weights.path", Path(job.weights.path))
 
