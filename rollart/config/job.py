@@ -69,6 +69,16 @@ class Job(settings.Settings):
         return sorted({name for task in self.tasks for name in task.environment})
 
     @property
+    def asked_rewards(self) -> dict[str, settings.RewardSettings]:
+        """The rewards that tasks have, by where they stand in the job; those that nobody asks for left out."""
+        own = {
+            f"tasks.{position}.rewards.{number}": reward
+            for position, task in enumerate(self.tasks)
+            for number, reward in enumerate(task.rewards)
+        }
+        return own if all(task.rewards for task in self.tasks) else {"rewards": self.rewards, **own}
+
+    @property
     def slots(self) -> int:
         """Most groups alive at a time."""
         return (self.rollout.staleness + 1) * self.rollout.groups_per_step + self.rollout.spare_groups
@@ -157,6 +167,10 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
         )
+    labels = [reward.label for reward in task.rewards]
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            yield f"{key}.rewards.{number}.name: {label!r} is used twice; give each reward a name of its own"
     if task.max_tokens >= job.model.context_tokens:
         yield (
             f"{key}.max_tokens: {task.max_tokens} leaves no room for a prompt in model.context_tokens "

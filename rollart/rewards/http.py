@@ -20,7 +20,7 @@ COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
 LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
-_WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HttpRewards:
@@ -59,7 +59,7 @@ class HttpRewards:
         if response.status_code != 200:
             raise RewardError(
                 f"{self._url}: answered {response.status_code}: {response.text.strip()[:500]}",
-                retryable=response.status_code in _WORTH_A_RETRY,
+                retryable=response.status_code in WORTH_A_RETRY,
             )
         try:
             return score_from_json(_json(response), cold_start_s=_cold_start_s(response))
