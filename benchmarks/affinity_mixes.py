@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.hardware import HARDWARE, MODELS, Hardware, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import HARDWARE, MODELS, RUNTIMES, Hardware, engine_costs, kv_capacity_tokens
 
 MODEL = MODELS["qwen3-8b"]
 GROUP = 4
@@ -94,8 +94,9 @@ def price(task: Mapping[str, Any], hardware: Hardware) -> float:
     anew once, for the swap in its life."""
     one = _Shape.of(task)
     batch = FILL * kv_capacity_tokens(MODEL, hardware, 1) / one.context
-    prefill_s = (one.new + one.context) * prefill_s_per_token(MODEL, hardware, 1)
-    decode_s = one.decode * decode_step_s(MODEL, hardware, 1, batch, batch * one.context) / batch
+    costs = engine_costs(MODEL, hardware, 1, RUNTIMES["embedded"])
+    prefill_s = (one.new + one.context) * costs.prefill_token_s(one.context)
+    decode_s = one.decode * costs.step_s(batch, batch * one.context) / batch
     return hardware.cost * (prefill_s + decode_s)
 
 

@@ -5,8 +5,9 @@
 
 Each case is a Qwen3 shape with random weights, and options after a colon: `tokens` (of the step, 16384), `longest` (of
 a sample, 4096), `even` (1: all samples are as long as the longest), `folded` (share of each that is common to eight),
-`recompute`, `layers` (recomputed, exactly), `compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes`
-(dynamic, static: of the compiled layers). All samples of a step are one micro-batch of mixed lengths, and every token
+`recompute`, `layers` (recomputed, exactly), `depth` (layers of the model: 1 compiles what the whole shape needs, and
+fills torch's cache), `compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes` (dynamic, static: of the
+compiled layers). All samples of a step are one micro-batch of mixed lengths, and every token
 but the first of a sample is trained on, by the trainer's own code: `Learner.updates`, one optimizer update. `check`
 compares what the device computes with a CPU in float32.
 
@@ -83,6 +84,7 @@ class Case:
     recompute: str = ""
     layers: int = -1
     """Recompute exactly so many."""
+    depth: int = 0
     compile: str = "auto"
     moments: str = "float32"
     master: str = "float32"
@@ -254,6 +256,8 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
     settings = settings_of(case, device)
     train = settings.job.train
     shape = SMALL if small else SHAPES[case.shape] | COMMON
+    if case.depth:
+        shape = shape | {"num_hidden_layers": case.depth}
     model = adopt(build(shape, device, tied=case.shape != "8b", positions=max(4096, case.longest)))
     if case.lora:
         add_adapters(model, Lora(rank=case.lora, alpha=2.0 * case.lora, targets=LoraSettings().targets))

@@ -1,17 +1,43 @@
-"""Kinds of accelerator and what a model costs on them: a roofline, as pure functions.
+"""Kinds of accelerator, shapes of models, and what an engine step and a train step cost on them: pure functions.
 
-Used by affinity (which pool suits a task), by placement, and by the simulated engines. Peak figures are the
-vendors'; the two efficiency constants turn them into what serving engines reach.
+Used by affinity (which pool suits a task), by placement, by the simulated engines and by `rollart plan`. One step of an
+engine takes
+
+    its own overhead (each step, each layer, each sequence)
+    + the matrix products: reading the weights once, or computing, whichever takes longer
+    + reading the keys and values of all that decode, and the attention of the prompt tokens in the step
+    + what tensor parallelism sends: two all-reduces a layer.
+
+Peak figures are the vendors'. Shares of peak and overheads were measured; `tests/test_costs_measured.py` holds the
+predictions to the measurements, and docs/evaluation.md lists them with their sources.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-PREFILL_EFFICIENCY = 0.5
-"""Share of peak matrix throughput that prefill reaches."""
-DECODE_EFFICIENCY = 0.6
-"""Share of peak memory bandwidth that decode reaches (59 % was measured on an H200, batch 256)."""
-TRAIN_EFFICIENCY = 0.35
-"""Share of peak matrix throughput that a train step reaches."""
+ACTIVATION_PASSES = 44.0
+"""Times that prefill reads or writes the hidden state of a token in one layer, beside the matrix products."""
+ATTENTION = 0.5
+"""Share of peak matrix throughput that attention over a prompt reaches."""
+TRAIN_ATTENTION = 0.35
+"""The same forward and backward."""
+ATTENTION_BACKWARD = 2.5
+"""What the backward pass of attention computes, in forward passes."""
+TRAIN_FORWARDS = 4.0
+"""A train step in forward passes: forward, backward (two), and one again, for log-probabilities or recomputation."""
+UPDATE_BYTES = 28.0
+"""That the optimizer reads and writes for each parameter."""
+LOGIT_PASSES = 8.0
+"""Times that training reads or writes the float32 logits."""
+NODE_GPUS = 8
+"""GPUs that share fast links; tensor parallelism beyond them crosses the network."""
+NETWORK_GB_S = 50.0
+"""Of one machine, one way: 400 Gb/s."""
+NETWORK_S = 20e-6
+"""Latency of a hop between machines."""
+MEMORY_KEPT = 0.1
+"""Share of the memory that an engine leaves to everything but weights and KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +51,19 @@ class Hardware:
     bandwidth_gb_s: float
     cost: float
     """Relative price of one device-hour."""
+    matmul: float = 0.7
+    """Share of peak that large matrix products reach (H200: measured)."""
+    read: float = 0.84
+    """Share of peak bandwidth at which a decode step reads weights (H100: vLLM's public figures)."""
+    row_gb_s: float = 1e9
+    """Rate at which weights are read where a single token is multiplied with them. It depends on the multiprocessors
+    there are: 21 GB/s each, by public figures of H100 and H20."""
+    read_kv: float = 0.84
+    """Share of peak bandwidth at which it reads keys and values."""
+    link_gb_s: float = 450.0
+    """Between devices of one machine, one way."""
+    link_s: float = 8e-6
+    """An all-reduce of two devices, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +84,46 @@ class Disaggregated:
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
-        Hardware(name="h800", tflops=989.5, memory_gb=80, bandwidth_gb_s=3350, cost=2.85),
+        Hardware(name="h800", tflops=989.5, memory_gb=80, bandwidth_gb_s=3350, cost=2.85, link_gb_s=200),
         Hardware(name="h100", tflops=989.5, memory_gb=80, bandwidth_gb_s=3350, cost=2.85),
-        Hardware(name="h200", tflops=989.5, memory_gb=141, bandwidth_gb_s=4800, cost=3.4),
-        Hardware(name="h20", tflops=148, memory_gb=96, bandwidth_gb_s=4000, cost=1.0),
-        Hardware(name="a100", tflops=312, memory_gb=80, bandwidth_gb_s=2039, cost=1.3),
-        Hardware(name="l40s", tflops=362, memory_gb=48, bandwidth_gb_s=864, cost=0.8),
-        Hardware(name="cpu", tflops=0.4, memory_gb=16, bandwidth_gb_s=20, cost=0.02),
+        Hardware(name="h200", tflops=989.5, memory_gb=141, bandwidth_gb_s=4800, cost=3.4, read=0.9, read_kv=0.925),
+        Hardware(name="h20", tflops=148, memory_gb=96, bandwidth_gb_s=4000, cost=1.0, row_gb_s=1600, read_kv=0.8),
+        Hardware(name="a100", tflops=312, memory_gb=80, bandwidth_gb_s=2039, cost=1.3, link_gb_s=300),
+        Hardware(name="l40s", tflops=362, memory_gb=48, bandwidth_gb_s=864, cost=0.8, link_gb_s=25, link_s=20e-6),
+        Hardware(name="cpu", tflops=0.4, memory_gb=16, bandwidth_gb_s=20, cost=0.02, link_gb_s=5, link_s=50e-6),
     )
 }
-"""The kinds known by name. The paper's two are h800 (compute) and h20 (bandwidth); `cpu` is one core."""
+"""The kinds known by name. The paper's two are h800 (compute) and h20 (bandwidth); `cpu` is one core. An H20 has
+78 multiprocessors: alone, a sequence gets 0.4 of its bandwidth (Qwen's own figures: 8B at 82 tokens/s). With 64 rows,
+64 to 96 multiprocessors of an H200 were measured to read 3.3 to 3.4 TB/s, so a batch is taken to get 0.84 of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What the software of an engine adds to a step."""
+
+    step_s: float
+    """Each step: scheduling that is not hidden behind the device."""
+    layer_s: float
+    """Each layer: starting its kernels."""
+    sequence_s: float
+    """Each sequence: sampling, and its answer on the way out."""
+    experts: float = 1.0
+    """Share of the device's reading rate that the matrix products of experts reach."""
+
+
+RUNTIMES = {
+    "embedded": Runtime(step_s=0.0, layer_s=27e-6, sequence_s=5e-6, experts=0.62),
+    "vllm": Runtime(step_s=0.5e-3, layer_s=40e-6, sequence_s=55e-6),
+    "sglang": Runtime(step_s=0.5e-3, layer_s=40e-6, sequence_s=55e-6),
+}
+"""By type of engine. `embedded` was measured on an H200; the servers' figures are those of vLLM in 2025 (newer ones
+have about 8e-6 for a sequence: `sim.engine.sequence_s`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the roofline needs to know of a model."""
+    """What costs depend on in a model. Where only the first fields are known, the others follow from them."""
 
     params: float
     """All parameters."""
@@ -67,6 +131,20 @@ class ModelShape:
     """Parameters used per token (less than all in a mixture of experts)."""
     kv_bytes_per_token: float
     bytes_per_param: float = 2.0
+    layers: int = 36
+    hidden: int = 4096
+    attention_width: int = 4096
+    """Query heads times their size."""
+    kv_heads: int = 8
+    head_params: float = 0.0
+    """Of the projection to the vocabulary."""
+    lookup_params: float = 0.0
+    """Of input embeddings that are not the head as well: looked up, not multiplied."""
+    experts: int = 0
+    """That a router chooses from; 0 where there are none."""
+    experts_per_token: int = 0
+    expert_params: float = 0.0
+    """Of all of these together, in all layers."""
 
     def held_in(self, bytes_per_param: float) -> "ModelShape":
         """The same model in another precision."""
@@ -77,42 +155,196 @@ class ModelShape:
     def weight_bytes(self) -> float:
         return self.params * self.bytes_per_param
 
+    @property
+    def body_params(self) -> float:
+        """That every token is multiplied with, the head aside."""
+        return self.active_params - self.lookup_params - self.head_params
+
+
+VOCABULARY = 151_936
+
+
+def _qwen3(
+    params: float,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int = 8,
+    *,
+    tied: bool = False,
+    experts: int = 0,
+    inner: int = 0,
+) -> ModelShape:
+    """Of the Qwen3 family: heads of 128, 8 of the experts for each token."""
+    head = VOCABULARY * hidden
+    per_token = 8 if experts else 0
+    expert_params = layers * experts * 3.0 * hidden * inner
+    return ModelShape(
+        params=params,
+        active_params=params - expert_params * (1 - per_token / experts if experts else 0.0),
+        kv_bytes_per_token=layers * 2 * kv_heads * 128 * 2,
+        layers=layers,
+        hidden=hidden,
+        attention_width=heads * 128,
+        kv_heads=kv_heads,
+        head_params=head,
+        lookup_params=0.0 if tied else head,
+        experts=experts,
+        experts_per_token=per_token,
+        expert_params=expert_params,
+    )
+
 
 MODELS = {
-    "qwen3-0.6b": ModelShape(params=0.6e9, active_params=0.6e9, kv_bytes_per_token=114_688),
-    "qwen3-8b": ModelShape(params=8.2e9, active_params=8.2e9, kv_bytes_per_token=147_456),
-    "qwen3-14b": ModelShape(params=14.8e9, active_params=14.8e9, kv_bytes_per_token=163_840),
-    "qwen3-32b": ModelShape(params=32.8e9, active_params=32.8e9, kv_bytes_per_token=262_144),
-    "qwen3-235b-a22b": ModelShape(params=235e9, active_params=22e9, kv_bytes_per_token=192_512),
+    "qwen3-0.6b": _qwen3(0.596e9, 28, 1024, 16, tied=True),
+    "qwen3-4b": _qwen3(4.02e9, 36, 2560, 32, tied=True),
+    "qwen3-8b": _qwen3(8.19e9, 36, 4096, 32),
+    "qwen3-14b": _qwen3(14.77e9, 40, 5120, 40),
+    "qwen3-32b": _qwen3(32.76e9, 64, 5120, 64),
+    "qwen3-30b-a3b": _qwen3(30.53e9, 48, 2048, 32, kv_heads=4, experts=128, inner=768),
+    "qwen3-235b-a22b": _qwen3(235.09e9, 94, 4096, 64, kv_heads=4, experts=128, inner=1536),
 }
 """Model shapes that simulated jobs can name."""
 
 
-def prefill_s_per_token(model: ModelShape, hardware: Hardware, gpus: int) -> float:
-    """Compute-bound: two operations per active parameter."""
-    return 2 * model.active_params / (hardware.tflops * 1e12 * PREFILL_EFFICIENCY * gpus)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds of an engine's steps, for one model on so many devices. Made by `engine_costs`."""
+
+    fixed_s: float
+    """Each step, with the latency of its all-reduces."""
+    sequence_s: float
+    """Each sequence that a token is sampled for."""
+    dense_read_s: float
+    """Reading the weights that every token uses."""
+    row_read_s: float = 0.0
+    """The same for one token alone."""
+    experts_read_s: float
+    """Reading all experts."""
+    expert_share: float
+    """Of the experts that one token uses."""
+    token_s: float
+    """Multiplying one token with what it uses, the head aside."""
+    head_s: float
+    """Multiplying one token with the head."""
+    passed_s: float
+    """Each token of a prompt: its hidden state in memory between products, and in all-reduces."""
+    reduced_s: float
+    """Each token that decodes, in all-reduces."""
+    kv_token_s: float
+    """Reading one cached token of a sequence that decodes."""
+    attention_s: float
+    """One prompt token looking at one token before it."""
+    kv_tokens: int
+    """Cached tokens that there is memory for."""
+
+    def step_s(
+        self, batch: float, cached: float, prefill: float = 0.0, seen: float = 0.0, prompts: float = 0.0
+    ) -> float:
+        """`batch` sequences decode, whose caches hold `cached` tokens together; beside them `prefill` tokens of
+        `prompts` prompts are computed, which look at `seen` tokens before them, on average."""
+        tokens, sampled = batch + prefill, batch + prompts
+        read_s = max(self.dense_read_s, self.row_read_s / max(1.0, tokens))
+        if self.experts_read_s:
+            read_s += self.experts_read_s * self.covered(tokens)
+        return (
+            self.fixed_s
+            + sampled * self.sequence_s
+            + max(read_s, tokens * self.token_s + sampled * self.head_s)
+            + batch * self.reduced_s
+            + cached * self.kv_token_s
+            + prefill * (self.passed_s + seen * self.attention_s)
+        )
+
+    def covered(self, tokens: float) -> float:
+        """Share of the experts that at least one of so many tokens uses, if each chooses by itself."""
+        return float(-math.expm1(tokens * math.log1p(-self.expert_share)))
+
+    def prefill_s(self, tokens: float, seen: float) -> float:
+        """One prompt alone, in one step. `seen`: tokens that each of its tokens looks at, on average."""
+        return self.step_s(0.0, 0.0, tokens, seen, 1.0)
+
+    def prefill_token_s(self, seen: float) -> float:
+        """One more token of a prompt, where a step has enough of them."""
+        return self.token_s + self.passed_s + seen * self.attention_s
 
 
-def decode_step_s(model: ModelShape, hardware: Hardware, gpus: int, batch: float, kv_tokens: float) -> float:
-    """One token for each of `batch` sequences that hold `kv_tokens` together: read weights and KV once, or
-    compute, whichever takes longer."""
-    read_bytes = model.weight_bytes * _touched(model, batch) + kv_tokens * model.kv_bytes_per_token
-    memory_s = read_bytes / (hardware.bandwidth_gb_s * 1e9 * DECODE_EFFICIENCY * gpus)
-    return max(memory_s, batch * prefill_s_per_token(model, hardware, gpus))
+@lru_cache(maxsize=256)
+def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime) -> Costs:
+    """What the steps of one engine on `gpus` devices, tensor parallel, cost."""
+    flops = hardware.tflops * 1e12 * gpus
+    bytes_s = hardware.bandwidth_gb_s * 1e9 * gpus
+    reduce_s, reduce_byte_s = _all_reduce(hardware, gpus)
+    hidden_bytes = model.hidden * model.bytes_per_param
+    reduced_s = 2 * model.layers * hidden_bytes * reduce_byte_s
+    dense = model.params - model.expert_params - model.lookup_params
+    spread = min(gpus, model.kv_heads) / gpus  # more devices than KV heads hold copies
+    return Costs(
+        fixed_s=runtime.step_s + model.layers * (runtime.layer_s + 2 * reduce_s),
+        sequence_s=runtime.sequence_s,
+        dense_read_s=dense * model.bytes_per_param / (bytes_s * hardware.read),
+        row_read_s=dense * model.bytes_per_param / (hardware.row_gb_s * 1e9 * gpus),
+        experts_read_s=model.expert_params * model.bytes_per_param / (bytes_s * hardware.read * runtime.experts),
+        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
+        token_s=2 * model.body_params / (flops * hardware.matmul),
+        head_s=2 * model.head_params / (flops * hardware.matmul),
+        passed_s=ACTIVATION_PASSES * model.layers * hidden_bytes / (bytes_s * hardware.read_kv) + reduced_s,
+        reduced_s=reduced_s,
+        kv_token_s=model.kv_bytes_per_token / (bytes_s * hardware.read_kv * spread),
+        attention_s=4 * model.layers * model.attention_width / (flops * ATTENTION),
+        kv_tokens=kv_capacity_tokens(model, hardware, gpus),
+    )
+
+
+def _all_reduce(hardware: Hardware, gpus: int) -> tuple[float, float]:
+    """(seconds, seconds for each byte) of one all-reduce."""
+    if gpus == 1:
+        return 0.0, 0.0
+    inside = min(gpus, NODE_GPUS)
+    seconds = hardware.link_s * (1 + math.log2(inside)) / 2
+    byte_s = 2 * (inside - 1) / inside / (hardware.link_gb_s * 1e9)
+    nodes = math.ceil(gpus / NODE_GPUS)
+    if nodes > 1:
+        seconds += 2 * NETWORK_S * math.log2(nodes)
+        byte_s += 2 * (nodes - 1) / nodes / (NETWORK_GB_S * 1e9)
+    return seconds, byte_s
 
 
 def kv_capacity_tokens(model: ModelShape, hardware: Hardware, gpus: int) -> int:
-    """KV tokens that fit beside the weights, with a tenth of the memory kept free."""
-    free_bytes = hardware.memory_gb * 1e9 * 0.9 * gpus - model.weight_bytes
-    return max(0, int(free_bytes / model.kv_bytes_per_token))
+    """KV tokens that fit beside the weights."""
+    free_bytes = hardware.memory_gb * 1e9 * (1 - MEMORY_KEPT) * gpus - model.weight_bytes
+    spread = min(gpus, model.kv_heads) / gpus
+    return max(0, int(free_bytes * spread / model.kv_bytes_per_token))
 
 
-def train_s_per_token(model: ModelShape, hardware: Hardware, gpus: int) -> float:
-    """Forward, backward and the log-probability pass: eight operations per active parameter."""
-    return 8 * model.active_params / (hardware.tflops * 1e12 * TRAIN_EFFICIENCY * gpus)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCosts:
+    """Seconds of a train step. Made by `train_costs`."""
+
+    update_s: float
+    """The optimizer."""
+    token_s: float
+    pair_s: float
+    """One token looking at one before it."""
+
+    def step_s(self, tokens: float, pairs: float) -> float:
+        """`pairs`: over all samples, half the square of their length."""
+        return self.update_s + tokens * self.token_s + pairs * self.pair_s
 
 
-def _touched(model: ModelShape, batch: float) -> float:
-    """Share of the weights that one decode step reads; experts not chosen by any sequence stay unread."""
-    sparse = model.active_params / model.params
-    return 1.0 if sparse >= 1.0 else min(1.0, sparse * max(1.0, batch))
+@lru_cache(maxsize=64)
+def train_costs(
+    model: ModelShape, hardware: Hardware, gpus: int, *, forwards: float = TRAIN_FORWARDS, efficiency: float = 1.0
+) -> TrainCosts:
+    """`forwards`: what is computed, in forward passes. `efficiency`: what many devices reach of as many single ones."""
+    flops = hardware.tflops * 1e12 * gpus * efficiency
+    bytes_s = hardware.bandwidth_gb_s * 1e9 * hardware.read_kv * gpus * efficiency
+    multiplied = model.body_params + model.head_params
+    activations = ACTIVATION_PASSES * forwards * model.layers * model.hidden * model.bytes_per_param
+    logits = LOGIT_PASSES * 4 * (model.head_params / model.hidden if model.hidden else 0.0)
+    attention = 4 * model.layers * model.attention_width * (forwards - 2 + ATTENTION_BACKWARD)
+    return TrainCosts(
+        update_s=UPDATE_BYTES * model.params / bytes_s,
+        token_s=2 * forwards * multiplied / (flops * hardware.matmul) + (activations + logits) / bytes_s,
+        pair_s=attention / (flops * TRAIN_ATTENTION),
+    )

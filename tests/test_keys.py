@@ -37,6 +37,9 @@ REAL_ONLY = (
     *("model.path", "tasks.N.use", "tasks.N.args", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
     *(
         "pools.N.isolation",
+        "tasks.N.isolation",
+        "tasks.N.sandbox",
+        "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
         "tasks.N.environment",
@@ -46,7 +49,7 @@ REAL_ONLY = (
         "cluster",
     ),
     *("checkpoint.keep", "track", "trajectories", "pools.N.engines.kv_tokens", "pools.N.engines.step_tokens"),
-    "pools.N.engines.memory",
+    *("pools.N.engines.memory", "pools.N.engines.share"),
     *("pools.N.engines.keep_kv", "pools.N.engines.draft_tokens", "pools.N.engines.device", "pools.N.engines.threads"),
     *("pools.N.engines.cores", "pools.N.engines.python", "pools.N.engines.url", "pools.N.engines.dtype"),
     *("pools.N.engines.args", "pools.N.engines.prefill.connector"),
@@ -61,7 +64,7 @@ SIM_ONLY = ("sim",)
 PLACED = (
     *("name", "mode", "pools.N.name", "pools.N.hardware", "pools.N.cost", "pools.N.engines.count", "tasks.N.affinity"),
     *("train.pool", "tasks.N.weight", "tasks.N.quota", "rewards.cost", "rewards.call_cost"),
-    "pools.N.engines.prefill.link_gb_s",
+    *("pools.N.engines.prefill.link_gb_s", "pools.N.engines.share", "train.share"),
 )
 """Keys of a real run that only say where and how much: who places, shares or reports reads them, and rightly so."""
 RAY_PLACED = ("pools.N.resource", "pools.N.slots_per_worker", "pools.N.engines.most")
@@ -299,6 +302,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
 VLLM = {"pools.0.engines": {"type": "vllm"}, "weights": {"type": "files"}}
 REAL: dict[str, dict[str, Any]] = {
     "inline": {},
+    "sandbox": {"tasks.0.isolation": "sandbox"},
     "local": {"cluster": {"type": "local"}},
     "ray": {"cluster": {"type": "ray", "address": "auto"}},
     "http rewards": {"rewards": HTTP},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollart.config.load import build_job
-from rollart.hardware import HARDWARE, decode_step_s
+from rollart.hardware import HARDWARE, RUNTIMES, engine_costs
 from rollart.launch.pools import build_affinity
 from rollart.launch.shapes import experts_in, shape_from, shape_of
 
@@ -179,8 +179,9 @@ def test_an_engine_holds_the_model_in_its_own_precision(tmp_path: Path) -> None:
     assert speeds["two"] == shape
     assert speeds["one"].weight_bytes == 2 * shape.weight_bytes
     assert speeds["one"].kv_bytes_per_token == 2 * shape.kv_bytes_per_token
-    twice = decode_step_s(speeds["one"], HARDWARE["h20"], 1, 8, 10_000)
-    assert twice == pytest.approx(2 * decode_step_s(shape, HARDWARE["h20"], 1, 8, 10_000))
+    twice, once = (engine_costs(model, HARDWARE["h20"], 1, RUNTIMES["embedded"]) for model in (speeds["one"], shape))
+    assert twice.dense_read_s == pytest.approx(2 * once.dense_read_s)
+    assert twice.kv_token_s == pytest.approx(2 * once.kv_token_s)
 
 
 def test_a_config_that_does_not_say_its_size_is_refused(tmp_path: Path) -> None:

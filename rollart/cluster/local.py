@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from rollart.cluster.machine import VISIBLE
+from rollart.cluster.mps import Mps
 from rollart.types import EngineSpec
 from rollart.workers.handles import WorkerEngine, WorkerTrainer
 from rollart.workers.launch import Lost, Process
@@ -20,12 +21,16 @@ class LocalCluster:
         setup: WorkerSetup,
         lost: Lost | None = None,
         devices: Mapping[str, Sequence[str]] | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
-        """`devices`: by worker, the only GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; not there: all."""
+        """`devices`: by worker, the only GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; not there: all.
+        `shares`: by worker, the share of its GPU that it may use at the same time as others."""
         self._target = target
         self.setup = setup
         self._lost = lost
         self._devices = devices or {}
+        self._shares = shares or {}
+        self._mps: Mps | None = None
         self.workers: dict[str, Process] = {}
         """By name: the engines' ids, and `trainer`."""
 
@@ -37,6 +42,9 @@ class LocalCluster:
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        if self._mps is not None:
+            await asyncio.to_thread(self._mps.close)
+            self._mps = None
 
     async def _start(self, setup: WorkerSetup) -> Process:
         before = self.workers.pop(setup.name, None)
@@ -45,6 +53,10 @@ class LocalCluster:
         environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
         if setup.name in self._devices:
             environment[VISIBLE] = ",".join(self._devices[setup.name])
+        if setup.name in self._shares:
+            # Not in a thread: engines and the trainer start at the same time, and there is one daemon.
+            self._mps = self._mps or Mps(setup.log_dir)
+            environment |= self._mps.environment(self._shares[setup.name])
         worker = Process(setup.name, self._target, setup.log_dir, environment, self._lost)
         self.workers[setup.name] = worker
         await worker.start(setup.model_dump_json())

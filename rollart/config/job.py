@@ -63,10 +63,15 @@ class Job(settings.Settings):
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
 
-    @property
-    def task_variables(self) -> list[str]:
-        """What environments see of our environment. All tasks': a process plays now this one, now that one."""
-        return sorted({name for task in self.tasks for name in task.environment})
+    def isolation(self, task: settings.TaskSettings, pool: settings.PoolSettings | None = None) -> settings.Isolation:
+        """Of the environments of this task, in this pool; by default in the first that has slots."""
+        pool = pool or next(pool for pool in self.pools if pool.slots)
+        return task.isolation or pool.isolation
+
+    def wait_s(self, task: settings.TaskSettings) -> tuple[float, float, float]:
+        """How long an environment of this task may take to open, to reset, and for a step."""
+        own, all_tasks = task.limits, self.limits
+        return own.open_s or all_tasks.open_s, own.reset_s or all_tasks.reset_s, own.step_s or all_tasks.step_s
 
     @property
     def asked_rewards(self) -> dict[str, settings.RewardSettings]:

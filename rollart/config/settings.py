@@ -30,6 +30,7 @@ Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinfor
 Correction = Literal["bypass", "decoupled", "none"]
 WeightLevel = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
+Isolation = Literal["inline", "process", "sandbox"]
 
 MODES: dict[str, dict[str, int | str]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
@@ -154,6 +155,35 @@ class RewardSettings(Settings):
         return self
 
 
+class SandboxSettings(Settings):
+    """What one environment may use and see, with `isolation: sandbox`."""
+
+    memory_mb: Count = 1024
+    """Memory of all its processes together, its /tmp included, where we may make control groups; elsewhere of each."""
+    processes: Annotated[int, Field(ge=8)] = 64
+    """Processes and threads at a time."""
+    cpu_s: Positive = 600.0
+    """CPU seconds of one process."""
+    tmp_mb: Count = 256
+    """Size of its /tmp, the only place that can be written to."""
+    output_mb: Count = 16
+    """Longest answer, largest file, and most that goes to its log."""
+    wall_s: Positive = 7200.0
+    """From its opening to its end, the model's answers included. Then it is killed, and its attempt fails."""
+    read: tuple[Place, ...] = ()
+    """Files and folders of the machine that can be read inside, under the same names. The task set's own file or
+    package can, and what is installed beside this Python."""
+
+
+class TaskLimits(Settings):
+    """How long to wait for environments of this task. Default: what the job's `limits` say."""
+
+    open_s: Positive | None = None
+    """Waiting for a slot and its start."""
+    reset_s: Positive | None = None
+    step_s: Positive | None = None
+
+
 class TaskSettings(Settings):
     """One task set in the mix."""
 
@@ -186,8 +216,19 @@ class TaskSettings(Settings):
     """An answer ends after any of these texts. Not read by `rollart sim`."""
     environment: Anytime[tuple[Variable, ...]] = ()
     """Names of environment variables that this task's environments may see, beside those that every program needs: an
-    API key, say. Its value is never in the job file. Environments of all tasks share processes, and so see all that any
-    task names. Not read by `rollart sim`; refused with `isolation: inline`, which sees everything."""
+    API key, say. Its value is never in the job file. Environments of isolation `process` share processes, and so see
+    all that any such task names. Not read by `rollart sim`; refused with isolation `inline`, which sees everything."""
+    isolation: Anytime[Isolation | None] = None
+    """Where its environments run. `inline`: in the coordinator (on the cluster `ray`: in each worker), for cheap and
+    trusted ones. `process`: in processes that are used again while they are well. `sandbox`: each in a sandbox of its
+    own, made by bubblewrap, without network, secrets and the job's files. Default: what the pool says. Not read by
+    `rollart sim`."""
+    sandbox: Anytime[SandboxSettings] = SandboxSettings()
+    """Not read by `rollart sim`."""
+    warm: Anytime[Annotated[int, Field(ge=0)]] = 0
+    """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
+    when none was asked for in a minute. Not read by `rollart sim`."""
+    limits: Anytime[TaskLimits] = TaskLimits()
     rewards: Anytime[tuple[RewardSettings, ...]] = ()
     """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
     itself where it fails. Default: the job's `rewards`."""
@@ -288,6 +329,10 @@ class EngineSettings(Settings):
     """`embedded`: `cpu`, or `cuda`, a GPU of its own for each engine. `vllm`, `sglang`: by default GPUs of their own,
     `gpus` for each engine, where the pool's hardware has any. Or such as `cuda:0`: that one (servers: and those after
     it), shared by all who name it."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's multiprocessors that each engine's process may use, by NVIDIA's MPS: all that name the same
+    `device` then run at the same time. Default: the whole GPU, in turns with other processes. With `cluster` `local`
+    only. Not read by `rollart sim`."""
     threads: Count = 1
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -329,6 +374,8 @@ class EngineSettings(Settings):
             raise ValueError(".draft_tokens: guesses run on a CPU only; remove it, or set device to cpu")
         if self.memory is not None and not on_cuda:
             raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if self.share is not None and not on_cuda:
+            raise ValueError(".share: is a share of a GPU's multiprocessors; name the GPU, as device: cuda:0")
         if self.memory is not None and self.kv_tokens is not None:
             raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
         if self.type == "embedded" and self.step_tokens < self.max_batch:
@@ -367,9 +414,8 @@ class PoolSettings(Settings):
     """Environments that run here at a time."""
     slots_per_worker: Count = 32
     """Cluster `ray`: environments in one worker; the workers are spread over the pool's machines, one CPU each."""
-    isolation: Literal["process", "inline"] = "process"
-    """Of environments: each slot a process of its own, or all in one (cheap, trusted ones): the coordinator's, and on
-    the cluster `ray` each worker's."""
+    isolation: Isolation = "process"
+    """Of the environments of tasks that have no `isolation` of their own."""
 
 
 CLIP_RANGES: dict[str, tuple[float, float]] = {
@@ -475,6 +521,9 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
+    `rollart sim`."""
     threads: Anytime[Count] = 1
     """CPU threads of the trainer's process."""
     cores: Anytime[tuple[Annotated[int, Field(ge=0)], ...]] = ()
@@ -525,6 +574,8 @@ class TrainSettings(Settings):
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.share is not None and self.device == "cpu":
+            raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
             raise ValueError("train.offload: on a CPU all is in the host's memory; remove it, or set train.device")
         return self

@@ -1,5 +1,6 @@
 """The `sim:` section of a job file: how simulated tasks, engines, links and trainers behave, and what breaks when."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal, Self, get_args
 
@@ -7,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rollart.config.paths import Place
 from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
+from rollart.hardware import RUNTIMES, Costs, Runtime
 
 
 class SimShiftSettings(Settings):
@@ -75,10 +77,13 @@ class SimTrainSettings(Settings):
 
     fixed_s: NonNegative = 1.0
     """Each step, whatever its tokens."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """What `train.gpus` devices reach together, as a share of as many single ones: communication, padding, waiting for
+    the slowest. 0.7 makes about 40 % of peak."""
     token_s: NonNegative | None = None
-    """Each token of the batch, prompts included, instead of the roofline."""
+    """Each token of the batch, prompts included, instead of what the hardware takes."""
     step_s: NonNegative | None = None
-    """The whole step, instead of the roofline."""
+    """The whole step, instead of what the hardware takes."""
     call_s: NonNegative = 0.0
     """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
     shares the trainer's core."""
@@ -89,9 +94,9 @@ class SimTrainSettings(Settings):
 class SimLinkSettings(Settings):
     """Weight links in the simulator, GB/s. The defaults are the paper's measured rates."""
 
-    push_gb_s: Positive = 0.47
+    push_gb_s: Positive = 0.49
     """Trainer to store, once for all engines."""
-    pull_gb_s: Positive = 2.1
+    pull_gb_s: Positive = 2.2
     """Store to one engine."""
 
 
@@ -107,6 +112,23 @@ class MeasuredEngineSettings(Settings):
     prefill_token_s: Positive = 1e-9
     """For each prompt token computed; all that decode wait meanwhile."""
 
+    def costs(self, kv_tokens: int) -> Costs:
+        """With memory for so many tokens."""
+        return Costs(
+            fixed_s=self.step_s,
+            sequence_s=self.sequence_s,
+            dense_read_s=0.0,
+            experts_read_s=0.0,
+            expert_share=0.0,
+            token_s=0.0,
+            head_s=0.0,
+            passed_s=self.prefill_token_s,
+            reduced_s=0.0,
+            kv_token_s=self.kv_token_s,
+            attention_s=0.0,
+            kv_tokens=kv_tokens,
+        )
+
     @model_validator(mode="after")
     def _takes_time(self) -> Self:
         if not self.step_s + self.sequence_s:
@@ -118,14 +140,26 @@ class SimEngineSettings(Settings):
     start_s: NonNegative = 30.0
     load_gb_s: Positive = 50.0
     """Staged buckets into place, inside the swap."""
-    overhead_s: NonNegative = 0.002
-    """Each request, before its prefill."""
     call_s: NonNegative = 0.0
     """Each request, on its way to the engine; nobody else waits for that."""
-    chunk_tokens: Count = 2048
-    """Prefill tokens beside one decode step."""
+    chunk_tokens: Count = 8192
+    """Tokens of one step, those of prompts included (vLLM's `--max-num-batched-tokens`)."""
+    step_s: NonNegative | None = None
+    """What the engine's software adds to each step. Default: by the type of the pool's engines, as measured."""
+    layer_s: NonNegative | None = None
+    """For each layer of the model, in each step. Default: by the type of the pool's engines, as measured."""
+    sequence_s: NonNegative | None = None
+    """For each sequence of a step. Default: by the type of the pool's engines, as measured: 5e-6 `embedded`, 55e-6
+    `vllm` of 2025; 8e-6 for newer ones."""
     measured: dict[str, MeasuredEngineSettings] = Field(default_factory=dict)
-    """By pool: measured costs in place of the roofline. `chunk_tokens` has no effect there."""
+    """By pool: measured costs in place of those of the hardware."""
+
+    def runtime(self, kind: str) -> Runtime:
+        """What engines of this type add to a step."""
+        given = {
+            name: value for name in ("step_s", "layer_s", "sequence_s") if (value := getattr(self, name)) is not None
+        }
+        return replace(RUNTIMES[kind], **given)
 
 
 FaultKind = Literal[
@@ -199,7 +233,8 @@ class SimSettings(Settings):
     profile: Place | None = None
     """A YAML file with any of the keys below; what the job says itself wins."""
     model: str = "qwen3-8b"
-    """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-235b-a22b."""
+    """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b,
+    qwen3-235b-a22b."""
     tasks: dict[str, SimTaskSettings] = Field(default_factory=dict)
     """By task name; a task not named here behaves by the defaults."""
     engine: SimEngineSettings = SimEngineSettings()

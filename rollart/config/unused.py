@@ -37,6 +37,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
+    local = job.cluster.type == "local"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
     train = job.train
     yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
@@ -45,12 +46,16 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "train", train, "weight_level", train.correction == "decoupled", "train.correction decoupled"
     yield "train", train, "weight_cap over_cap", train.correction != "none", "train.correction bypass or decoupled"
     yield "train", train, "weight_floor", train.over_cap == "mask", "train.over_cap mask"
+    yield "train", train, "share", local, "cluster.type local"
     for position, task in enumerate(job.tasks):
         place = f"tasks.{position}"
         yield place, task, "weight", task.quota is None, "no quota, which is the task's share"
         yield place, task, "top_p top_k", task.temperature > 0, "a temperature above 0"
         for number, reward in enumerate(task.rewards):
             yield from _reward_rows(f"{place}.rewards.{number}", reward)
+        boxed = any(job.isolation(task, pool) == "sandbox" for pool in job.pools if pool.slots)
+        yield place, task, "warm", boxed, "isolation sandbox"
+        yield f"{place}.sandbox", task.sandbox, " ".join(type(task.sandbox).model_fields), boxed, "isolation sandbox"
     for position, pool in enumerate(job.pools):
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"
@@ -58,6 +63,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         yield place, pool, "isolation", pool.slots is not None, "slots"
         if pool.engines is not None:
             place, engines, embedded = f"{place}.engines", pool.engines, pool.engines.type == "embedded"
+            yield place, engines, "share", local, "cluster.type local"
             yield place, engines, "python url args", not embedded, "engines.type vllm or sglang"
             yield (
                 place,

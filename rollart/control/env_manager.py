@@ -7,8 +7,9 @@ port ends this attempt with a status and a reason; siblings go on. A bad rollout
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
 from rollart.control.attempt import Run
 from rollart.control.context import JobContext
@@ -16,6 +17,7 @@ from rollart.control.movement import Movement
 from rollart.control.notes import Notes
 from rollart.control.render import delta
 from rollart.control.scoring import Scorer
+from rollart.control.waits import WaitList, Waits
 from rollart.control.world import World
 from rollart.errors import AgentError, BoundaryError, EnvError, boundary
 from rollart.events import schema
@@ -58,7 +60,7 @@ class Session:
         manager, run = self.manager, self.run
         began_s = manager.loop.time()
         with boundary(EnvError, "env.reset"):
-            observation = _checked(await manager.resetting.guard(run.key, self.env.reset()))
+            observation = _checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
         manager.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.reset_s = manager.loop.time() - began_s
@@ -72,7 +74,7 @@ class Session:
         if run.notes is not None:
             run.notes.text = action
         with _STEP:
-            observation = _checked(await manager.stepping.guard(run.key, self.env.step(action)))
+            observation = _checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
         manager.movement.moved(run.mover)
         run.settle(observation.reward, run.mover.moved_s - began_s)
         if run.notes is not None:
@@ -148,6 +150,28 @@ class TurnAgent:
         return Status.DONE
 
 
+class EnvCalls(NamedTuple):
+    """The waits for environments of one task. Tasks of the same limits share them."""
+
+    open: WaitList
+    reset: WaitList
+    step: WaitList
+
+
+def _env_calls(waits: Waits, job: Job, task: TaskSettings, *, alone: bool) -> EnvCalls:
+    open_s, reset_s, step_s = job.wait_s(task)
+
+    def on(call: str, given_s: float | None, limit_s: float | None) -> WaitList:
+        return waits.on(f"env.{call}" if given_s is None else f"env.{call} of {task.name}", limit_s)
+
+    own = task.limits
+    return EnvCalls(
+        on("open", own.open_s, open_s),
+        on("reset", own.reset_s, reset_s if alone else None),
+        on("step", own.step_s, step_s if alone else None),
+    )
+
+
 class EnvManager:
     """Runs attempts. Keeps nothing of an attempt that has ended."""
 
@@ -168,9 +192,7 @@ class EnvManager:
         """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
-        self._opening = waits.on("env.open", limits.open_s)
-        self.resetting = waits.on("env.reset", limits.reset_s if alone else None)
-        self.stepping = waits.on("env.step", limits.step_s if alone else None)
+        self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
         self._closing = waits.on("env.close", limits.step_s)
         self.movement = Movement()
         self._scorer = Scorer(context, world, self.movement)
@@ -204,7 +226,7 @@ class EnvManager:
 
     async def _play(self, run: Run) -> Status:
         with boundary(EnvError, "env.open"):
-            env = await self._opening.guard(run.key, self._host.open(run.task, run.id))
+            env = await self.env_calls(run).open.guard(run.key, self._host.open(run.task, run.id))
         self.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.open_s = self.loop.time() - run.started_s
@@ -216,6 +238,9 @@ class EnvManager:
         if not run.turns and run.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status
+
+    def env_calls(self, run: Run) -> EnvCalls:
+        return self._calls[run.settings.name]
 
     def sampling(self, settings: TaskSettings, room: int) -> Sampling:
         key = (settings.name, settings.temperature)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from rollart.engines import guard
 from rollart.errors import EngineError
+from rollart.workers import guard
 from rollart.workers.launch import last_output, spawn
 
 POLL_S = 0.25

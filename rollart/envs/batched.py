@@ -6,7 +6,7 @@ closes, so a dead environment does not block the others; a slow one does, which 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollart.config.job import Job
@@ -84,21 +84,21 @@ def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> Played:
 
     own = {task.name: tuple(waiting(reward, task.name) for reward in task.rewards) for task in job.tasks}
     if batched:
-        host = BatchedHost(host, lockstep, reset_s=job.limits.reset_s, step_s=job.limits.step_s)
+        host = BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks})
     return Played(host, waiting(job.rewards), own)
 
 
 class BatchedHost:
-    def __init__(self, host: EnvHost, lockstep: Lockstep, *, reset_s: float, step_s: float) -> None:
+    def __init__(self, host: EnvHost, lockstep: Lockstep, limits: Mapping[str, tuple[float, float]]) -> None:
+        """`limits`: by domain, seconds for a reset and for a step."""
         self._host = host
         self._lockstep = lockstep
-        self._reset_s = reset_s
-        self._step_s = step_s
+        self._limits = limits
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
         env = await self._host.open(task, trajectory)
         self._lockstep.opened()
-        return _BatchedEnv(env, self._lockstep, self._reset_s, self._step_s)
+        return _BatchedEnv(env, self._lockstep, *self._limits[task.domain])
 
 
 class _BatchedEnv:

@@ -23,9 +23,10 @@ CLOSE_GRACE_S = 5.0
 class InlineEnvHost:
     """Opens environments here. `task_sets` are those of the job, by domain."""
 
-    def __init__(self, task_sets: Mapping[str, TaskSet], *, slots: int) -> None:
+    def __init__(self, task_sets: Mapping[str, TaskSet], *, slots: int | asyncio.Semaphore) -> None:
+        """`slots`: a semaphore is shared with other hosts."""
         self._task_sets = dict(task_sets)
-        self._slots = asyncio.Semaphore(slots)
+        self._slots = asyncio.Semaphore(slots) if isinstance(slots, int) else slots
         self._idle: list[_Lane] = []
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "InlineEnv":

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollart.tasks.api import Environment, TaskSet, as_observation
@@ -21,11 +21,25 @@ class EnvWorker:
         self._environment: Environment | None = None
         self._runner = asyncio.Runner()
 
-    def open(self, task: Task) -> None:
-        if task.domain not in self._task_sets:
-            use, args = self._uses[task.domain], self._args.get(task.domain)
-            self._task_sets[task.domain] = load_task_set(use, args, seed=self._seed, domain=task.domain)
-        self._environment = self._task_sets[task.domain].environment(task)
+    def prepare(self, domains: Sequence[str], keys: Sequence[tuple[str, str]]) -> None:
+        """Ahead of the first task: load the task sets, and let them fill caches for these keys."""
+        for domain in domains:
+            self._task_set(domain)
+        for domain, key in keys:
+            self._task_set(domain).fill_cache(key)
+
+    def open(self, task: Task) -> str:
+        """Returns the key of what a worker that is started ahead could have in a cache for it."""
+        task_set = self._task_set(task.domain)
+        self._environment = task_set.environment(task)
+        return task_set.cache_key(task)
+
+    def _task_set(self, domain: str) -> TaskSet:
+        if domain not in self._task_sets:
+            self._task_sets[domain] = load_task_set(
+                self._uses[domain], self._args.get(domain), seed=self._seed, domain=domain
+            )
+        return self._task_sets[domain]
 
     def reset(self) -> Observation:
         assert self._environment is not None

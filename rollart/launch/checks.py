@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
+from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from rollart.envs.process import ProcessEnvHost
+    from rollart.envs.service import Host
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
 
@@ -128,8 +129,7 @@ def unsupported(job: Job) -> Iterator[str]:
     yield from _variable_problems(job)
     if job.train.type == "single" and job.train.gpus > 1:
         yield f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
-    if job.cluster.type != "ray" and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
-        yield "pools: environment pools of both isolations in one job are not there yet; use one of them"
+    yield from _isolation_problems(job)
 
 
 def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
@@ -182,11 +182,28 @@ def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> 
         )
 
 
+def _isolation_problems(job: Job) -> Iterator[str]:
+    """On Ray each pool has its own, and each machine is asked when its worker starts."""
+    if job.cluster.type == "ray":
+        return
+    undecided = [f"tasks.{position}" for position, task in enumerate(job.tasks) if task.isolation is None]
+    if undecided and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
+        yield f"{undecided[0]}.isolation: the pools with slots say different things; say it here, or make them equal"
+    for position, task in enumerate(job.tasks):
+        if job.isolation(task) == "sandbox":
+            from rollart.workers.sandbox import missing
+
+            if why := missing():
+                yield f"tasks.{position}.isolation: sandbox {why}"
+            return
+
+
 def _variable_problems(job: Job) -> Iterator[str]:
     """On Ray, environments have the variables of their machines; rewards are computed here."""
     asked = {f"tasks.{position}.environment": task.environment for position, task in enumerate(job.tasks)}
-    if all(pool.isolation == "inline" for pool in job.pools if pool.slots):
-        for key in (key for key, names in asked.items() if names):
+    for position, task in enumerate(job.tasks):
+        key = f"tasks.{position}.environment"
+        if task.environment and all(job.isolation(task, pool) == "inline" for pool in job.pools if pool.slots):
             yield (
                 f"{key}: environments of isolation inline run in this process, and see all its variables; remove it, "
                 "or set isolation to process"
@@ -378,15 +395,27 @@ def _prompt_problems(
     job: Job, sets: "Mapping[str, TaskSet]", tokenizer: "ChatTokenizer", *, evaluates: bool
 ) -> list[str]:
     """Tasks none of whose first environments, in training or held out, can begin an episode that fits."""
+    from rollart.envs.isolated import IsolatedEnvHost
     from rollart.envs.process import ProcessEnvHost
+    from rollart.launch.worker import env_host
 
     async def look() -> list[str]:
         with tempfile.TemporaryDirectory(prefix="rollart-check-") as logs:
-            uses = {task.name: task.use for task in job.tasks if task.name in sets}
-            inline = all(pool.isolation == "inline" for pool in job.pools if pool.slots)
-            variables = list(os.environ) if inline else job.task_variables  # these environments will see all of ours
+            log_dir = Path(logs)
+            isolations = {task.name: job.isolation(task) for task in job.tasks if task.name in sets}
+            inline = {task.name: task.use for task in job.tasks if isolations.get(task.name) == "inline"}
+            apart = {name: isolation for name, isolation in isolations.items() if isolation != "inline"}
+            hosts: list[tuple[Sequence[str], Host]] = []
+            if apart:
+                hosts.append((list(apart), env_host(job, apart, {}, slots=1, log_dir=log_dir)))
             args = {task.name: task.args for task in job.tasks}
-            host = ProcessEnvHost(uses, args=args, slots=1, log_dir=Path(logs), seed=job.seed, variables=variables)
+            if inline:  # in a process too; these environments will see all of our variables
+                seen = list(os.environ)
+                alone = ProcessEnvHost(
+                    inline, args=args, slots=1, log_dir=log_dir / "inline", seed=job.seed, variables=seen
+                )
+                hosts.append((list(inline), alone))
+            host = IsolatedEnvHost(hosts)
             try:
                 return [
                     f"tasks.{position}: {problem}"
@@ -405,7 +434,7 @@ async def _first_problem(
     task: TaskSettings,
     task_set: "TaskSet",
     tokenizer: "ChatTokenizer",
-    host: "ProcessEnvHost",
+    host: EnvHost,
     evaluates: bool,
 ) -> str | None:
     problem = await _prompt_problem(job, task, partial(draw, task_set, task.name), tokenizer, host)
@@ -416,7 +445,7 @@ async def _first_problem(
 
 
 async def _prompt_problem(
-    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: "ProcessEnvHost"
+    job: Job, task: TaskSettings, drawn: Callable[[int], Task], tokenizer: "ChatTokenizer", host: EnvHost
 ) -> str | None:
     said: list[str] = []
     for index in range(FIRST_PROMPTS):
@@ -439,7 +468,7 @@ async def _prompt_problem(
     return said[0]
 
 
-async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: "ProcessEnvHost") -> int:
+async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: EnvHost) -> int:
     env = await host.open(task, TrajectoryId(group="check", member=task.index, attempt=0))
     try:
         observation = await env.reset()

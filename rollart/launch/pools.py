@@ -86,7 +86,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
             gpus=pool.engines.gpus,
             max_batch=pool.engines.max_batch,
             chunk_tokens=job.sim.engine.chunk_tokens,
-            overhead_s=job.sim.engine.overhead_s,
+            runtime=job.sim.engine.runtime(pool.engines.type),
             disaggregated=apart.get(pool.name),
         )
         for pool in job.engine_pools

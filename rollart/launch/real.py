@@ -16,7 +16,7 @@ from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.launch.pools import build_affinity, engine_specs
-from rollart.launch.resources import demands, visible_devices
+from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
@@ -25,9 +25,8 @@ from rollart.workers.setup import StoreSetup, WorkerSetup
 
 if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
-    from rollart.envs.inline import InlineEnvHost
-    from rollart.envs.process import ProcessEnvHost
     from rollart.envs.remote import RemoteEnvHost
+    from rollart.envs.service import Host
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
     from rollart.rewards.judge import JudgeRewards
@@ -126,7 +125,7 @@ def real_world(
 
 def _workers(
     setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None, *, trains: bool
-) -> "tuple[Cluster, InlineEnvHost | ProcessEnvHost | RemoteEnvHost]":
+) -> "tuple[Cluster, Host]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.launch import worker
 
@@ -143,16 +142,17 @@ def _workers(
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
         )
         return on_ray, _rooms_on(on_ray, setup)
-    isolated = any(pool.slots and pool.isolation == "process" for pool in job.pools)
     slots = sum(pool.slots or 0 for pool in job.pools)
-    rooms = worker.env_host(job, task_sets, isolated=isolated, slots=slots, log_dir=setup.log_dir, lost=lost)
+    isolations = {task.name: job.isolation(task) for task in job.tasks}
+    rooms = worker.env_host(job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost)
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
         return InlineCluster(worker.build, setup), rooms
     from rollart.cluster.local import LocalCluster
 
-    return LocalCluster(worker.START, setup, lost, visible_devices(job, trains=trains)), rooms
+    devices, shares = visible_devices(job, trains=trains), gpu_shares(job, trains=trains)
+    return LocalCluster(worker.START, setup, lost, devices, shares), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:

@@ -75,6 +75,19 @@ def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ..
     return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
 
 
+def gpu_shares(job: Job, *, trains: bool = True) -> dict[str, float]:
+    """By worker, its share of its GPU; where one has a share, all that name a GPU have one. Empty: nobody has."""
+    found = {
+        f"{pool.name}-{number}": pool.engines.share
+        for pool in job.engine_pools
+        if pool.engines and pool.engines.device != "cpu"
+        for number in range(pool.engines.count)
+    }
+    if trains and job.train.device != "cpu":
+        found["trainer"] = job.train.share
+    return {worker: share or 1.0 for worker, share in found.items()} if any(found.values()) else {}
+
+
 def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
     """Of the workers that use GPUs of this machine. A server has its own; the others are told."""
     if job.cluster.type == "ray":

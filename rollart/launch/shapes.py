@@ -59,11 +59,22 @@ def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
     experts = experts_in(config)
     total = params or _params(config, experts)
     num_bytes = DTYPE_BYTES[config.get("dtype") or config.get("torch_dtype") or "float32"]
+    heads = config["num_attention_heads"]
+    head_params = float(config["vocab_size"] * config["hidden_size"])
     return ModelShape(
         params=total,
         active_params=total - experts.unused,
         kv_bytes_per_token=config["num_hidden_layers"] * _kv_values(config) * num_bytes,
         bytes_per_param=num_bytes,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        attention_width=heads * _head_size(config),
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_params=head_params,
+        lookup_params=0.0 if config.get("tie_word_embeddings") else head_params,
+        experts=experts.num,
+        experts_per_token=experts.per_token,
+        expert_params=float(experts.layers * experts.num * experts.params_each),
     )
 
 

@@ -7,13 +7,16 @@ of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollart.config.job import Job
 from rollart.errors import BoundaryError, ClusterError
 from rollart.workers.launch import Lost, Process
+from rollart.workers.sandbox import Sandbox, missing
 from rollart.workers.setup import RankSetup, WorkerSetup
 
 START = "rollart.launch.worker:start"
@@ -22,11 +25,11 @@ RENDEZVOUS = "ranks-meet"
 """Name of the file in the log directory through which the ranks of a trainer find each other."""
 
 if TYPE_CHECKING:
+    from rollart.config.settings import Isolation, TaskSettings
     from rollart.engines.embedded.threaded import ThreadedEngine
     from rollart.engines.remote import RemoteEngine
-    from rollart.envs.inline import InlineEnvHost
-    from rollart.envs.process import ProcessEnvHost
-    from rollart.envs.service import EnvService
+    from rollart.envs.process import Boxed
+    from rollart.envs.service import EnvService, Host
     from rollart.tasks.api import TaskSet
     from rollart.train.ranks import RankedTrainer
     from rollart.train.settings import TrainerSettings
@@ -172,39 +175,67 @@ def _rendezvous_file(log_dir: Path) -> Path:
 
 
 def _environments(setup: WorkerSetup) -> "EnvService":
-    """The slots of one worker, each isolated as the job says."""
+    """The slots of one worker, each task isolated as the job says."""
     from rollart.envs.service import EnvService
 
     job, pool = setup.job, setup.own_pool
-    isolated = pool.isolation == "process"
-    task_sets = {} if isolated else task_sets_of(job)
+    isolations = {task.name: job.isolation(task, pool) for task in job.tasks}
+    task_sets = task_sets_of(job, [name for name, isolation in isolations.items() if isolation == "inline"])
+    if "sandbox" in isolations.values() and (why := missing()):
+        raise ClusterError(f"isolation sandbox {why}")
     log_dir = setup.log_dir / setup.name
-    return EnvService(env_host(job, task_sets, isolated=isolated, slots=pool.slots_per_worker, log_dir=log_dir))
+    return EnvService(env_host(job, isolations, task_sets, slots=pool.slots_per_worker, log_dir=log_dir))
 
 
 def env_host(
     job: Job,
+    isolations: "Mapping[str, Isolation]",
     task_sets: "Mapping[str, TaskSet]",
     *,
-    isolated: bool,
     slots: int,
     log_dir: Path,
     lost: Lost | None = None,
-) -> "InlineEnvHost | ProcessEnvHost":
-    """Environments on this machine: in processes of their own, which load the task sets themselves, or in this one."""
+) -> "Host":
+    """Environments on this machine: of each task in its isolation, of all in these slots.
+
+    `task_sets`: of those that run in this process. The others are loaded where they run.
+    """
     from rollart.envs.inline import InlineEnvHost
+    from rollart.envs.isolated import IsolatedEnvHost
     from rollart.envs.process import ProcessEnvHost
 
-    if not isolated:
-        return InlineEnvHost(task_sets, slots=slots)
-    uses = {task.name: task.use for task in job.tasks}
+    shared = asyncio.Semaphore(slots)
+    hosts: list[tuple[list[str], Host]] = []
+    here = [name for name, isolation in isolations.items() if isolation == "inline"]
+    if here:
+        hosts.append((here, InlineEnvHost({name: task_sets[name] for name in here}, slots=shared)))
     args = {task.name: task.args for task in job.tasks}
-    return ProcessEnvHost(
-        uses, args=args, slots=slots, log_dir=log_dir, seed=job.seed, variables=job.task_variables, lost=lost
+    host = partial(ProcessEnvHost, args=args, slots=shared, log_dir=log_dir, seed=job.seed, lost=lost)
+    together = [task for task in job.tasks if isolations.get(task.name) == "process"]
+    if together:  # a process plays now this one, now that one
+        uses = {task.name: task.use for task in together}
+        hosts.append((list(uses), host(uses, variables=[name for task in together for name in task.environment])))
+    for task in job.tasks:
+        if isolations.get(task.name) == "sandbox":
+            name = f"env-{re.sub(r'[^A-Za-z0-9._-]', '_', task.name)}"
+            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task))
+            hosts.append(([task.name], boxed))
+    return hosts[0][1] if len(hosts) == 1 else IsolatedEnvHost(hosts)
+
+
+def _sandboxed(task: "TaskSettings") -> "Boxed":
+    from rollart.envs.process import Boxed
+    from rollart.tasks.load import code_of
+
+    places = [*code_of(task.use), *map(Path, task.sandbox.read)]
+    return Boxed(
+        box=lambda name: Sandbox(settings=task.sandbox, read=places), wall_s=task.sandbox.wall_s, warm=task.warm
     )
 
 
-def task_sets_of(job: Job) -> "dict[str, TaskSet]":
+def task_sets_of(job: Job, names: "Sequence[str] | None" = None) -> "dict[str, TaskSet]":
+    """Of these tasks, by default of all."""
     from rollart.tasks.load import load_task_set
 
-    return {task.name: load_task_set(task.use, task.args, seed=job.seed, domain=task.name) for task in job.tasks}
+    tasks = [task for task in job.tasks if names is None or task.name in names]
+    return {task.name: load_task_set(task.use, task.args, seed=job.seed, domain=task.name) for task in tasks}

@@ -5,10 +5,10 @@ trajectories are alive at all. So a pool is asked one question: with steps this 
 finish its trajectories in time? The shortest such period is the prediction. Used by `planning`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollart.hardware import Disaggregated, Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import RUNTIMES, Costs, Disaggregated, Hardware, ModelShape, Runtime, engine_costs
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -21,6 +21,8 @@ all at once."""
 ROOM = 0.9
 """Share of the KV memory that caches are planned to fill: engines of a pool are not equally full at all times, and one
 that is too full falls far behind."""
+MAX_STEP_S = 10.0
+"""Steps that would have to be longer than this do not keep up."""
 NEVER_S = 1e9
 """A pool that cannot serve a task at all takes this long."""
 
@@ -35,12 +37,23 @@ class PoolSpeed:
     engines: int
     gpus: int
     max_batch: int
-    chunk_tokens: float = 2048.0
-    """Prefill tokens beside one decode step."""
-    overhead_s: float = 0.002
-    """Each call, before its prefill."""
+    runtime: Runtime = RUNTIMES["embedded"]
+    """What its engines' software adds to a step."""
+    chunk_tokens: float = 8192.0
+    """Tokens of one step, those of prompts included."""
     disaggregated: Disaggregated | None = None
     """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
+
+    @property
+    def costs(self) -> Costs:
+        """Of an engine's steps; where prefill is apart, of a decode worker's."""
+        return engine_costs(self.model, self.hardware, self.gpus, self.runtime)
+
+    @property
+    def prefill_costs(self) -> Costs:
+        """Of the steps in which prompts are computed."""
+        apart = self.disaggregated or self
+        return engine_costs(self.model, apart.hardware, apart.gpus, self.runtime)
 
     def with_engines(self, engines: int) -> "PoolSpeed":
         return replace(self, engines=engines)
@@ -117,7 +130,7 @@ class _Load:
         room."""
         pool = self.pool
         decoders = pool.disaggregated.decoders if pool.disaggregated else 1
-        room = ROOM * decoders * kv_capacity_tokens(pool.model, pool.hardware, pool.gpus)
+        room = ROOM * decoders * pool.costs.kv_tokens
         wanted = sum(count * self.profiles[task].context_tokens for task, count in live.items())
         return max(0.0, min(1.0, 1.0 - 2.0 * (wanted / max(1.0, room) - 1.0)))
 
@@ -144,67 +157,112 @@ class _Load:
 
     def _lives(self, period_s: float, computed: Mapping[str, float]) -> dict[str, float] | None:
         """Task -> seconds of one trajectory's life when steps are `period_s` apart; None where an engine is overrun."""
-        pool, model, apart = self.pool, self.pool.model, self.pool.disaggregated
-        workers, decoders = (apart.workers, apart.decoders) if apart is not None else (1, 1)
-        prefill_s = prefill_s_per_token(model, (apart or pool).hardware, (apart or pool).gpus)
-        loads = [
-            (task, one, self.work[task] / (period_s * pool.engines), computed[task])
+        pool, apart = self.pool, self.pool.disaggregated
+        flows = [
+            _Flow(
+                rate=self.work[task] / (period_s * pool.engines),
+                tokens=computed[task],
+                decoded=max(0.0, one.decode_tokens - one.turns),
+                turns=max(1.0, one.turns),
+                context=one.context_tokens,
+            )
             for task, one in self.profiles.items()
         ]
-        prefilling = sum(rate * (tokens * prefill_s + one.turns * pool.overhead_s) for _, one, rate, tokens in loads)
-        decoded = sum(rate * one.decode_tokens for _, one, rate, _ in loads)
-        if prefilling >= workers:
+        costs = pool.costs
+        decoders = apart.decoders if apart is not None else 1
+        beside = sum(flow.rate * flow.tokens for flow in flows) if apart is None else 0.0
+        calls = sum(flow.rate * flow.turns for flow in flows) if apart is None else 0.0
+        decoded = sum(flow.rate * flow.decoded for flow in flows) / decoders
+        context = _mean(flows, lambda flow: flow.decoded)
+        seen = _mean(flows, lambda flow: flow.tokens)
+        found = _balanced(costs, decoded, context, beside, seen, calls)
+        if found is None:
             return None
-        free = 1.0 if apart is not None else 1.0 - prefilling
-        context = sum(rate * one.decode_tokens * one.context_tokens for _, one, rate, _ in loads) / decoded
-        step_s, batch = _decode(pool, decoded / decoders, free, context)
-        if batch > min(pool.max_batch, kv_capacity_tokens(model, pool.hardware, pool.gpus) / max(1.0, context)):
+        step_s, batch = found
+        room = min(pool.max_batch, costs.kv_tokens / max(1.0, context))
+        if batch > room or beside * step_s + batch > pool.chunk_tokens:
             return None
-        beside_s = 0.0 if apart is not None else step_s * min(1.0, batch)
-        calls = [
-            (rate * one.turns / workers, _call_s(pool, one, tokens, prefill_s, beside_s))
-            for _, one, rate, tokens in loads
-        ]
-        queue = sum(rate * seconds for rate, seconds in calls)
-        if queue >= 1.0:
+        prefill = _own_prefill if apart is not None else _shared_prefill
+        waits = prefill(pool, flows, step_s, batch, context)
+        if waits is None:
             return None
-        wait_s = sum(rate * seconds * seconds for rate, seconds in calls) / (1.0 - queue)
         lives: dict[str, float] = {}
-        for (task, one, _, _), (_, call_s) in zip(loads, calls, strict=True):
-            move_s = one.new_tokens * model.kv_bytes_per_token / apart.link_bytes_per_s if apart is not None else 0.0
-            lives[task] = one.elsewhere_s + one.turns * (wait_s + call_s) + move_s + one.decode_tokens * step_s / free
+        for (task, one), flow, wait_s in zip(self.profiles.items(), flows, waits, strict=True):
+            sent = one.new_tokens * pool.model.kv_bytes_per_token / apart.link_bytes_per_s if apart is not None else 0.0
+            lives[task] = one.elsewhere_s + flow.turns * wait_s + sent + flow.decoded * step_s
         return lives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flow:
+    """What one engine gets of one task."""
+
+    rate: float
+    """Trajectories a second."""
+    tokens: float
+    """Of prompts, computed for one of them."""
+    decoded: float
+    """Tokens of one beyond the first of each turn, which comes with the prompt."""
+    turns: float
+    context: float
+
+
+def _mean(flows: Sequence[_Flow], weight: Callable[[_Flow], float]) -> float:
+    """Of the context, where tasks count by what they have in all."""
+    weights = [flow.rate * weight(flow) for flow in flows]
+    total = sum(weights)
+    return sum(flow.context * one for flow, one in zip(flows, weights, strict=True)) / total if total else 0.0
+
+
+def _balanced(
+    costs: Costs, decoded: float, context: float, prefill: float, seen: float, calls: float
+) -> tuple[float, float] | None:
+    """(seconds of a step, sequences that decode in it) when so many tokens are decoded, and so many of so many prompts
+    computed, in a second; None where steps cannot keep up. Each step has what came in during the one before."""
+    step_s = costs.step_s(1.0, context)
+    for _ in range(80):
+        batch = decoded * step_s
+        longer_s = costs.step_s(max(1.0, batch), max(1.0, batch) * context, prefill * step_s, seen, calls * step_s)
+        if longer_s > MAX_STEP_S:
+            return None
+        if abs(longer_s - step_s) <= 1e-3 * step_s:
+            return longer_s, decoded * longer_s
+        step_s = longer_s
+    return None
+
+
+def _shared_prefill(
+    pool: PoolSpeed, flows: Sequence[_Flow], step_s: float, batch: float, context: float
+) -> list[float] | None:
+    """Seconds of each task's calls until their first token: a queue for the steps that compute prompts, then those in
+    which their own is computed."""
+    costs, budget = pool.costs, max(1.0, pool.chunk_tokens - batch)
+    added_s = [flow.tokens / flow.turns * costs.prefill_token_s(flow.context) for flow in flows]
+    calls_s = []
+    for flow in flows:
+        tokens = flow.tokens / flow.turns
+        own_s = costs.step_s(batch, batch * context, min(tokens, budget), flow.context, 1.0)
+        calls_s.append(max(1.0, tokens / budget) * max(step_s, own_s))
+    calls = [flow.rate * flow.turns for flow in flows]
+    busy = sum(rate * seconds for rate, seconds in zip(calls, added_s, strict=True))
+    if busy >= 1.0:
+        return None
+    wait_s = sum(rate * one_s * call_s for rate, one_s, call_s in zip(calls, added_s, calls_s, strict=True))
+    return [wait_s / (1.0 - busy) + call_s for call_s in calls_s]
+
+
+def _own_prefill(
+    pool: PoolSpeed, flows: Sequence[_Flow], step_s: float, batch: float, context: float
+) -> list[float] | None:
+    """The same, where prefill workers do nothing else: a queue of prompts, of which several go into one step."""
+    assert pool.disaggregated is not None
+    costs, workers = pool.prefill_costs, pool.disaggregated.workers
+    busy = sum(flow.rate * flow.tokens * costs.prefill_token_s(flow.context) for flow in flows) / workers
+    if busy >= 1.0:
+        return None
+    calls_s = [costs.prefill_s(flow.tokens / flow.turns, flow.context) for flow in flows]
+    return [(1.0 + busy / (1.0 - busy)) * call_s for call_s in calls_s]
 
 
 def _in_time(lives: Mapping[str, float] | None, limits: Mapping[str, float], period_s: float) -> bool:
     return lives is not None and all(life_s <= limits[task] * period_s for task, life_s in lives.items())
-
-
-def _call_s(pool: PoolSpeed, one: TaskProfile, computed: float, prefill_s: float, beside_s: float) -> float:
-    """Seconds in which one call has the prefill to itself, decode steps beside it included."""
-    tokens = computed / max(1.0, one.turns)
-    return tokens * prefill_s + pool.overhead_s + max(1.0, tokens / pool.chunk_tokens) * beside_s
-
-
-def _decode(pool: PoolSpeed, rate: float, free: float, context: float) -> tuple[float, float]:
-    """(seconds of a decode step, sequences in it) at which `rate` tokens a second come out in the `free` share of the
-    time; an infinite batch where they cannot."""
-    model, hardware, gpus = pool.model, pool.hardware, pool.gpus
-    step_s = decode_step_s(model, hardware, gpus, 1.0, context)
-    per_sequence_s = max(
-        decode_step_s(model, hardware, gpus, 1000.0, 1000.0 * context)
-        - decode_step_s(model, hardware, gpus, 999.0, 999.0 * context),
-        0.0,
-    )
-    if rate * per_sequence_s >= free:
-        return step_s, float("inf")
-    batch = 1.0
-    for _ in range(60):
-        step_s = decode_step_s(model, hardware, gpus, max(1.0, batch), batch * context)
-        wanted = rate * step_s / free
-        if abs(wanted - batch) <= 1e-3 * batch:
-            break
-        batch = wanted
-        if batch > 1e6:
-            return step_s, float("inf")
-    return step_s, batch

@@ -63,7 +63,7 @@ class TaskBooks(Fold):
         if not task.out and task.failures >= self._most:
             self._broken(3, f"task {name} is in the mix after {task.failures} failures in a row")
         for other, waits in self._tasks.items():
-            if waits.out and not waits.probe and event.t > waits.due_s + LATE_S:
+            if not task.out and waits.out and not waits.probe and event.t > waits.due_s + LATE_S:
                 self._broken(3, f"group {group} was admitted before the probe of task {other}, which was due")
             if waits.owed is not None:
                 waits.owed = None if other == name else waits.owed - 1

@@ -8,10 +8,8 @@ evenly. All workers load new weights at the same time, and fail as one.
 import heapq
 import math
 from collections.abc import Callable
-from itertools import islice
 
-from rollart.hardware import kv_capacity_tokens, prefill_s_per_token
-from rollart.sim.engine import ALMOST, EngineWorld, SimEngine, SimSequence
+from rollart.sim.engine import ALMOST, EngineWorld, SimEngine, SimSequence, seconds_of, steps_in
 from rollart.types import EngineSpec, WeightVersion
 
 
@@ -20,17 +18,17 @@ class SimDisaggregated(SimEngine):
         super().__init__(spec, world, died)
         apart = world.disaggregated[spec.pool]
         self._decoders = apart.decoders
-        self._gpus = spec.gpus // apart.decoders
-        self._longest = kv_capacity_tokens(world.model, self._hardware, self._gpus)
+        gpus = spec.gpus // apart.decoders
+        self._costs = world.costs(spec.pool, self._hardware, gpus, spec.type)
+        self._prefill_costs = world.costs(spec.pool, apart.hardware, apart.gpus, spec.type)
+        self._longest = self._costs.kv_tokens
         self._capacity = apart.decoders * self._longest
         self._max_batch *= apart.decoders
         self._prefill_workers = apart.workers
-        self._prefill_s = prefill_s_per_token(world.model, apart.hardware, apart.gpus)
-        self._overhead_tokens = world.settings.overhead_s / self._prefill_s
-        self._loading_gpus = min(self._gpus, apart.gpus)
+        self._loading_gpus = min(gpus, apart.gpus)
         """All workers load at the same time; the smallest is done last."""
         self._token_link_s = world.model.kv_bytes_per_token / apart.link_bytes_per_s
-        self._room = apart.workers * kv_capacity_tokens(world.model, apart.hardware, apart.gpus)
+        self._room = apart.workers * self._prefill_costs.kv_tokens
         self._prompts: dict[str, int] = {}
         """Prompt tokens of sessions in the prefill workers' caches, least recently used first."""
         self._prompts_kv = 0
@@ -41,15 +39,39 @@ class SimDisaggregated(SimEngine):
         self._links_free_s = [0.0] * apart.workers
         """When the link of each prefill worker is free; a heap."""
 
-    def _next_prefilled(self) -> SimSequence | None:
-        return min(islice(self._prefilling, self._prefill_workers), key=lambda sequence: sequence.prefill, default=None)
+    def _progress(self, passed_s: float) -> None:
+        for pack in self._packs:
+            steps = passed_s / pack.step_s
+            pack.left -= steps
+            pack.busy_s += passed_s
+            self._computed += steps * pack.chunk
+        if self._step_s:
+            steps = steps_in(passed_s, self._step_s, self._growth_s)
+            self._steps += steps
+            self._computed += steps
+            self._share_s += passed_s / self._num_decoding
 
-    def _decode_s(self, batch: float, context: float) -> float:
-        share = max(1.0 / batch, 1.0 / self._decoders)
-        return super()._decode_s(batch * share, context * share)
+    def _form_packs(self) -> None:
+        """Each worker has a pack of its own; prompts that wait are spread over those that are free."""
+        while self._prefilling and len(self._packs) < self._prefill_workers:
+            free = self._prefill_workers - len(self._packs)
+            waiting = sum(sequence.prefill for sequence in self._prefilling)
+            budget = min(float(self._world.settings.chunk_tokens), max(1.0, waiting / free))
+            self._packs.append(self._pack(budget, self._prefill_costs))
 
-    def _cycles(self, decode_s: float, chunk_s: float) -> tuple[float, float]:
-        return decode_s, chunk_s
+    def _planned_s(self) -> float:
+        when_s = min((self._at_s + pack.left * pack.step_s for pack in self._packs), default=math.inf)
+        if self._num_decoding:
+            batch = max(1.0, self._num_decoding / self._decoders)
+            cached = (self._shift / self._num_decoding + self._steps + 0.5) * batch
+            self._step_s = self._costs.step_s(batch, cached)
+            self._growth_s = batch * self._costs.kv_token_s
+            steps = self._decoding[0][0] - self._steps
+            when_s = min(when_s, self._at_s + seconds_of(steps, self._step_s, self._growth_s))
+        return when_s
+
+    def _book_prefill(self, sequence: SimSequence, seconds: float) -> None:
+        sequence.prefill_busy_s += seconds
 
     @property
     def _in_batch(self) -> int:
@@ -66,8 +88,8 @@ class SimDisaggregated(SimEngine):
             sequence.cached = min(known, request.prompt_tokens)
         self._lacking[request.id] = tokens
         sequence.prefilled += context - known
-        sequence.prefill = context - known + self._overhead_tokens
-        sequence.prefill_busy_s += sequence.prefill * self._prefill_s
+        sequence.prefill = max(1, context - known)
+        self._num_prefilling += 1
         self._prefilling.append(sequence)
 
     def _prefilled(self, sequence: SimSequence) -> None:
@@ -105,6 +127,7 @@ class SimDisaggregated(SimEngine):
     def _restart_all(self, version: WeightVersion) -> int:
         """What was on a link is of the old weights: it is computed and sent again, like everything in flight."""
         self._prefilling.extend(entry[2] for entry in sorted(self._moving))
+        self._num_prefilling += len(self._moving)
         self._moving.clear()
         self._lacking.clear()
         self._prompts.clear()

@@ -1,18 +1,19 @@
 """A simulated engine: continuous batching as a fluid that is re-planned only at arrivals and finishes.
 
-All decoding sequences advance together, one token a step, so one counter of steps serves them all; prefill is done in
-order of arrival, a chunk beside each step. Events are O(requests), whatever the number of tokens. KV memory is
-reserved whole when a request enters the batch; idle sessions keep their cache until the room is needed or the
-weights change, and a swap makes every in-flight request prefill again.
+All decoding sequences advance together, one token a step, so one counter of steps serves them all. Prompts that wait
+are packed, in order of arrival, and computed in the steps of those who decode; the step in which a prompt is done gives
+its first token. Steps grow longer as contexts do: by the same amount each, so that the time of many is a square.
+Events are O(requests), whatever the number of tokens. KV memory is reserved whole when a request enters the batch;
+idle sessions keep their cache until the room is needed or the weights change, and a swap makes every in-flight request
+prefill again. Members of a group have their first prompt in common, and compute it once.
 """
 
 import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError
 from rollart.events import schema
 from rollart.events.log import EventLog
-from rollart.hardware import Disaggregated, Hardware, ModelShape, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import Costs, Disaggregated, Hardware, ModelShape, engine_costs
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -40,7 +41,10 @@ from rollart.types import (
 _ZERO_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 _ZERO_LOGPROBS: Logprobs = np.zeros(1 << 20, dtype=np.float32)
 ALMOST = 1e-6
-"""Tokens closer to done than this are done."""
+"""Tokens, or steps, closer to done than this are done."""
+SERVERS = ("vllm", "sglang")
+"""Engines whose cache is blocks: of an idle session that is in the way only as many go as are needed, the last ones
+first. Other engines drop it whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,12 @@ class EngineWorld:
     log: EventLog
     faults: Faults
 
+    def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> Costs:
+        """What steps of a worker of this pool cost; measured, where that is known."""
+        costs = engine_costs(self.model, hardware, gpus, self.settings.runtime(kind))
+        measured = self.settings.measured.get(pool)
+        return costs if measured is None else measured.costs(costs.kv_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
@@ -72,8 +82,8 @@ class SimSequence:
     kv: int
     future: "asyncio.Future[Completion]"
     cached: int = 0
-    prefill: float = 0.0
-    """Tokens that are still to be computed before it decodes."""
+    prefill: int = 0
+    """Tokens that are to be computed before it decodes."""
     prefilled: int = 0
     busy_s: float = 0.0
     prefill_busy_s: float = 0.0
@@ -92,24 +102,44 @@ class SimSequence:
         return sum(span.length for span in self.spans)
 
 
+@dataclass(slots=True, eq=False)
+class Pack:
+    """Prompts that are computed together."""
+
+    sequences: list[SimSequence]
+    tokens: float
+    """To be computed, of all of them."""
+    chunk: float
+    """Of these, in one step."""
+    seen: float
+    """Tokens that each of them looks at, on average."""
+    left: float
+    """Steps."""
+    step_s: float = 0.0
+    """Of a step in which nobody decodes."""
+    busy_s: float = 0.0
+
+    def drop(self, sequence: SimSequence) -> None:
+        self.sequences.remove(sequence)
+        self.tokens -= sequence.prefill
+
+    def shares(self) -> Iterator[tuple[SimSequence, float]]:
+        """Its sequences, each with its part of the seconds, by tokens."""
+        for sequence in self.sequences:
+            yield sequence, self.busy_s * sequence.prefill / self.tokens
+
+
 class SimEngine:
     def __init__(self, spec: EngineSpec, world: EngineWorld, died: Callable[[str], object]) -> None:
         self.spec = spec
         self._world = world
         self._died = died
-        hardware = world.hardware[spec.pool]
-        self._hardware = hardware
-        self._measured = world.settings.measured.get(spec.pool)
-        self._prefill_s = (
-            self._measured.prefill_token_s
-            if self._measured is not None
-            else prefill_s_per_token(world.model, hardware, spec.gpus)
-        )
-        self._overhead_tokens = world.settings.overhead_s / self._prefill_s
-        self._longest = self._capacity = kv_capacity_tokens(world.model, hardware, spec.gpus)
+        self._hardware = world.hardware[spec.pool]
+        self._costs = world.costs(spec.pool, self._hardware, spec.gpus, spec.type)
+        self._longest = self._capacity = self._costs.kv_tokens
         """KV tokens that one request, and all of them, can have."""
-        self._prefill_workers = 1
-        self._gpus = self._loading_gpus = spec.gpus
+        self._in_blocks = spec.type in SERVERS
+        self._loading_gpus = spec.gpus
         self._max_batch = world.max_batch[spec.pool]
         self._loop = asyncio.get_running_loop()
         self.version: WeightVersion = 0
@@ -123,11 +153,18 @@ class SimEngine:
         self._staged_s: dict[WeightVersion, float] = {}
         self._waiting: deque[SimSequence] = deque()
         self._prefilling: deque[SimSequence] = deque()
+        """In the batch, and not computed yet."""
+        self._packs: list[Pack] = []
+        """Under way: one, unless there are several prefill workers."""
+        self._num_prefilling = 0
+        """In the deque and in packs."""
         self._decoding: list[tuple[float, int, SimSequence]] = []
         self._num_decoding = 0
         self._active: dict[str, SimSequence] = {}
         self._idle: dict[str, int] = {}
         """Cached tokens of sessions between turns, least recently used first."""
+        self._prefixes: dict[str, tuple[int, int]] = {}
+        """Group -> (tokens of its first prompt, members that have it in the cache here)."""
         self._idle_kv = 0
         self._active_kv = 0
         self._at_s = self._loop.time()
@@ -136,9 +173,12 @@ class SimEngine:
         """Seconds of decode that each sequence in the batch has used since the engine began."""
         self._shift = 0.0
         """Sum of `shift` over decoding sequences: their context is this plus their number times the steps."""
-        self._step_rate = 0.0
-        self._prefill_rate = 0.0
+        self._step_s = 0.0
+        """Of the step that is under way; 0 where nobody decodes and nothing is computed."""
+        self._growth_s = 0.0
+        """By which each step takes longer than the one before."""
         self._decode_part = 0.0
+        """Share of a step that is of those who decode."""
         self._numbers = 0
         self._computed = 0.0
         """Tokens, since it was started."""
@@ -182,6 +222,7 @@ class SimEngine:
             self._waiting.remove(sequence)
         else:
             self._active_kv -= sequence.kv
+            self._release(sequence.request.session)
             if not self._slow.pop(request_id, None):
                 self._drop(sequence)
         self._plan()
@@ -257,76 +298,113 @@ class SimEngine:
     # --- the fluid ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Bring the counters to now, at the rates planned last."""
+        """Bring the counters to now, by what was planned last."""
         now_s = self._loop.time()
         passed_s = now_s - self._at_s
         self._at_s = now_s
         if passed_s <= 0:
             return
-        self._computed += (self._step_rate + self._prefill_rate + len(self._slow)) * passed_s
-        if self._step_rate:
-            self._steps += self._step_rate * passed_s
+        self._computed += len(self._slow) * passed_s
+        self._progress(passed_s)
+
+    def _progress(self, passed_s: float) -> None:
+        """Steps in which some decode and, beside them, a pack is computed."""
+        if not self._step_s:
+            return
+        steps = steps_in(passed_s, self._step_s, self._growth_s)
+        self._computed += steps
+        if self._num_decoding:
+            self._steps += steps
             self._share_s += passed_s * self._decode_part / self._num_decoding
-        if self._prefill_rate:
-            for sequence in islice(self._prefilling, self._prefill_workers):
-                sequence.prefill -= self._prefill_rate * passed_s
+        for pack in self._packs:
+            pack.left -= steps
+            pack.busy_s += passed_s * (1.0 - self._decode_part)
+            self._computed += steps * pack.chunk
 
     def _plan(self) -> None:
-        """Move what is done, fill the batch, set the rates, and look again when the next thing is done."""
+        """Move what is done, fill the batch, plan the next steps, and look again when the next thing is done."""
         if self.hung or self.dead:
             return
-        self._step_rate = self._prefill_rate = 0.0
+        self._step_s = 0.0
         if self._paused:
             self._cancel_timer()
             return
         while True:
-            while (next_one := self._next_prefilled()) is not None and next_one.prefill <= ALMOST:
-                self._prefilling.remove(next_one)
-                self._prefilled(next_one)
+            moved = self._finish_packs()
             while self._decoding and self._decoding[0][0] <= self._steps + ALMOST:
                 self._finish(heapq.heappop(self._decoding)[2])
-            if not self._admit():
+                moved = True
+            if not (self._admit() or moved):
                 break
-            next_one = self._next_prefilled()
-            if next_one is None or next_one.prefill > ALMOST:
-                break
-        batch = self._num_decoding
-        if self._measured is not None and next_one is not None:
-            batch = 0  # what prefill costs was measured as seconds by which a step takes longer for all
-        decode_s = chunk_s = 0.0
-        if batch:
-            decode_s = self._decode_s(batch, self._shift + batch * self._steps)
-        if next_one is not None:
-            chunk = min(float(self._world.settings.chunk_tokens), max(1.0, next_one.prefill))
-            chunk_s = chunk * self._prefill_s
-        step_s, prefill_s = self._cycles(decode_s, chunk_s)
-        when_s = self._moved_s()
-        if next_one is not None:
-            self._prefill_rate = chunk / prefill_s
-            when_s = min(when_s, self._at_s + next_one.prefill / self._prefill_rate)
-        if batch:
-            self._step_rate = 1.0 / step_s
-            self._decode_part = decode_s / step_s
-            while self._decoding[0][2].target < 0:
-                heapq.heappop(self._decoding)
-            when_s = min(when_s, self._at_s + (self._decoding[0][0] - self._steps) * step_s)
+        while self._decoding and self._decoding[0][2].target < 0:
+            heapq.heappop(self._decoding)
+        self._form_packs()
+        when_s = min(self._planned_s(), self._moved_s())
         if when_s == math.inf:
             self._cancel_timer()
         else:
             self._look_at(when_s)
 
+    def _finish_packs(self) -> bool:
+        """Those that are computed go on. True if there was one."""
+        done = [pack for pack in self._packs if pack.left <= ALMOST]
+        for pack in done:
+            self._packs.remove(pack)
+            self._num_prefilling -= len(pack.sequences)
+            for sequence, seconds in pack.shares():
+                self._book_prefill(sequence, seconds)
+                self._prefilled(sequence)
+        return bool(done)
+
+    def _pack(self, budget: float, costs: Costs) -> Pack:
+        """The next prompts, as many as one step computes; one that is longer than that has a pack to itself."""
+        sequences = [self._prefilling.popleft()]
+        tokens = sequences[0].prefill
+        pairs = _pairs(sequences[0])
+        while self._prefilling and tokens + self._prefilling[0].prefill <= budget:
+            sequence = self._prefilling.popleft()
+            sequences.append(sequence)
+            tokens += sequence.prefill
+            pairs += _pairs(sequence)
+        chunk = min(float(tokens), budget)
+        seen = pairs / tokens
+        step_s = costs.step_s(0.0, 0.0, chunk, seen, len(sequences) * chunk / tokens)
+        return Pack(sequences, tokens, chunk, seen, tokens / chunk, step_s)
+
     # --- what is different where prefill and decode are apart -------------------------------------------------
 
-    def _next_prefilled(self) -> SimSequence | None:
-        """Of those that are being prefilled, the one that is done first."""
-        return self._prefilling[0] if self._prefilling else None
+    def _form_packs(self) -> None:
+        if self._prefilling and not self._packs:
+            budget = max(1.0, self._world.settings.chunk_tokens - self._num_decoding)
+            self._packs.append(self._pack(budget, self._costs))
 
-    def _cycles(self, decode_s: float, chunk_s: float) -> tuple[float, float]:
-        """Seconds from one decode step to the next, and from one chunk of prefill to the next: they take turns."""
-        return decode_s + chunk_s, decode_s + chunk_s
+    def _planned_s(self) -> float:
+        """Set what a step takes; when the first sequence, or the pack, is done."""
+        batch, costs = self._num_decoding, self._costs
+        pack = self._packs[0] if self._packs else None
+        if not batch:
+            if pack is None:
+                return math.inf
+            self._step_s, self._growth_s, self._decode_part = pack.step_s, 0.0, 0.0
+            return self._at_s + pack.left * pack.step_s
+        cached = self._shift + batch * (self._steps + 0.5)
+        decode_s = costs.step_s(batch, cached)
+        self._growth_s = batch * costs.kv_token_s
+        steps = self._decoding[0][0] - self._steps
+        if pack is None:
+            self._step_s, self._decode_part = decode_s, 1.0
+        else:
+            prompts = len(pack.sequences) * pack.chunk / pack.tokens
+            self._step_s = costs.step_s(batch, cached, pack.chunk, pack.seen, prompts)
+            self._decode_part = decode_s / self._step_s
+            steps = min(steps, pack.left)
+        return self._at_s + seconds_of(steps, self._step_s, self._growth_s)
 
     def _prefilled(self, sequence: SimSequence) -> None:
         self._begin_decode(sequence)
+
+    def _book_prefill(self, sequence: SimSequence, seconds: float) -> None:
+        sequence.busy_s += seconds
 
     def _moved_s(self) -> float:
         """When the next sequence arrives here from elsewhere."""
@@ -334,21 +412,21 @@ class SimEngine:
 
     def _drop(self, sequence: SimSequence) -> None:
         """Take out an aborted sequence."""
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-        elif sequence.target >= 0:
+        if sequence.target >= 0:
             self._leave_decode(sequence)
+            return
+        self._num_prefilling -= 1
+        for pack in self._packs:
+            if sequence in pack.sequences:
+                pack.drop(sequence)
+                if not pack.sequences:
+                    self._packs.remove(pack)
+                return
+        self._prefilling.remove(sequence)
 
     @property
     def _in_batch(self) -> int:
-        return len(self._prefilling) + self._num_decoding
-
-    def _decode_s(self, batch: float, context: float) -> float:
-        measured = self._measured
-        if measured is not None:
-            context += batch * max(0.0, self._decoding[0][0] - self._steps) / 2  # the mean until the next one is done
-            return measured.step_s + measured.sequence_s * batch + measured.kv_token_s * context
-        return decode_step_s(self._world.model, self._hardware, self._gpus, batch, context)
+        return self._num_prefilling + self._num_decoding
 
     def _look_at(self, when_s: float) -> None:
         """Keep a timer that fires early enough; one that fires too early just plans again."""
@@ -380,7 +458,8 @@ class SimEngine:
             self._waiting.popleft()
             cached = self._idle.pop(session, 0)
             self._idle_kv -= cached
-            sequence.cached = min(cached, sequence.request.prompt_tokens)
+            cached = max(cached, self._hold(sequence, again=cached > 0))
+            sequence.cached = min(cached, sequence.request.prompt_tokens - 1)
             self._active_kv += sequence.kv
             self._evict()
             self._queue_prefill(sequence, sequence.request.prompt_tokens - sequence.cached)
@@ -390,18 +469,42 @@ class SimEngine:
     def _evict(self) -> None:
         while self._idle and self._active_kv + self._idle_kv > self._capacity:
             session = next(iter(self._idle))
-            self._idle_kv -= self._idle.pop(session)
+            cached = self._idle[session]
+            lost = min(cached, self._active_kv + self._idle_kv - self._capacity) if self._in_blocks else cached
+            self._idle_kv -= lost
+            if lost < cached:
+                self._idle[session] = cached - lost
+            else:
+                del self._idle[session]
+                self._release(session)
+
+    def _hold(self, sequence: SimSequence, *, again: bool = False) -> int:
+        """Tokens that its group has in the cache already; it has them as well from now on. `again`: it had them."""
+        group = _group(sequence.request.session)
+        tokens, members = self._prefixes.get(group, (0, 0))
+        self._prefixes[group] = (tokens or len(sequence.request.prompt[0]), members + (not again))
+        return tokens
+
+    def _release(self, session: str) -> None:
+        """It is neither in the batch nor idle any more. What a group has goes with its last member."""
+        group = _group(session)
+        tokens, members = self._prefixes.get(group, (0, 0))
+        if members > 1:
+            self._prefixes[group] = (tokens, members - 1)
+        else:
+            self._prefixes.pop(group, None)
 
     def _queue_prefill(self, sequence: SimSequence, tokens: int) -> None:
         sequence.prefilled += tokens
-        sequence.prefill = tokens + self._overhead_tokens
-        sequence.busy_s += sequence.prefill * self._prefill_s
+        sequence.prefill = tokens
+        self._num_prefilling += 1
         self._prefilling.append(sequence)
 
     def _begin_decode(self, sequence: SimSequence) -> None:
+        """Its first token, or the first after a swap, came with the step in which it was computed."""
         said = sequence.said
-        sequence.target = self._steps + sequence.need - said
-        sequence.shift = sequence.request.prompt_tokens + said - self._steps
+        sequence.target = self._steps + sequence.need - said - 1
+        sequence.shift = sequence.request.prompt_tokens + said + 1 - self._steps
         sequence.began_share = self._share_s
         self._shift += sequence.shift
         self._num_decoding += 1
@@ -444,7 +547,9 @@ class SimEngine:
         request = sequence.request
         self._active.pop(request.id, None)
         self._active_kv -= sequence.kv
-        if not request.last:
+        if request.last:
+            self._release(request.session)
+        else:
             self._idle[request.session] = sequence.kv
             self._idle_kv += sequence.kv
             self._evict()
@@ -474,16 +579,46 @@ class SimEngine:
             if said:
                 sequence.spans.append(Span(self.version, said))
         self._decoding.clear()
-        prefilling = list(self._prefilling)
+        prefilling = [sequence for pack in self._packs for sequence in pack.sequences]
+        for pack in self._packs:
+            for sequence, seconds in pack.shares():
+                self._book_prefill(sequence, seconds)
+        prefilling += self._prefilling
+        self._packs.clear()
         self._prefilling.clear()
+        self._num_prefilling = 0
+        self._prefixes.clear()
         for sequence in decoding + prefilling:
             context = sequence.request.prompt_tokens + sequence.said
-            rebuilt += context
-            self._queue_prefill(sequence, context)
+            lacking = max(1, context - self._hold(sequence))
+            rebuilt += lacking
+            self._queue_prefill(sequence, lacking)
         self._idle.clear()
         self._idle_kv = 0
         self.version = version
         return rebuilt
+
+
+def steps_in(seconds: float, step_s: float, growth_s: float) -> float:
+    """Steps done in so many seconds, when one takes `step_s` now and each `growth_s` more than the one before."""
+    if growth_s <= 0.0:
+        return seconds / step_s
+    return 2.0 * seconds / (step_s + math.sqrt(step_s * step_s + 2.0 * growth_s * seconds))
+
+
+def seconds_of(steps: float, step_s: float, growth_s: float) -> float:
+    return steps * (step_s + 0.5 * growth_s * steps)
+
+
+def _group(session: str) -> str:
+    """Of `str(TrajectoryId)`."""
+    return session.partition(".")[0]
+
+
+def _pairs(sequence: SimSequence) -> float:
+    """Tokens that the tokens to be computed look at, summed."""
+    context = sequence.request.prompt_tokens + sequence.said
+    return sequence.prefill * (context - 0.5 * sequence.prefill)
 
 
 def _spoilt(completion: Completion, way: int) -> Completion:

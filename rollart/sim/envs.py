@@ -59,7 +59,7 @@ class SimHost:
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self.room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(self, settings, task.domain, str(trajectory))
+        return SimEnv(self, settings, task.domain, str(trajectory), trajectory.group)
 
 
 def _strike(work: Work, fault: FaultSettings) -> None:
@@ -74,13 +74,14 @@ def _strike(work: Work, fault: FaultSettings) -> None:
 
 
 class SimEnv:
-    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str) -> None:
+    def __init__(self, host: SimHost, settings: SimTaskSettings, domain: str, key: str, group: str) -> None:
         self._host = host
         self._dice = host.dice
         self._faults = host.faults
         self._settings = settings
         self._domain = domain
         self._key = key
+        self._group = group
         self._open = True
         self._step = 0
         self._turns = self._dice.count(settings.turns, f"{key}/turns")
@@ -99,7 +100,7 @@ class SimEnv:
         if settings.reset_tail and self._dice.uniform(f"{key}/tail") < settings.reset_tail:
             spread = settings.reset_tail_s
         await self._work(self._dice.draw(spread, f"{key}/reset"))
-        return self._observe(self._dice.count(settings.prompt_tokens, f"{key}/prompt"))
+        return self._observe(self._dice.count(settings.prompt_tokens, f"{self._group}/prompt"))
 
     async def step(self, action: str) -> Observation:
         self._step += 1

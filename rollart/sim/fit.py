@@ -200,7 +200,6 @@ class Fit:
             "engine": {
                 "start_s": _rounded(max(0.0, statistics.fmean(self._start_s) - fixed_s)),
                 "load_gb_s": _rate_gb_s(weight_bytes, self._swap_s),
-                "overhead_s": 0.0,
                 "call_s": _rounded(statistics.fmean(cost.call_s for cost in costs.values())),
                 "measured": {
                     pool: {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rollart.config.sim import FaultSettings, SimTrainSettings
 from rollart.errors import StartAgain, TrainerError
-from rollart.hardware import Hardware, ModelShape, train_s_per_token
+from rollart.hardware import Hardware, ModelShape, TrainCosts, train_costs
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
@@ -27,7 +27,7 @@ class SimTrainer:
         self,
         settings: SimTrainSettings,
         model: ModelShape,
-        token_s: float,
+        costs: TrainCosts,
         bucket_bytes: float,
         store: SimStore,
         push: SimLink,
@@ -40,7 +40,7 @@ class SimTrainer:
         the engines there are now."""
         self._settings = settings
         self._answered = answered
-        self._token_s = token_s
+        self._costs = costs
         self._store = store
         self._push = push
         self._faults = faults
@@ -60,15 +60,16 @@ class SimTrainer:
         self._check()
         if batch.step != self.version:
             raise AssertionError(f"step {batch.step} on a trainer at version {self.version}")
-        tokens = sum(
-            len(turn.context) + len(turn.completion.tokens)
+        lengths = [
+            sum(len(turn.context) + len(turn.completion.tokens) for turn in member.turns)
             for group in batch.groups
             for member in group.members
-            for turn in member.turns
-        )
+        ]
+        tokens = sum(lengths)
         seconds = self._settings.step_s
         if seconds is None:
-            seconds = self._settings.fixed_s + tokens * self._token_s
+            pairs = sum(0.5 * length * length for length in lengths)
+            seconds = self._settings.fixed_s + self._costs.step_s(tokens, pairs)
         if self._faults.take("trainer_before", f"step {batch.step}"):
             self.die("before its step")
         self._check()
@@ -189,9 +190,9 @@ class SimCluster:
         self._disk = disk or Disk()
         self._world = engines
         self._train = train
-        self._token_s = (
-            train_s_per_token(engines.model, train_hardware, train_gpus) if train.token_s is None else train.token_s
-        )
+        self._costs = train_costs(engines.model, train_hardware, train_gpus, efficiency=train.efficiency)
+        if train.token_s is not None:
+            self._costs = TrainCosts(update_s=0.0, token_s=train.token_s, pair_s=0.0)
         self._bucket_bytes = bucket_bytes
         self._push = push
         self._faults = faults
@@ -221,7 +222,7 @@ class SimCluster:
         self.current = SimTrainer(
             self._train,
             self._world.model,
-            self._token_s,
+            self._costs,
             self._bucket_bytes,
             self._world.store,
             self._push,

@@ -106,6 +106,14 @@ class TaskSet(ABC):
         """What makes a problem the same problem; equal keys fall into the same split. Default: the whole payload."""
         return payload
 
+    def cache_key(self, task: Task) -> str:
+        """What this problem's environment has in common with others, and is slow to make: a data file, a package."""
+        return ""
+
+    def fill_cache(self, key: str) -> None:  # noqa: B027 - most have none
+        """Fill caches of this process for environments of this key. Called in workers that are started ahead
+        (`tasks.N.warm`); an environment must do without as well."""
+
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
         """The right answer to the last of the observations' texts so far."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 The only place where a string becomes code. Errors are JobError: they name the string and the fix.
 """
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -60,6 +61,20 @@ def reward_of(use: str) -> str:
     """The reward function that goes with a task set, as `module:function`: `score` in its file, or the default."""
     module, _ = _split(use)
     return f"{module}:score" if hasattr(_import(module, use), "score") else f"{score.__module__}:score"
+
+
+def code_of(use: str) -> list[Path]:
+    """The file of this user code, or the package that it is in; nothing where it cannot be found."""
+    module, _ = _split(use)
+    if module.endswith(".py"):
+        return [Path(module).absolute()]
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module.partition(".")[0])
+        if spec is not None and spec.submodule_search_locations:
+            return [Path(place).absolute() for place in spec.submodule_search_locations]
+        if spec is not None and spec.origin and Path(spec.origin).is_file():
+            return [Path(spec.origin).absolute()]
+    return []
 
 
 def _split(use: str) -> tuple[str, str]:

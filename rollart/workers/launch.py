@@ -15,13 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollart.errors import BoundaryError, ClusterError
+from rollart.workers.box import Box
 from rollart.workers.handles import as_raised
 from rollart.workers.lifeline import lifeline
 from rollart.workers.link import Link, WorkerFailed, WorkerGone
+from rollart.workers.wire import MAX_BYTES
 
 EXIT_S = 1.0
 """How long a process whose socket is closed may take to have an exit status."""
@@ -35,16 +38,23 @@ Lost = Callable[[str, str], None]
 
 
 def spawn(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], *, pass_fds: Sequence[int] = (), **more: Any
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    talk: socket.socket | None = None,
+    **more: Any,
 ) -> "subprocess.Popen[bytes]":
-    """In a session of its own, so that one signal reaches everything below it."""
+    """In a session of its own, so that one signal reaches everything below it. `talk`: its standard input and output,
+    instead of nothing and the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # Servers write down how they were started: for nobody else to read.
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
         return subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
+            stdin=talk.fileno() if talk else subprocess.DEVNULL,
+            stdout=talk.fileno() if talk else out,
             stderr=out,
             pass_fds=pass_fds,
             start_new_session=True,
@@ -65,9 +75,15 @@ class Process:
     """One worker process; `target` is the `module:function` that builds the worker there."""
 
     def __init__(
-        self, name: str, target: str, log_dir: Path, environment: Mapping[str, str], lost: Lost | None = None
+        self,
+        name: str,
+        target: str,
+        log_dir: Path,
+        environment: Mapping[str, str],
+        lost: Lost | None = None,
+        box: Box | None = None,
     ) -> None:
-        """`environment`: all that it gets, but for what lets it find our code."""
+        """`environment`: all that it gets, but for what lets it find our code. `box`: where it is put."""
         self.name = name
         self.start_s = 0.0
         """How long its start took; set to 0 when it has been booked."""
@@ -76,6 +92,7 @@ class Process:
         self._log_start = 0
         self._environment = environment
         self._lost = lost
+        self._box = box
         self._popen: subprocess.Popen[bytes] | None = None
         self._link: Link | None = None
         self._started = False
@@ -97,20 +114,25 @@ class Process:
     async def start(self, *arguments: Any) -> None:
         """Build the worker from these arguments. Raises ClusterError."""
         began_s = time.monotonic()
+        if self._box is not None and self._log.exists():
+            self.trim_log(self._box.output_bytes // 2)  # what it may write, it may write beside what is there
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         ours, theirs = socket.socketpair()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        handed = (theirs.fileno(), lifeline())
+        words = [sys.executable, "-m", "rollart.workers.server", self._target]
+        environment = {**self._environment, "PYTHONPATH": paths}
         with theirs:
-            self._popen = spawn(
-                [sys.executable, "-m", "rollart.workers.server", self._target, *map(str, handed)],
-                self._log,
-                {**self._environment, "PYTHONPATH": paths},
-                pass_fds=handed,
-            )
+            if self._box is None:
+                handed = (theirs.fileno(), lifeline())
+                self._popen = spawn([*words, *map(str, handed)], self._log, environment, pass_fds=handed)
+            else:
+                words, environment = self._box.command(words, environment)
+                self._popen = spawn(words, self._log, environment, talk=theirs)
         ours.setblocking(False)
+        most = MAX_BYTES if self._box is None else self._box.output_bytes
         try:
-            _, self._link = await asyncio.get_running_loop().create_unix_connection(Link, sock=ours)
+            link = partial(Link, max_bytes=most)
+            _, self._link = await asyncio.get_running_loop().create_unix_connection(link, sock=ours)
             self._link.lost.add_done_callback(lambda _: self._end())
             await self.ask("setup", *arguments)
         except (WorkerFailed, WorkerGone) as error:
@@ -149,9 +171,16 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         # In a thread: a process with much memory takes a while to go, and nobody should wait for it here.
-        self._reaped = asyncio.get_running_loop().run_in_executor(None, self._popen.wait)
+        self._reaped = asyncio.get_running_loop().run_in_executor(None, self._reap)
         if self._link is not None:
             self._link.close()
+
+    def _reap(self) -> int:
+        assert self._popen is not None
+        status = self._popen.wait()
+        if self._box is not None:
+            self._box.remove()
+        return status
 
     async def stop(self) -> None:
         """Kill it, and wait until it is gone."""
@@ -159,8 +188,8 @@ class Process:
         if self._reaped is not None:
             await asyncio.shield(self._reaped)
 
-    def trim_log(self) -> None:
-        if self._log.stat().st_size > MAX_LOG_BYTES:
+    def trim_log(self, most_bytes: int | None = None) -> None:
+        if self._log.stat().st_size > (MAX_LOG_BYTES if most_bytes is None else most_bytes):
             os.truncate(self._log, 0)
             self._log_start = 0
 
@@ -189,6 +218,8 @@ class Process:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         else:
             how = f"exited with status {status}"
+        if self._box is not None and (over := self._box.over()):
+            how = f"{how}: {over}"
         self.kill()
         words = f"its process {how}; {last_output(self._log, self._log_start)}"
         if self._lost is not None and self._started:

@@ -47,7 +47,9 @@ class Outbox:
 class Link(asyncio.Protocol):
     """The parent's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
+        """`max_bytes`: of one answer; a longer one is not believed."""
+        self._max_bytes = max_bytes
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the other end is gone: what it did wrong, or empty."""
         self._transport: asyncio.WriteTransport | None = None
@@ -96,7 +98,10 @@ class Link(asyncio.Protocol):
         while len(self._buffer) - at >= LENGTH.size:
             count = LENGTH.unpack_from(self._buffer, at)[0]
             end = at + LENGTH.size + count
-            if len(self._buffer) < end and count <= MAX_BYTES:
+            if count > self._max_bytes:
+                self.close(f"answered with more than {self._max_bytes} bytes, or nonsense,")
+                return
+            if len(self._buffer) < end:
                 break
             try:
                 self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))

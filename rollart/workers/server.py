@@ -1,4 +1,7 @@
-"""The inside of a worker process: `python -m rollart.workers.server MODULE:FUNCTION SOCKET LIFELINE`.
+"""The inside of a worker process: `python -m rollart.workers.server MODULE:FUNCTION [SOCKET LIFELINE]`.
+
+Without the numbers, for a process in a box, it talks over its standard input and output, and what is printed goes to
+the standard error; the box ends it with its parent.
 
 The function builds the worker from the arguments of the first call; every later call is a method of the worker. Where
 the function is a coroutine, so are the methods, and calls run side by side (engines, trainers). Otherwise they run one
@@ -25,6 +28,12 @@ from rollart.workers.wire import LENGTH, frame, unpack
 
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
+    if len(sys.argv) == 2:
+        incoming, outgoing = os.dup(0), os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        _one_by_one(incoming, outgoing, getattr(importlib.import_module(module), name))
+        os._exit(0)
     link = socket.socket(fileno=int(sys.argv[2]))
     link.set_inheritable(False)
     die_with_parent(int(sys.argv[3]))
@@ -32,13 +41,13 @@ def main() -> None:
     if inspect.iscoroutinefunction(build):
         _side_by_side(link, build)
     else:
-        _one_by_one(link, build)
+        _one_by_one(link.fileno(), link.fileno(), build)
     os.killpg(0, signal.SIGKILL)  # the parent has gone, or has no use for us: take along what was started here
 
 
-def _one_by_one(link: socket.socket, build: Callable[..., Any]) -> None:
+def _one_by_one(read_fd: int, write_fd: int, build: Callable[..., Any]) -> None:
     worker: Any = None
-    with link.makefile("rb") as incoming:
+    with open(read_fd, "rb", closefd=False) as incoming, open(write_fd, "wb", closefd=False) as outgoing:
         while len(head := incoming.read(LENGTH.size)) == LENGTH.size:
             number, method, arguments = unpack(incoming.read(LENGTH.unpack(head)[0]))
             try:
@@ -51,7 +60,8 @@ def _one_by_one(link: socket.socket, build: Callable[..., Any]) -> None:
                 answer = frame([number, False, failure(error)])
             sys.stdout.flush()
             try:
-                link.sendall(answer)
+                outgoing.write(answer)
+                outgoing.flush()
             except OSError:
                 return
 

@@ -44,9 +44,12 @@ class TestSimHost(EnvHostContract):
         run(awaited)
 
 
+PATIENT = {"a": (1000.0, 1000.0)}
+
+
 class TestBatchedHost(TestSimHost):
     def make(self) -> EnvHost:
-        return BatchedHost(sim_host(3), Lockstep(), reset_s=1000.0, step_s=1000.0)
+        return BatchedHost(sim_host(3), Lockstep(), PATIENT)
 
 
 class TestDelayedHost(TestSimHost):
@@ -56,7 +59,7 @@ class TestDelayedHost(TestSimHost):
 
 def test_in_lockstep_results_come_together_and_a_closed_one_is_not_waited_for() -> None:
     async def work() -> None:
-        host = BatchedHost(sim_host(3), Lockstep(), reset_s=1000.0, step_s=1000.0)
+        host = BatchedHost(sim_host(3), Lockstep(), PATIENT)
         envs = [await host.open(TASK, name(number)) for number in range(3)]
         times: list[float] = []
 
@@ -78,7 +81,7 @@ def test_in_lockstep_a_hung_one_is_ended_by_its_own_limit() -> None:
     async def work() -> None:
         settings = SimTaskSettings(hang=1.0, turns=Spread(mean=1))
         host = BatchedHost(
-            SimHost(2, {"a": settings}, Dice(0), Faults((), EventLog(now))), Lockstep(), reset_s=30.0, step_s=30.0
+            SimHost(2, {"a": settings}, Dice(0), Faults((), EventLog(now))), Lockstep(), {"a": (30.0, 30.0)}
         )
         env = await host.open(TASK, name(0))
 
@@ -102,7 +105,7 @@ def test_in_lockstep_rewards_begin_when_no_environment_is_open() -> None:
 
     async def work() -> None:
         lockstep = Lockstep()
-        host = BatchedHost(sim_host(3), lockstep, reset_s=1000.0, step_s=1000.0)
+        host = BatchedHost(sim_host(3), lockstep, PATIENT)
         rewards = BatchedRewards(Instant(), lockstep, timeout_s=5.0)
         trajectory = Trajectory(id=name(0), task=TASK, turns=(), status=Status.DONE, born=0, oldest=0)
         assert (await rewards.score(trajectory)).value == 1.0, "none is open"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rollart.engines import guard
 from rollart.engines.process import ServerProcess, free_port
 from rollart.errors import EngineError
+from rollart.workers import guard
 
 SERVER = """
 import subprocess, sys

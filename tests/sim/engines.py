@@ -20,7 +20,7 @@ from rollart.sim.links import SimLink, SimStore, digest_of
 from rollart.types import Bucket, EngineSpec, GenerateRequest, Sampling, WeightManifest
 
 T = TypeVar("T")
-SPEC = EngineSpec(id="pool-0", pool="pool", type="", hardware="h20", gpus=1)
+SPEC = EngineSpec(id="pool-0", pool="pool", type="embedded", hardware="h20", gpus=1)
 
 
 def run(work: Callable[[], Awaitable[T]]) -> T:
@@ -46,6 +46,7 @@ class Bench:
         model: str = "qwen3-8b",
         settings: SimEngineSettings | None = None,
         apart: Disaggregated | None = None,
+        kind: str = "embedded",
     ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
@@ -62,7 +63,7 @@ class Bench:
             log=self.log,
             faults=Faults((), self.log),
         )
-        spec = SPEC if apart is None else replace(SPEC, gpus=apart.decoders)
+        spec = replace(SPEC, type=kind, gpus=1 if apart is None else apart.decoders)
         self.died: list[str] = []
         self.engine = (SimEngine if apart is None else SimDisaggregated)(spec, world, self.died.append)
 

@@ -10,7 +10,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.settings import Spread
 from rollart.errors import EngineError, JobError, RequestError
-from rollart.hardware import HARDWARE, MODELS, Disaggregated, decode_step_s, kv_capacity_tokens, prefill_s_per_token
+from rollart.hardware import HARDWARE, MODELS, RUNTIMES, Disaggregated, engine_costs, kv_capacity_tokens
 from rollart.launch.checks import check_supported
 from rollart.launch.pools import bindings
 from rollart.launch.simulation import simulate
@@ -18,7 +18,8 @@ from tests.sim.engines import Bench, ask, now, run
 
 MODEL = MODELS["qwen3-8b"]
 FAST = Disaggregated(hardware=HARDWARE["h800"], gpus=1, link_bytes_per_s=25e9)
-PREFILL_S = prefill_s_per_token(MODEL, HARDWARE["h800"], 1)
+THERE = engine_costs(MODEL, HARDWARE["h800"], 1, RUNTIMES["embedded"])
+HERE = engine_costs(MODEL, HARDWARE["h20"], 1, RUNTIMES["embedded"])
 
 
 def linked(link_gb_s: float) -> Disaggregated:
@@ -32,10 +33,10 @@ def test_a_call_takes_prefill_there_then_the_link_then_decode_here() -> None:
         began_s = now()
         done = await bench.engine.generate(ask("x", tokens))
         link_s = tokens * MODEL.kv_bytes_per_token / 2e9
-        decode_s = 100 * decode_step_s(MODEL, HARDWARE["h20"], 1, 1, tokens + 50)
-        assert now() - began_s == pytest.approx(tokens * PREFILL_S + 0.002 + link_s + decode_s, rel=0.02)
+        decode_s = 99 * HERE.step_s(1, tokens + 50)
+        assert now() - began_s == pytest.approx(THERE.prefill_s(tokens, tokens / 2) + link_s + decode_s, rel=0.02)
         assert done.busy_s == pytest.approx(decode_s, rel=0.02), "the link is nobody's work"
-        assert done.prefill_busy_s == pytest.approx(tokens * PREFILL_S + 0.002, rel=0.02)
+        assert done.prefill_busy_s == pytest.approx(THERE.prefill_s(tokens, tokens / 2), rel=0.02)
         assert (done.prefill_tokens, done.cached_tokens) == (tokens, 0)
 
     run(work)
@@ -77,8 +78,8 @@ def test_the_next_turn_computes_the_last_answer_again_but_sends_only_what_is_new
         done = await bench.engine.generate(ask("x", 1300, turn=1))
         assert (done.prefill_tokens, done.cached_tokens) == (300, 1000), "100 said, 200 new"
         link_s = 200 * MODEL.kv_bytes_per_token / 1e9
-        decode_s = 100 * decode_step_s(MODEL, HARDWARE["h20"], 1, 1, 1350)
-        assert now() - began_s == pytest.approx(300 * PREFILL_S + 0.002 + link_s + decode_s, rel=0.02)
+        decode_s = 99 * HERE.step_s(1, 1350)
+        assert now() - began_s == pytest.approx(THERE.prefill_s(300, 1150) + link_s + decode_s, rel=0.02)
 
     run(work)
 
@@ -106,7 +107,7 @@ def test_an_abort_on_the_link_frees_the_batch() -> None:
         await bench.engine.abort("x/0")
         await second
         first.cancel()
-        assert now() < 2.5, "1.5 s until the link is free, 0.7 s to decode; nothing for the aborted one"
+        assert now() < 2.8, "1.5 s until the link is free, 1.1 s to decode; nothing for the aborted one"
 
     run(work)
 
@@ -162,8 +163,10 @@ def test_decode_workers_share_the_batch_and_each_has_its_own_memory() -> None:
         bench, began_s = Bench(apart=replace(MANY, link_bytes_per_s=1e15)), now()
         context = 100_000
         await asyncio.gather(*(bench.engine.generate(ask(name, context)) for name in ("x", "y")))
-        decode_s = 100 * decode_step_s(MODEL, HARDWARE["h20"], 1, 1, context)
-        assert now() - began_s == pytest.approx(context * PREFILL_S + decode_s, rel=0.02), "one sequence on each"
+        decode_s = 99 * HERE.step_s(1, context)
+        chunks = context / 8192
+        prefill_s = chunks * THERE.step_s(0, 0, 8192, context / 2, 1 / chunks)
+        assert now() - began_s == pytest.approx(prefill_s + decode_s, rel=0.02), "one sequence on each"
         with pytest.raises(RequestError, match="does not fit"):
             await bench.engine.generate(ask("z", kv_capacity_tokens(MODEL, HARDWARE["h20"], 1)))
 

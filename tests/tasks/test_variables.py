@@ -2,14 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollart.config.load import build_job
 from rollart.config.settings import RewardSettings
+from rollart.envs.isolated import IsolatedEnvHost
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import JobError
 from rollart.launch.checks import check_supported
+from rollart.launch.worker import env_host
 from rollart.rewards.local import LocalRewards
 from rollart.workers.pool import ProcessPool
 from rollart.workers.variables import for_children
@@ -89,7 +92,26 @@ def test_a_child_is_started_with_no_secret(
     assert sorted(found) == sorted([*named, "PATH"])
 
 
-def job(isolation: str = "process", **rewards: object) -> dict[str, object]:
+def test_tasks_share_the_processes_of_isolation_process_and_a_sandbox_sees_its_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = job()
+    boxed = {"name": "boxed", "use": "rollart.tasks.frozen_lake", "isolation": "sandbox", "environment": ["BOX_KEY"]}
+    made = build_job({**raw, "tasks": [*raw["tasks"], boxed]})
+    seen = {"lake": ["A_KEY", "LAKE_KEY"], "other": ["A_KEY", "LAKE_KEY"], "boxed": ["BOX_KEY"]}
+    every = ["A_KEY", "BOX_KEY", "LAKE_KEY"]
+    for name in every:
+        monkeypatch.setenv(name, "1")
+    for name, names in seen.items():
+        isolations = {task.name: made.isolation(task) for task in made.tasks}
+        host = env_host(made, isolations, {}, slots=1, log_dir=tmp_path)
+        assert isinstance(host, IsolatedEnvHost)
+        own = host.by_domain[name]
+        assert isinstance(own, ProcessEnvHost)
+        assert sorted(given(own.pool, every)) == names
+
+
+def job(isolation: str = "process", **rewards: object) -> dict[str, Any]:
     task = {"name": "lake", "use": "rollart.tasks.frozen_lake", "affinity": "cpu", "environment": ["LAKE_KEY"]}
     other = {**task, "name": "other", "environment": ["A_KEY"]}
     return {
@@ -106,7 +128,6 @@ def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) 
         check_supported(build_job(job()))
     monkeypatch.setenv("A_KEY", "1")
     check_supported(build_job(job()))
-    assert build_job(job()).task_variables == ["A_KEY", "LAKE_KEY"]
     with pytest.raises(JobError, match=r"rewards\.environment: R_KEY is not set here"):
         check_supported(build_job(job(environment=["R_KEY"])))
 

@@ -1,4 +1,4 @@
-"""Keeps one server process and ends it, with all it started, when whoever asked for it is gone.
+"""Keeps one process that speaks no link of ours, and ends it, with all it started, when whoever asked for it is gone.
 
 `python guard.py LIFE COMMAND...`: run as a file, so it imports nothing of ours and costs little. LIFE is a pipe whose
 other end only the parent holds. The guard has a session of its own, so that killing the parent's whole process group

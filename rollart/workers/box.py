@@ -1,0 +1,29 @@
+"""Where a process that runs user code is put, so that it can reach and use no more than it is given.
+
+`sandbox.py` and `container.py` are boxes. One is made for each process and ends with it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+
+class Box(Protocol):
+    """Made for one process. Its command may be one of our workers, which then talks over its standard input and
+    output, or any other program."""
+
+    @property
+    def output_bytes(self) -> int:
+        """Longest answer that is taken from it."""
+
+    def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """What to start instead of these words, and with which environment."""
+
+    def over(self) -> str:
+        """Which limit it went over, where that is known; else nothing."""
+
+    def remove(self) -> None:
+        """Its process has been killed: remove what it leaves. Blocks."""
+
+
+MakeBox = Callable[[str], Box]
+"""From the name of its process."""
