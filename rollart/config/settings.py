@@ -100,8 +100,9 @@ class RewardSettings(Settings):
     """`local`: functions in processes here. `http`: one behind a URL, such as a serverless function. `judge`: a frozen
     model behind an OpenAI-compatible endpoint."""
     url: str | None = None
-    """For `http`: the function's address; `lambda://NAME` calls an AWS Lambda function by its name (credentials and
-    region from AWS's own variables). For `judge`: the endpoint's, up to `/v1`."""
+    """For `http`: the function's address; `lambda://NAME` is an AWS Lambda function (region and credentials as AWS's
+    tools find them), `fc://HOST/PATH` the HTTPS trigger of Alibaba's Function Compute. For `judge`: the endpoint's, up
+    to `/v1`."""
     function: Code | None = None
     """For `local`, in `tasks.N.rewards`: the function, as `module:function` or `file.py:function`. Default: `score` of
     the task's own file, or else the sum of what its environment gave."""

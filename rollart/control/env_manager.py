@@ -195,7 +195,7 @@ class EnvManager:
         self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
         self._closing = waits.on("env.close", limits.step_s)
         self.movement = Movement()
-        self._scorer = Scorer(context, world, self.movement)
+        self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
 
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""

@@ -6,7 +6,7 @@ are not. Invariant: an attempt that ended well has exactly one `reward` event, w
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from rollart.control.attempt import Run
 from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.waits import WaitList
-from rollart.control.world import World
 from rollart.errors import RewardError, boundary
 from rollart.events import schema
 from rollart.policy.redundancy import backoff_s
@@ -30,13 +29,22 @@ class _Source:
     """One reward, and how many may ask for it at a time. Waiting for one's turn does not count towards its limit."""
 
     backend: RewardBackend
-    settings: RewardSettings
+    label: str
+    retries: int
+    backoff_s: float
     waits: WaitList
     places: asyncio.Semaphore
 
 
 class Scorer:
-    def __init__(self, context: JobContext, world: World, movement: Movement) -> None:
+    def __init__(
+        self,
+        context: JobContext,
+        movement: Movement,
+        rewards: RewardBackend,
+        task_rewards: Mapping[str, Sequence[RewardBackend]],
+    ) -> None:
+        """`rewards`: of tasks that have none of their own."""
         job, waits = context.job, context.waits
         self._log = context.log
         self._movement = movement
@@ -47,13 +55,16 @@ class Scorer:
 
         def source(what: str, settings: RewardSettings, backend: RewardBackend) -> _Source:
             limit_s = settings.timeout_s if alone else None
-            return _Source(backend, settings, waits.on(what, limit_s), asyncio.Semaphore(settings.at_once))
+            places = asyncio.Semaphore(settings.at_once)
+            return _Source(
+                backend, settings.label, settings.retries, settings.backoff_s, waits.on(what, limit_s), places
+            )
 
-        shared = source("reward", job.rewards, world.rewards)
+        shared = source("reward", job.rewards, rewards)
         self._sources: dict[str, tuple[_Source, ...]] = {
             task.name: tuple(
                 source(f"reward {settings.label} of {task.name}", settings, backend)
-                for settings, backend in zip(task.rewards, world.task_rewards[task.name], strict=True)
+                for settings, backend in zip(task.rewards, task_rewards[task.name], strict=True)
             )
             if task.rewards
             else (shared,)
@@ -65,7 +76,7 @@ class Scorer:
         sources = self._sources[run.task.domain]
         if run.settings.rewards:
             calls = await _together([self._ask(run, trajectory, source) for source in sources])
-            score = _sum([source.settings for source in sources], [score for score, _ in calls])
+            score = _sum(run.settings.rewards, [score for score, _ in calls])
         else:
             calls = [await self._ask(run, trajectory, sources[0])]
             score = calls[0][0]
@@ -105,18 +116,18 @@ class Scorer:
                     schema.RewardFailed(
                         id=run.key,
                         reason=str(error),
-                        reward=source.settings.label if run.settings.rewards else "",
+                        reward=source.label if run.settings.rewards else "",
                         cause=run.cause,
                     )
                 )
-                if tries > source.settings.retries or not error.retryable:
+                if tries > source.retries or not error.retryable:
                     raise
             finally:
                 source.places.release()
                 spent_s += self._loop.time() - began_s
                 if run.notes is not None:
                     run.notes.scoring(asked_s, spent_s, self._loop.time())
-            await asyncio.sleep(backoff_s(source.settings.backoff_s, tries))
+            await asyncio.sleep(backoff_s(source.backoff_s, tries))
             tries += 1
 
 
