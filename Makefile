@@ -18,7 +18,11 @@ setup: $(STAMP)  ## Make .venv and install rollart, what training needs, and the
 # Runs again only when pyproject.toml changed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+<<<<<<< HEAD
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,lambda,logging]'
+=======
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,agents,logging]'
+>>>>>>> main
 	@touch $@
 
 test: setup  ## Lint, check types, run the fast tests with coverage

@@ -66,6 +66,38 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
 
 
 @pytest.mark.parametrize(
+    ("agent", "change", "problem"),
+    [
+        ("nowhere:Mine", {}, "tasks.0.agent.use: nowhere:Mine: no module nowhere was found"),
+        ("rollart.types:Status", {}, "tasks.0.agent.use: rollart.types:Status has no `async def play"),
+        ({"command": ["no-such-program"]}, {}, "tasks.0.agent.command: no-such-program is not a program"),
+        (
+            {"function": "a:solve"},
+            {"pools": [{"name": "cpu", "engines": {}, "slots": 8, "isolation": "inline"}]},
+            "tasks.0.agent: a program does not run in RollArt's own process",
+        ),
+        ({"function": "a:solve"}, {"cluster": {"type": "ray"}}, "endpoint.host: 127.0.0.1 cannot be reached from"),
+        (
+            {"function": "a:solve"},
+            {
+                "cluster": {"type": "ray"},
+                "endpoint": {"host": "10.0.0.5"},
+                "pools": [{"name": "cpu", "engines": {}, "slots": 8, "isolation": "sandbox"}],
+            },
+            "tasks.0.agent: a sandbox on another machine does not reach the endpoint",
+        ),
+    ],
+)
+def test_an_agent_that_cannot_play_is_refused_before_the_run(
+    agent: object, change: dict[str, object], problem: str
+) -> None:
+    raw = {**JOB, "tasks": [{"name": "lake", "use": "rollart.tasks.frozen_lake", "agent": agent}], **change}
+    with pytest.raises(JobError) as caught:
+        check_supported(build_job(raw))
+    assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {},
@@ -262,6 +294,13 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
     assert _stores_before(tmp_path, first) == []
     assert _stores_before(tmp_path, second) == [first]
     assert _stores_before(tmp_path, third) == [first, second]
+
+
+def test_the_token_of_a_store_is_not_written_down(tmp_path: Path) -> None:
+    setup = StoreSetup(weights=WeightSettings(type="tcp"), run_id="job-1", model="m", token="secret")
+    _stores_before(tmp_path, setup)
+    assert all("secret" not in path.read_text() for path in tmp_path.iterdir())
+    assert "secret" not in repr(setup)
 
 
 def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:

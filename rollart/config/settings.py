@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$")]
+"""`host:port`."""
 
 _NORMAL = NormalDist()
 
@@ -93,6 +95,7 @@ class ModelSettings(Settings):
     embedded pool's `kv_tokens`."""
 
 
+<<<<<<< HEAD
 class RewardSettings(Settings):
     """Where rewards are computed."""
 
@@ -155,6 +158,45 @@ class RewardSettings(Settings):
             raise ValueError(".weight: 0 makes nothing of the reward; give another number, or remove the reward")
         return self
 
+=======
+class AgentSettings(Settings):
+    """Who plays a task, where that is not the built-in agent: one of these."""
+
+    use: Code = ""
+    """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
+    function: Code = ""
+    """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
+    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
+    OpenAI client, and prints its answer. It runs where the environment does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(map(bool, (self.use, self.function, self.command))) != 1:
+            raise ValueError(".use: an agent is one of use, function and command; give one of them, and only one")
+        return self
+
+    @property
+    def is_program(self) -> bool:
+        """It reaches the model over the endpoint."""
+        return not self.use
+
+
+class EndpointSettings(Settings):
+    """Where agents that are programs reach the model: OpenAI's protocol, a URL and a key for each trajectory."""
+
+    host: str = "127.0.0.1"
+    """The address it listens on. With environments on other machines: one of this machine that they reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free one."""
+
+>>>>>>> main
 
 class SandboxSettings(Settings):
     """What one environment may use and see, with `isolation: sandbox`."""
@@ -191,8 +233,8 @@ class TaskSettings(Settings):
     name: str = Field(min_length=1)
     """Unique; the affinity key, and the name in all figures."""
     use: Code = ""
-    """The task set: `module`, `module:name`, `file.py` or `file.py:name`. `rollart sim` does not read it; everything
-    else needs it."""
+    """The task set: `module`, `module:name`, `file.py` or `file.py:name`; or `library:name` for an environment of a
+    library (`rollart envs` lists them). `rollart sim` does not read it; everything else needs it."""
     args: Arguments = Field(default_factory=dict)
     """What the task set is made with: the named parameters of its `__init__`, or of the function that makes it, checked
     by their annotations. A text is a path, relative to the job file, where it begins with `./`, `../` or `~/`, or is
@@ -230,9 +272,15 @@ class TaskSettings(Settings):
     """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
     when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
+<<<<<<< HEAD
     rewards: Anytime[tuple[RewardSettings, ...]] = ()
     """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
     itself where it fails. Default: the job's `rewards`."""
+=======
+    agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
+    """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
+    it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
+>>>>>>> main
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -410,6 +458,9 @@ class PoolSettings(Settings):
     resource: str | None = None
     """Cluster `ray`: the resource by which this pool's machines are known, a custom one or such as
     `accelerator_type:H100`. Default: the hardware's name; for `cpu` none, so that any machine will do."""
+    site: str = ""
+    """Weights `tcp`: machines of the same site have a fast network between them. Each bucket crosses once from the
+    trainer's machine to a site, and from machine to machine there."""
     engines: EngineSettings | None = None
     slots: Count | None = None
     """Environments that run here at a time."""
@@ -605,17 +656,22 @@ class TrainSettings(Settings):
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
-    type: Literal["shm", "files", "mooncake"] = "shm"
-    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `mooncake` is
-    not there yet, and refused."""
+    type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
+    """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
+    refused."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
+    address: Address = "127.0.0.1:0"
+    """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
+    bind: Address | None = None
+    """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
         if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to files, or shm")
+            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
         return self
 
 

@@ -28,17 +28,27 @@ def unused(job: "Job") -> list[str]:
 
 def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     """Place, its settings, keys, whether they are read in this job, and what they need to be."""
+<<<<<<< HEAD
     ray = job.cluster.type == "ray"
     serverless = any(reward.type == "http" for reward in job.asked_rewards.values())
     asked = "rewards" in job.asked_rewards
     yield "rewards", job.rewards, " ".join(type(job.rewards).model_fields), asked, "a task without rewards of its own"
     yield "rewards", job.rewards, "function name weight", False, "a task: give it in tasks.N.rewards"
     yield from _reward_rows("rewards", job.rewards)
+=======
+    ray, http = job.cluster.type == "ray", job.rewards.type == "http"
+    yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
+    yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
+    yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    tcp = job.weights.type == "tcp"
+>>>>>>> main
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
+    yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
     local = job.cluster.type == "local"
     yield "track", job.track, "project", job.track.wandb != "off", "track.wandb offline or online"
+    yield "endpoint", job.endpoint, "host port", bool(job.programs), "an agent.function or agent.command of a task"
     train = job.train
     yield "train", train, "eps_low eps_high", train.algorithm != "rloo", "an algorithm that clips, which rloo does not"
     yield "train", train, "length_constant", train.algorithm == "dr_grpo", "train.algorithm dr_grpo"
@@ -60,6 +70,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"
         yield place, pool, "slots_per_worker", ray and pool.slots is not None, "cluster.type ray and slots"
+        yield place, pool, "site", tcp and pool.engines is not None, "weights.type tcp, and engines"
         yield place, pool, "isolation", pool.slots is not None, "slots"
         if pool.engines is not None:
             place, engines, embedded = f"{place}.engines", pool.engines, pool.engines.type == "embedded"

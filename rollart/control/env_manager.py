@@ -60,7 +60,7 @@ class Session:
         manager, run = self.manager, self.run
         began_s = manager.loop.time()
         with boundary(EnvError, "env.reset"):
-            observation = _checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
+            observation = checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
         manager.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.reset_s = manager.loop.time() - began_s
@@ -74,15 +74,23 @@ class Session:
         if run.notes is not None:
             run.notes.text = action
         with _STEP:
-            observation = _checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
-        manager.movement.moved(run.mover)
+            observation = checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
+        self.stepped(observation, began_s)
+        return observation
+
+    def stepped(self, observation: Observation, began_s: float) -> None:
+        """The environment has answered an answer that it was given at `began_s`."""
+        run = self.run
+        self.manager.movement.moved(run.mover)
         run.settle(observation.reward, run.mover.moved_s - began_s)
         if run.notes is not None:
             run.notes.shown = observation.messages
-        return observation
 
-    async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
-        """One answer to the prompt grown by `context`; None when turns or context have run out."""
+    async def generate(
+        self, context: Tokens, *, fresh: bool, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Completion | None:
+        """One answer to the prompt grown by `context`; None when turns or context have run out. `max_tokens` and
+        `stop` may end it sooner than the job would."""
         manager, run, job = self.manager, self.run, self.manager.job
         run.settle()
         turn = len(run.turns)
@@ -106,7 +114,7 @@ class Session:
             turn=turn,
             prompt=prefix.pieces,
             prompt_tokens=prefix.length,
-            sampling=manager.sampling(run.settings, room),
+            sampling=manager.sampling(run.settings, room, max_tokens, stop),
             min_version=run.min_version,
             last=turn + 1 >= run.settings.max_turns,
         )
@@ -183,7 +191,8 @@ class EnvManager:
         self.loop = asyncio.get_running_loop()
         self._host = world.host
         self._recorder = world.recorder
-        self._agent: Agent = world.agent or TurnAgent()
+        self._agents = world.agents
+        self._agent = TurnAgent()
         self.tokenizer = world.tokenizer
         self.fleet = fleet
         self.proxy = proxy
@@ -232,7 +241,8 @@ class EnvManager:
             run.notes.open_s = self.loop.time() - run.started_s
         try:
             with _AGENT:
-                status = await self._agent.play(Session(self, run, env))
+                agent = self._agents.get(run.task.domain, self._agent)
+                status = _checked_status(await agent.play(Session(self, run, env)))
         finally:
             self._context.supervisor.spawn(self._close(run, env))
         if not run.turns and run.said is None:
@@ -242,21 +252,24 @@ class EnvManager:
     def env_calls(self, run: Run) -> EnvCalls:
         return self._calls[run.settings.name]
 
-    def sampling(self, settings: TaskSettings, room: int) -> Sampling:
+    def sampling(
+        self, settings: TaskSettings, room: int, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Sampling:
         key = (settings.name, settings.temperature)
-        if room >= settings.max_tokens:
+        as_usual = room >= settings.max_tokens and max_tokens is None and not stop
+        if as_usual:
             known = self._samplings.get(key)
             if known is not None:
                 return known
         sampling = Sampling(
-            max_tokens=min(settings.max_tokens, room),
+            max_tokens=min(settings.max_tokens, room, max_tokens or room),
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop=settings.stop,
+            stop=(*settings.stop, *stop),
             seed=self.job.seed,
         )
-        if room >= settings.max_tokens:
+        if as_usual:
             self._samplings[key] = sampling
         return sampling
 
@@ -306,10 +319,29 @@ class EnvManager:
         )
 
 
-def _checked(observation: object) -> Observation:
+def checked(observation: object) -> Observation:
     """User code may return anything."""
     if not isinstance(observation, Observation):
         raise EnvError(f"returned {type(observation).__name__}, not an Observation")
     if not math.isfinite(observation.reward):
         raise EnvError("returned a reward that is not a finite number")
     return observation
+<<<<<<< HEAD
+=======
+
+
+def _checked_status(status: object) -> Status:
+    """So may an agent of a user's own."""
+    if not isinstance(status, Status) or status not in SCORED:
+        raise AgentError(f"play returned {status!r}; return Status.DONE or Status.TRUNCATED")
+    return status
+
+
+def _checked_score(score: object) -> Score:
+    """So may a reward function."""
+    if not isinstance(score, Score):
+        raise RewardError(f"returned {type(score).__name__}, not a Score", retryable=False)
+    if not math.isfinite(score.value):
+        raise RewardError(f"returned {score.value}, which is not a finite number", retryable=False)
+    return score
+>>>>>>> main

@@ -147,7 +147,7 @@ class RemoteEngine:
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
                 await asyncio.to_thread(self._fetch, manifest)
-            halted = time.perf_counter()
+            pull_s = time.perf_counter() - started
             self._open.clear()
             try:
                 rebuilt = await self._halt()
@@ -157,10 +157,7 @@ class RemoteEngine:
                 raise
             finally:
                 self._open.set()
-            ended = time.perf_counter()
-        return SwapReport(
-            version=manifest.version, pull_s=ended - started, exposed_s=ended - halted, rebuilt_tokens=rebuilt
-        )
+        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
 
     async def close(self) -> None:
         self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
 from rollart.ports import Env, EnvHost, RewardBackend
-from rollart.types import Observation, Score, Task, Trajectory, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Score, Task, Trajectory, TrajectoryId
 
 
 class Lockstep:
@@ -120,6 +120,9 @@ class _BatchedEnv:
             observation = await self._env.step(action)
         await self._lockstep.together()
         return observation
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._env.play(program, endpoint)  # a program has a pace of its own
 
     async def close(self) -> None:
         if self._open:

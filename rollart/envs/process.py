@@ -14,7 +14,7 @@ from typing import Any
 
 from rollart.errors import ClusterError, EnvError
 from rollart.tasks.api import as_observation
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 from rollart.workers.box import MakeBox
 from rollart.workers.launch import Lost, Process
 from rollart.workers.link import WorkerFailed, WorkerGone
@@ -134,6 +134,9 @@ class ProcessEnv:
 
     async def step(self, action: str) -> Observation:
         return await self._observe("step", action)
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._observe("play", program, endpoint)
 
     async def close(self) -> None:
         """Ask it to close, then give the slot back. A worker that is busy or too slow is killed."""

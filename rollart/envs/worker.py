@@ -5,9 +5,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.tasks.api import Environment, TaskSet, as_observation
+from rollart.tasks.api import Environment, TaskSet, as_observation, text_of
 from rollart.tasks.load import load_task_set
-from rollart.types import Observation, Task
+from rollart.tasks.program import answer_of
+from rollart.types import Endpoint, Observation, Program, Task
 
 
 class EnvWorker:
@@ -19,6 +20,8 @@ class EnvWorker:
         self._seed = seed
         self._task_sets: dict[str, TaskSet] = {}
         self._environment: Environment | None = None
+        self._shown = ""
+        """What the environment said last."""
         self._runner = asyncio.Runner()
 
     def prepare(self, domains: Sequence[str], keys: Sequence[tuple[str, str]]) -> None:
@@ -43,16 +46,25 @@ class EnvWorker:
 
     def reset(self) -> Observation:
         assert self._environment is not None
-        return as_observation(self._finished(self._environment.reset()))
+        return self._said(self._environment.reset())
 
     def step(self, action: str) -> Observation:
         assert self._environment is not None
-        return as_observation(self._finished(self._environment.step(action)))
+        return self._said(self._environment.step(action))
+
+    def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        """Step with the answer of a program to what was said last."""
+        return self.step(self._finished(answer_of(program, endpoint, self._shown)))
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
         assert environment is not None
         self._finished(environment.close())
+
+    def _said(self, value: Any) -> Observation:
+        observation = as_observation(self._finished(value))
+        self._shown = text_of(observation)
+        return observation
 
     def _finished(self, value: Any) -> Any:
         async def wait() -> Any:

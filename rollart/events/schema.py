@@ -939,6 +939,17 @@ class Pushed(Event, tag="pushed", kw_only=True):
     """Of all its buckets."""
 
 
+class Staged(Event, tag="staged", kw_only=True):
+    """Every engine in rotation has it on its host: from now on a swap only loads it.
+
+    By: control/weights
+    Cause: `push`
+    """
+
+    version: int
+    """Which."""
+
+
 class PushSkipped(Event, tag="push.skipped", kw_only=True):
     """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
 
@@ -989,7 +1000,7 @@ class SwapStart(Event, tag="swap.start", kw_only=True):
 
 
 class Suspend(Event, tag="suspend", kw_only=True):
-    """Engines take no new requests.
+    """Engines take no new requests: they are to load a version.
 
     By: control/fleet
     """
@@ -1023,9 +1034,8 @@ class EngineSwap(Event, tag="engine.swap", kw_only=True):
     version: int
     """That it serves."""
     pull_s: float
-    """Seconds of reading the weights."""
-    exposed_s: float
-    """Seconds in which the engine did not generate."""
+    """Seconds of transfer from the store to the engine's host, hidden or not. What is exposed of it, and the load, lies
+    between `suspend` and `resume`."""
     rebuilt: int
     """KV tokens to compute again."""
     in_flight: int
@@ -1047,7 +1057,7 @@ class WeightsDamaged(Event, tag="weights.damaged", kw_only=True):
 
 
 class Resume(Event, tag="resume", kw_only=True):
-    """Engines take requests again.
+    """Engines take requests again. What lies between `suspend` and this is a swap's exposed time.
 
     By: control/fleet
     """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollart.config.job import Job
 from rollart.config.settings import EngineSettings, PoolSettings, RewardSettings, TaskSettings
 from rollart.control.draw import draw
-from rollart.errors import BoundaryError, JobError
+from rollart.errors import BoundaryError, JobError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
@@ -29,6 +29,7 @@ from rollart.types import Task, TrajectoryId
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from rollart.control.env_manager import Agent
     from rollart.envs.service import Host
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
@@ -45,6 +46,7 @@ RUN_BYTES = 64_000_000
 """Room for events, metrics and logs, without which no run begins."""
 WEIGHT_VERSIONS = 2
 """That a weight store holds at a time, at least."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -127,6 +129,7 @@ def unsupported(job: Job) -> Iterator[str]:
         if kind not in ("cpu", "cuda", "mps", "xpu") or (colon and not number.isdigit()):
             yield f"{key}.device: {device!r} is not a device; write cpu, cuda, or such as cuda:0"
     yield from _variable_problems(job)
+    yield from _agent_problems(job)
     if job.train.type == "single" and job.train.gpus > 1:
         yield f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
     yield from _isolation_problems(job)
@@ -213,6 +216,46 @@ def _variable_problems(job: Job) -> Iterator[str]:
     for key, name in ((key, name) for key, names in here.items() for name in names):
         if name not in os.environ:
             yield f"{key}: {name} is not set here; set it (export {name}=...), or remove it"
+
+
+def _agent_problems(job: Job) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    on_ray = job.cluster.type == "ray"
+    for position, task in enumerate(job.tasks):
+        key, agent = f"tasks.{position}.agent", task.agent
+        if agent is None:
+            continue
+        if agent.use:
+            try:
+                agent_class(agent.use)
+            except JobError as error:
+                yield f"{key}.use: {error}"
+            continue
+        isolations = {job.isolation(task, pool) for pool in job.pools if pool.slots}
+        if find_spec("aiohttp") is None:
+            yield f"{key}: the endpoint needs aiohttp: {install('agents')}"
+        if "inline" in isolations:
+            yield f"{key}: a program does not run in RollArt's own process; set isolation to process or sandbox"
+        if on_ray and "sandbox" in isolations:
+            yield f"{key}: a sandbox on another machine does not reach the endpoint; set isolation to process"
+        if on_ray and job.endpoint.host in LOOPBACK:
+            yield (
+                f"endpoint.host: {job.endpoint.host} cannot be reached from the machines of the cluster, where task "
+                f"{task.name!r} has its agent; give an address of this machine that they reach"
+            )
+        if agent.command and not on_ray and shutil.which(agent.command[0]) is None:
+            yield f"{key}.command: {agent.command[0]} is not a program that can be run here; install it, or correct it"
+
+
+def agent_class(use: str) -> "Callable[[], Agent]":
+    """Raises JobError where it is none."""
+    from rollart.tasks.load import load_function
+
+    found = load_function(use, "agent class", "MyAgent")
+    if not asyncio.iscoroutinefunction(getattr(found, "play", None)):
+        raise JobError(f"{use} has no `async def play(self, session)`; give it one, or name another class")
+    return found
 
 
 def refuse_long_contexts(job: Job) -> None:

@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
+<<<<<<< HEAD
 from rollart.config.settings import RewardSettings
+=======
+from rollart.control.env_manager import Agent
+from rollart.control.program import ProgramAgent
+>>>>>>> main
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
+from rollart.launch.checks import agent_class
 from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.types import Program
+from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
     from rollart.envs.remote import RemoteEnvHost
     from rollart.envs.service import Host
+    from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
     from rollart.rewards.judge import JudgeRewards
@@ -66,7 +75,7 @@ def real_world(
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.store.open import new_store, open_store
-    from rollart.store.shm import remove_left_behind
+    from rollart.store.owner import remove_left_behind
     from rollart.tasks.load import reward_of
 
     model_path = Path(job.model.path)
@@ -85,8 +94,14 @@ def real_world(
     if where.weights.type == "shm":
         remove_left_behind()
     setup = WorkerSetup(
-        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+        job=job,
+        out=out.absolute(),
+        store=where,
+        stop_tokens=tuple(tokenizer.stop_tokens),
+        earlier=tuple(earlier),
+        carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
+<<<<<<< HEAD
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
     scorers: list[Rewards] = []
 
@@ -94,10 +109,17 @@ def real_world(
         scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost))
         return scorers[-1]
 
+=======
+    gateway = _gateway(job)
+    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
+    scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
+>>>>>>> main
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
     async def close() -> None:
+        if gateway is not None:
+            await gateway.close()
         await rooms.close()
         await cluster.close()
         for scorer in scorers:
@@ -118,13 +140,19 @@ def real_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
+        agents=_agents(job, gateway),
         further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
 
 
 def _workers(
-    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None, *, trains: bool
+    setup: WorkerSetup,
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+    *,
+    trains: bool,
+    endpoint: Path | None,
 ) -> "tuple[Cluster, Host]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.launch import worker
@@ -144,7 +172,9 @@ def _workers(
         return on_ray, _rooms_on(on_ray, setup)
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolations = {task.name: job.isolation(task) for task in job.tasks}
-    rooms = worker.env_host(job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost)
+    rooms = worker.env_host(
+        job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost, endpoint=endpoint
+    )
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
@@ -183,6 +213,29 @@ def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
     return RemoteEnvHost(launch, slots=sizes)
 
 
+def _gateway(job: Job) -> "HttpGateway | None":
+    """Listens only once an agent needs it."""
+    if not job.programs:
+        return None
+    from rollart.gateway.server import HttpGateway
+
+    return HttpGateway(host=job.endpoint.host, port=job.endpoint.port, model=Path(job.model.path).name)
+
+
+def _agents(job: Job, gateway: "HttpGateway | None") -> "dict[str, Agent]":
+    """By task, where the job names one."""
+    found: dict[str, Agent] = {}
+    for task in job.tasks:
+        if task.agent is None:
+            continue
+        if gateway is not None and task.agent.is_program:
+            program = Program(function=task.agent.function, command=task.agent.command)
+            found[task.name] = ProgramAgent(program, gateway)
+        else:
+            found[task.name] = agent_class(task.agent.use)()
+    return found
+
+
 def _rewards(
     settings: RewardSettings,
     task: str,
@@ -212,5 +265,5 @@ def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     path = out / STORES
     lines = path.read_text().splitlines() if path.exists() else []
     before = [StoreSetup.model_validate_json(line) for line in lines]
-    path.write_text("".join(f"{one.model_dump_json()}\n" for one in [*before, setup]))
+    path.write_text("".join(f"{one.model_dump_json(exclude={'token'})}\n" for one in [*before, setup]))
     return before

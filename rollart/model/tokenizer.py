@@ -7,6 +7,7 @@ How: the template is asked for `[user, assistant with a mark, new messages]`, an
 It begins with what closes the assistant's turn, of which the model has normally sampled the first token.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rollart.chat import form_of, read
 from rollart.errors import JobError
-from rollart.types import NO_TOKENS, Message, Tokens
+from rollart.types import NO_TOKENS, Message, Tokens, Tool
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -72,7 +74,10 @@ class ChatTokenizer:
         self._closing = self.encode(closing)
         if not len(self._closing):
             raise JobError(f"model.path: the chat template in {path} does not close the assistant's turn")
-        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool], Tokens] = TextCache(CACHE_BYTES)
+        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
+            CACHE_BYTES
+        )
+        self._form = form_of(str(self._tokenizer.chat_template))
         self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
     @property
@@ -87,18 +92,21 @@ class ChatTokenizer:
         found = dict.fromkeys([turn, self._tokenizer.eos_token_id])
         return tuple(int(token) for token in found if token is not None)
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         """Tokens to append for these messages, up to and with the start of the model's answer.
 
         Where not `fresh` they follow `after`, the model's last sampled tokens (None: it ended its turn itself), and
         first close its turn where it did not. The result is shared: do not write to it.
         """
         closed = fresh or after is None or (len(after) > 0 and int(after[-1]) == self.end_of_turn)
-        key = (tuple(messages), fresh, closed)
+        key = (tuple(messages), fresh, closed, tuple(tools) if fresh else ())
         tokens = self._rendered.get(key)
         if tokens is None:
             tokens = self._render(*key)
             text = sum(len(message.role) + len(message.content) for message in key[0])
+            text += sum(len(tool.parameters) + len(tool.description) for tool in key[3])
             self._rendered.put(key, tokens, tokens.nbytes + 4 * text)
         return tokens
 
@@ -112,32 +120,42 @@ class ChatTokenizer:
             self._decoded.put(key, text, len(key) + 4 * len(text))
         return text
 
-    def _render(self, messages: tuple[Message, ...], fresh: bool, closed: bool) -> Tokens:
+    def parse(self, tokens: Tokens) -> Message:
+        """A sampled answer as a message. What is no call that can be read stays text."""
+        answer = read(self.decode(tokens), self._form)
+        return Message(role="assistant", content=answer.content, reasoning=answer.reasoning, tool_calls=answer.calls)
+
+    def _render(self, messages: tuple[Message, ...], fresh: bool, closed: bool, tools: tuple[Tool, ...]) -> Tokens:
         if fresh and not messages:
             return NO_TOKENS
-        said = [{"role": message.role, "content": message.content} for message in messages]
+        said = [_as_dict(message) for message in messages]
         if fresh:
-            tokens = self.encode(self._template(said, add_generation_prompt=True))
+            tokens = self.encode(self._template(said, add_generation_prompt=True, tools=tools))
         else:
             tokens = self.encode(self._after_mark([_assistant(MARK), *said], add_generation_prompt=True))
             tokens = tokens[1:] if closed else tokens
         tokens.flags.writeable = False
         return tokens
 
-    def _after_mark(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _after_mark(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         probe = [{"role": "user", "content": "."}, *messages]
         _, mark, after = self._template(probe, add_generation_prompt=add_generation_prompt).partition(MARK)
         if not mark:
             raise JobError("the chat template drops what the assistant said; RollArt cannot play several turns with it")
         return after
 
-    def _template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                    messages,
+                    tools=[_as_schema(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
                 )
             )
         except TemplateError as error:
@@ -149,5 +167,29 @@ class ChatTokenizer:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def _assistant(content: str) -> dict[str, str]:
+def _assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """As templates read it. A field that the message does not have is left out: some look only whether it is there."""
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        said["tool_call_id"] = message.tool_call_id
+    return said
+
+
+def _as_schema(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": function}

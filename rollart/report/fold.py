@@ -13,8 +13,9 @@ from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
 from rollart.events.schema import Event, attempt_of, task_set
 from rollart.report import summary
 from rollart.report.costs import CostFold
-from rollart.report.fold_parts import EvaluationFold, Failures, RewardFold, TaskSums, WeightFold, step_times
+from rollart.report.fold_parts import EvaluationFold, Failures, RewardFold, SwapFold, TaskSums, step_times
 from rollart.report.summary import Summary
+from rollart.report.weights import VersionFold
 
 ENDS = ("trained", "stale", "failed", "surplus", "filtered", "restart")
 """How a group ends; all but the first are waste."""
@@ -89,11 +90,11 @@ class SummaryFold(Fold):
         """Group -> the step that trained on it. Only groups that a restart may meet again."""
         self._metrics = Metrics()
         self._evals = EvaluationFold()
-        self._weights = WeightFold(self._metrics)
+        self._weights = VersionFold()
         self._rewards = RewardFold()
         self.row: Mapping[str, float] | None = None
         """Metrics of the step that just ended. The writer of `metrics.jsonl` takes it away."""
-        super().__init__(self._evals, self._weights)
+        super().__init__(self._evals, self._weights, SwapFold(self._metrics))
 
     def read(self, event: Event) -> None:
         self._last_s = event.t
@@ -419,7 +420,7 @@ class SummaryFold(Fold):
                 late_results=self._late,
             ),
             pools=self._costs.pools(self._last_s),
-            weights=self._weights.row(),
+            weights=_weights(self._weights),
             reward=self._rewards.row(job, seconds),
             tasks={
                 name: task.row(ends[name], admitted=admitted[name], trained=ends[""]["trained"])
@@ -450,3 +451,14 @@ class SummaryFold(Fold):
             under_way=round(under_way, 4),
             idle=round(max(0.0, idle), 4),
         )
+
+
+def _weights(fold: VersionFold) -> summary.Weights:
+    return summary.Weights(
+        push_s=fold.push_s.value(),
+        arrival_s=fold.arrival_s.value(),
+        pull_s=fold.pull_s.value(),
+        exposed_s=fold.exposed_s.value(),
+        version_bytes=fold.bytes.value(),
+        swaps=fold.pull_s.count,
+    )

@@ -1,4 +1,4 @@
-"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long weights and rewards took.
+"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long swaps and rewards took.
 
 Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are listed.
 """
@@ -122,45 +122,19 @@ def _progress(first: Mapping[str, summary.Play], last: Mapping[str, summary.Play
     return msgspec.structs.replace(rows["sampled"], greedy=rows.get("greedy", msgspec.UNSET))
 
 
-class WeightFold(Fold):
-    """Pushes, pulls and swaps."""
+class SwapFold(Fold):
+    """How long each swap of all engines took."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._push_began: dict[int, float] = {}
-        self._pushes: list[float] = []
-        self._pulls: list[float] = []
-        self._exposed: list[float] = []
         self._swap_began = 0.0
-        self.in_flight = 0
-        """Calls that went on over a swap."""
         super().__init__()
-
-    def _on_push(self, event: schema.Push) -> None:
-        self._push_began[event.version] = event.t
-
-    def _on_pushed(self, event: schema.Pushed) -> None:
-        began_s = self._push_began.pop(event.version, None)
-        if began_s is not None:
-            self._pushes.append(event.t - began_s)
 
     def _on_swap_start(self, event: schema.SwapStart) -> None:
         self._swap_began = event.t
 
     def _on_swap_end(self, event: schema.SwapEnd) -> None:
         self._metrics.add("timing_s/swap", Last(event.t - self._swap_began))
-
-    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
-        self._pulls.append(event.pull_s)
-        self._exposed.append(event.exposed_s)
-        self.in_flight += event.in_flight
-
-    def row(self) -> summary.Weights:
-        push_s, pull_s, exposed_s = (
-            round(sum(values) / len(values), 4) if values else 0.0
-            for values in (self._pushes, self._pulls, self._exposed)
-        )
-        return summary.Weights(push_s=push_s, pull_s=pull_s, exposed_s=exposed_s, swaps=len(self._exposed))
 
 
 class RewardFold:

@@ -45,7 +45,8 @@ def show_summary(summary: Summary, out: Path) -> None:
         "staleness": f"bound {staleness.bound}, max {staleness.max}, in steps {staleness.max_steps}",
         "wasted trajectories": waste or "none",
         "groups": f"{groups.trained} trained, {groups.lost} lost, {groups.trained_twice} trained twice",
-        "weights": f"push {weights.push_s:.1f} s, pull {weights.pull_s:.1f} s, exposed {weights.exposed_s:.1f} s",
+        "weights": f"push {weights.push_s:.1f} s, arrival {weights.arrival_s:.1f} s, pull {weights.pull_s:.1f} s, "
+        f"exposed {weights.exposed_s:.2f} s",
         "cost": f"{cost.total:.2f}, wasted {cost.wasted:.2f}, idle {cost.idle:.2f}",
     }
     _print_table(f"{summary.name} ({summary.mode}), {clock}", (), rows.items())

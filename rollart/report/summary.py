@@ -109,10 +109,15 @@ class Pool(Figures, frozen=True):
 class Weights(Figures, frozen=True):
     push_s: Seconds
     """Mean, from the begin of a push until the whole version is in the store."""
+    arrival_s: Seconds
+    """Mean, from the begin of a push until every engine in rotation has the version on its host. What is longer than
+    training and rollout is what a step takes."""
     pull_s: Seconds
-    """Mean per engine and swap: transfer, hidden or not."""
+    """Mean per engine and swap: transfer from the store to its host, hidden or not."""
     exposed_s: Seconds
-    """Mean per engine and swap: the engine stood still."""
+    """Mean per engine and swap, from `suspend` to `resume`: so long it took no requests."""
+    version_bytes: Annotated[float, Meta(title="bytes")]
+    """Mean, of all buckets of a version."""
     swaps: Annotated[int, Meta(title="swaps")]
     """Of single engines."""
 

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from rollart.errors import WeightError, boundary
 from rollart.model.directory import INDEX, StoredTensors, copy_other_files
-from rollart.store.buckets import BUCKETS, BucketStore
+from rollart.store.buckets import BucketStore
+from rollart.store.index import WEIGHTS
+from rollart.store.media import Disk
 from rollart.types import Probe, WeightManifest, WeightVersion
 
 VISIBLE_S = 5.0
@@ -62,7 +64,7 @@ class FileStore(BucketStore):
         patience_s: float = VISIBLE_S,
     ) -> None:
         """`model_path`: the initial model, whose config and tokenizer go into each version. Needed to push only."""
-        super().__init__(directory, bucket_bytes, patience_s=patience_s)
+        super().__init__(directory, bucket_bytes, Disk(), patience_s=patience_s)
         self._model_path = model_path
         self._config = json.loads((model_path / CONFIG).read_text()) if model_path is not None else {}
 
@@ -96,7 +98,7 @@ class FileStore(BucketStore):
         return tensors
 
     def _complete(self, folder: Path, places: Mapping[str, str]) -> None:
-        size = sum(path.stat().st_size for path in folder.glob(BUCKETS))
+        size = sum(path.stat().st_size for path in folder.glob(WEIGHTS))
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}))
         if self._model_path is None:
             return

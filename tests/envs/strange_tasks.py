@@ -17,6 +17,15 @@ from rollart.types import Message, Observation, Task
 FOR_EVER_S = 3600.0
 
 
+async def shout(shown: str) -> str:
+    """An agent."""
+    return f"{shown.upper()} {os.environ['OPENAI_API_KEY']}"
+
+
+def mumble(shown: str) -> None:
+    """No agent: it says nothing."""
+
+
 class Strange(Environment):
     """Counts to two. Where `kind` is not "count", something happens at the first step, or earlier.
 

@@ -1,6 +1,7 @@
 """The stores: manifest last, damage named, nothing left behind; one suite for shared memory and files."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -9,21 +10,22 @@ import sys
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollart.errors import StoreFull, WeightError
-from rollart.store import buckets
+from rollart.store import index
 from rollart.store.buckets import BucketStore
 from rollart.store.files import EMBEDDING, HEAD, FileStore
+from rollart.store.media import Medium, Put
 from rollart.store.shm import ShmStore
-from rollart.types import Probe
+from rollart.types import Bucket, Probe
 
 
 @pytest.fixture(params=["shm", "files"])
@@ -155,30 +157,53 @@ def test_fetch_maps_and_does_not_copy(store: BucketStore) -> None:
 
 
 def test_manifest_is_last(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every moment of a push, a version that has a manifest has all its buckets."""
-    seen: list[str] = []
-    replace = os.replace
+    """At every moment of a push, what the index names is there, and a version that has a manifest is whole."""
+    added: list[Bucket] = []
+    add = index.Writer.add
 
-    def watched(source: Path, target: Path) -> None:
+    def watched(writer: index.Writer, bucket: Bucket) -> None:
         assert store.manifest(1) is None
-        seen.append(Path(target).name)
-        replace(source, target)
+        add(writer, bucket)
+        added.append(bucket)
+        assert list(store.appeared(1)) == added
+        assert all(store.map_file(one.name).digest(one) == one.digest for one in added)
 
-    monkeypatch.setattr("rollart.store.buckets.os.replace", watched)
+    monkeypatch.setattr(index.Writer, "add", watched)
     manifest = store.push(1, weights())
-    assert seen == [*(Path(bucket.name).name for bucket in manifest.buckets), "manifest.json"]
+    assert added == list(manifest.buckets)
+    assert store.manifest(1) == manifest
+
+
+def test_a_tensor_larger_than_a_bucket_is_slices_of_one_file(store: BucketStore) -> None:
+    big = torch.arange(900.0)
+    manifest = store.push(1, {"small": torch.ones(3), "big": big, "last": torch.zeros(2)})
+    slices = [bucket for bucket in manifest.buckets if bucket.name.endswith("model-00002.safetensors")]
+    assert len(slices) == 4
+    assert [bucket.num_bytes for bucket in slices[:-1]] == [1024] * 3
+    assert [bucket.start for bucket in slices] == [0, 1024, 2048, 3072]
+    assert manifest.num_bytes == sum(path.stat().st_size for path in folder(store).rglob("*.safetensors"))
+    assert torch.equal(store.fetch(manifest)["big"], big)
+    assert torch.equal(load_file(folder(store) / slices[0].name)["big"], big), "and any reader finds it whole"
+    path = folder(store) / slices[0].name
+    data = bytearray(path.read_bytes())
+    data[2100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightError, match=r"model-00002.safetensors at 2048: damaged, digest"):
+        store.fetch(manifest)
 
 
 def test_push_cut_short_shows_no_version(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.push(1, weights(0))
     writes = iter(range(2))
+    medium = type(store._medium)
+    whole = medium.writing
 
-    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        save_file(tensors, path, metadata)
+    def full(self: Medium, path: Path, num_bytes: int) -> AbstractContextManager[Put]:
         if next(writes, None) is None:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(self, path, num_bytes)
 
-    monkeypatch.setattr(buckets, "save_file", full)
+    monkeypatch.setattr(medium, "writing", full)
     with pytest.raises(StoreFull, match=r"push of version 1 .*No space left"):
         store.push(1, weights(1))
     assert store.manifest(1) is None
@@ -192,7 +217,7 @@ def test_damaged_bucket_is_named(store: BucketStore, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(WeightError, match=re.escape(manifest.buckets[1].name) + ": damaged, digest"):
+    with pytest.raises(WeightError, match=re.escape(manifest.buckets[1].name) + ".*: damaged, digest"):
         store.fetch(manifest)
 
 
@@ -230,7 +255,8 @@ def test_drop_keeps_mappings_and_newer_versions(store: BucketStore) -> None:
     manifests = [store.push(version, weights(version)) for version in range(4)]
     held = store.fetch(manifests[0])
     asyncio.run(store.drop_before(2))
-    assert sorted(path.name for path in folder(store).iterdir()) == ["v00000002", "v00000003"]
+    names = {path.name for path in folder(store).iterdir()}
+    assert names - {"spare"} == {"v00000002", "v00000003"}
     assert store.manifest(0) is None
     assert_same(held, weights(0))
     with pytest.raises(WeightError, match="missing"):
@@ -269,7 +295,10 @@ def test_a_push_that_is_split_otherwise_leaves_nothing_of_the_first(store: Bucke
     store.push(0, weights())
     store.bucket_bytes = 100_000
     manifest = store.push(0, weights(1))
-    assert store.appeared(0) == [bucket.name for bucket in manifest.buckets]
+    assert store.appeared(0) == manifest.buckets
+    assert {f"v00000000/{path.name}" for path in (folder(store) / "v00000000").glob("*.safetensors")} == {
+        bucket.name for bucket in manifest.buckets
+    }
     assert_same(store.fetch(manifest), weights(1))
 
 

@@ -209,7 +209,6 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def swap(self, version: WeightVersion, weights: Mapping[str, Tensor]) -> SwapReport:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
-        started = time.perf_counter()
         self._drain()
         load_weights_(self._model, weights)
         self._backend.refresh()
@@ -226,7 +225,7 @@ class EmbeddedEngine:
             self.kv.drop_parked()
         else:
             self.kv.clear()
-        return SwapReport(version=version, exposed_s=time.perf_counter() - started, rebuilt_tokens=rebuilt)
+        return SwapReport(version=version, rebuilt_tokens=rebuilt)
 
     # --- one step
 
