@@ -75,7 +75,6 @@ class Job(settings.Settings):
         return own.open_s or all_tasks.open_s, own.reset_s or all_tasks.reset_s, own.step_s or all_tasks.step_s
 
     @property
-<<<<<<< HEAD
     def asked_rewards(self) -> dict[str, settings.RewardSettings]:
         """The rewards that tasks have, by where they stand in the job; those that nobody asks for left out."""
         own = {
@@ -84,11 +83,11 @@ class Job(settings.Settings):
             for number, reward in enumerate(task.rewards)
         }
         return own if all(task.rewards for task in self.tasks) else {"rewards": self.rewards, **own}
-=======
+
+    @property
     def programs(self) -> tuple[settings.TaskSettings, ...]:
         """The tasks whose agents reach the model over the endpoint."""
         return tuple(task for task in self.tasks if task.agent is not None and task.agent.is_program)
->>>>>>> main
 
     @property
     def slots(self) -> int:
@@ -179,18 +178,15 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
         )
-<<<<<<< HEAD
     labels = [reward.label for reward in task.rewards]
     for number, label in enumerate(labels):
         if label in labels[:number]:
             yield f"{key}.rewards.{number}.name: {label!r} is used twice; give each reward a name of its own"
-=======
     if task.agent is not None and task.agent.is_program and job.rollout.stepping == "batched":
         yield (
             f"{key}.agent: a program has a pace of its own, and rollout.stepping batched holds environments in step; "
             "set rollout.stepping to asynchronous, or another mode"
         )
->>>>>>> main
     if task.max_tokens >= job.model.context_tokens:
         yield (
             f"{key}.max_tokens: {task.max_tokens} leaves no room for a prompt in model.context_tokens "

@@ -95,7 +95,6 @@ class ModelSettings(Settings):
     embedded pool's `kv_tokens`."""
 
 
-<<<<<<< HEAD
 class RewardSettings(Settings):
     """Where rewards are computed."""
 
@@ -158,7 +157,7 @@ class RewardSettings(Settings):
             raise ValueError(".weight: 0 makes nothing of the reward; give another number, or remove the reward")
         return self
 
-=======
+
 class AgentSettings(Settings):
     """Who plays a task, where that is not the built-in agent: one of these."""
 
@@ -196,7 +195,6 @@ class EndpointSettings(Settings):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: any free one."""
 
->>>>>>> main
 
 class SandboxSettings(Settings):
     """What one environment may use and see, with `isolation: sandbox`."""
@@ -272,15 +270,12 @@ class TaskSettings(Settings):
     """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
     when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
-<<<<<<< HEAD
-    rewards: Anytime[tuple[RewardSettings, ...]] = ()
-    """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
-    itself where it fails. Default: the job's `rewards`."""
-=======
     agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
     """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
     it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
->>>>>>> main
+    rewards: Anytime[tuple[RewardSettings, ...]] = ()
+    """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
+    itself where it fails. Default: the job's `rewards`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -311,6 +306,11 @@ class RolloutSettings(Settings):
     """Groups admitted beyond what a batch needs."""
     spare_members: Annotated[int, Field(ge=0)] = 0
     """Members started beyond `group_size`; the slowest are cancelled."""
+    surplus: Literal["cancel", "carry"] | None = None
+    """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
+    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
+    Default: `cancel` with staleness 0, else `carry`."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"
@@ -320,6 +320,11 @@ class RolloutSettings(Settings):
     """A batch goes short once this many times `groups_per_step` groups were filtered for it."""
     max_short_batches: Anytime[Count] = 3
     """The job stops after this many short batches in a row."""
+
+    @property
+    def cancels_surplus(self) -> bool:
+        """The `surplus` in force."""
+        return self.surplus == "cancel" or (self.surplus is None and self.staleness == 0)
 
 
 class PrefillSettings(Settings):

@@ -28,20 +28,15 @@ def unused(job: "Job") -> list[str]:
 
 def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     """Place, its settings, keys, whether they are read in this job, and what they need to be."""
-<<<<<<< HEAD
     ray = job.cluster.type == "ray"
     serverless = any(reward.type == "http" for reward in job.asked_rewards.values())
     asked = "rewards" in job.asked_rewards
     yield "rewards", job.rewards, " ".join(type(job.rewards).model_fields), asked, "a task without rewards of its own"
     yield "rewards", job.rewards, "function name weight", False, "a task: give it in tasks.N.rewards"
     yield from _reward_rows("rewards", job.rewards)
-=======
-    ray, http = job.cluster.type == "ray", job.rewards.type == "http"
-    yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
-    yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
-    yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    spare = job.rollout.spare_groups > 0 or job.rollout.staleness == 0
+    yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
     tcp = job.weights.type == "tcp"
->>>>>>> main
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
     yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"

@@ -35,6 +35,8 @@ class Run:
     mover: Mover = field(init=False)
     """When it moved last. Set as it begins."""
     started_s: float = 0.0
+    stage: str = "agent"
+    """What it is at: a call through a port, or else the agent. Where a call raises, it stays what it was."""
     stopped: tuple[Status, str] | None = None
     _task: "asyncio.Task[object] | None" = None
     _cancelled: bool = False

@@ -19,7 +19,7 @@ from rollart.control.render import delta
 from rollart.control.scoring import Scorer
 from rollart.control.waits import WaitList, Waits
 from rollart.control.world import World
-from rollart.errors import AgentError, BoundaryError, EnvError, boundary
+from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, boundary
 from rollart.events import schema
 from rollart.policy.admission import is_stale
 from rollart.ports import Env, Tokenizer
@@ -59,8 +59,10 @@ class Session:
     async def reset(self) -> Observation:
         manager, run = self.manager, self.run
         began_s = manager.loop.time()
+        run.stage = "env.reset"
         with boundary(EnvError, "env.reset"):
             observation = checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
+        run.stage = "agent"
         manager.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.reset_s = manager.loop.time() - began_s
@@ -73,8 +75,10 @@ class Session:
         began_s = manager.loop.time()
         if run.notes is not None:
             run.notes.text = action
+        run.stage = "env.step"
         with _STEP:
             observation = checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
+        run.stage = "agent"
         self.stepped(observation, began_s)
         return observation
 
@@ -121,9 +125,11 @@ class Session:
         if run.born is None:
             run.born = serving
         began_s = manager.loop.time()
+        run.stage = "generate"
         completion, run.last_engine, run.cause, sent_s = await manager.proxy.generate(
             request, run.order, run.last_engine, run.cause
         )
+        run.stage = "agent"
         if turn == 0:
             run.born = completion.spans[0].version
         run.min_version = completion.spans[-1].version
@@ -215,6 +221,7 @@ class EnvManager:
             schema.Start(id=run.key, task=run.task.id, pool=run.order[0], eval=run.evaluation, cause=run.cause),
         )
         score: Score | None = None
+        kind = ""
         run.mover = self.movement.begin(run.key, run.task.domain)
         try:
             run.enter()
@@ -222,7 +229,7 @@ class EnvManager:
             reason = ""
             score = await self._scorer.score(run, self._trajectory(run, status, "", None))
         except BoundaryError as error:
-            status, reason = Status.FAILED, f"{type(error).__name__}: {error}"
+            status, reason, kind = Status.FAILED, f"{type(error).__name__}: {error}", kind_of_failure(error)
         except asyncio.CancelledError:
             if not run.was_stopped():
                 raise
@@ -231,11 +238,13 @@ class EnvManager:
         finally:
             run.leave()
             self.movement.end(run.mover)
-        return self._finished(run, status, reason, score)
+        return self._finished(run, status, reason, score, kind)
 
     async def _play(self, run: Run) -> Status:
+        run.stage = "env.open"
         with boundary(EnvError, "env.open"):
             env = await self.env_calls(run).open.guard(run.key, self._host.open(run.task, run.id))
+        run.stage = "agent"
         self.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.open_s = self.loop.time() - run.started_s
@@ -280,7 +289,7 @@ class EnvManager:
         except EnvError as error:
             self._context.warn(f"{run.key}: {error}", run.cause)
 
-    def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
+    def _finished(self, run: Run, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)
         run.cause = self._log.emit(
             schema.End(
@@ -294,6 +303,8 @@ class EnvManager:
                 reward=trajectory.reward,
                 env_s=round(sum(turn.env_s for turn in trajectory.turns), 6),
                 generate_s=round(sum(turn.generate_s for turn in trajectory.turns), 6),
+                stage=run.stage if kind else "",
+                kind=kind,
                 cause=run.cause,
             ),
         )
@@ -319,6 +330,15 @@ class EnvManager:
         )
 
 
+def kind_of_failure(error: BoundaryError) -> str:
+    """As the `end` event has it."""
+    if isinstance(error, EnvCrashed):
+        return "crash"
+    if isinstance(error, EnvOverLimit):
+        return "limit"
+    return "timeout" if isinstance(error.__cause__, TimeoutError) else "error"
+
+
 def checked(observation: object) -> Observation:
     """User code may return anything."""
     if not isinstance(observation, Observation):
@@ -326,8 +346,6 @@ def checked(observation: object) -> Observation:
     if not math.isfinite(observation.reward):
         raise EnvError("returned a reward that is not a finite number")
     return observation
-<<<<<<< HEAD
-=======
 
 
 def _checked_status(status: object) -> Status:
@@ -335,13 +353,3 @@ def _checked_status(status: object) -> Status:
     if not isinstance(status, Status) or status not in SCORED:
         raise AgentError(f"play returned {status!r}; return Status.DONE or Status.TRUNCATED")
     return status
-
-
-def _checked_score(score: object) -> Score:
-    """So may a reward function."""
-    if not isinstance(score, Score):
-        raise RewardError(f"returned {type(score).__name__}, not a Score", retryable=False)
-    if not math.isfinite(score.value):
-        raise RewardError(f"returned {score.value}, which is not a finite number", retryable=False)
-    return score
->>>>>>> main

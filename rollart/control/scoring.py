@@ -73,6 +73,7 @@ class Scorer:
 
     async def score(self, run: Run, trajectory: Trajectory) -> Score:
         """Raises RewardError when one of its rewards cannot be had."""
+        run.stage = "reward"
         sources = self._sources[run.task.domain]
         if run.settings.rewards:
             calls = await _together([self._ask(run, trajectory, source) for source in sources])

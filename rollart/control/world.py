@@ -1,10 +1,6 @@
 """What a coordinator is given: everything outside the control plane, behind ports."""
 
-<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
-=======
-from collections.abc import Mapping
->>>>>>> main
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,14 +26,10 @@ class World:
     store: WeightStore
     journal: Journal
     affinity: Affinity
-<<<<<<< HEAD
     task_rewards: Mapping[str, Sequence[RewardBackend]] = field(default_factory=dict)
     """By task, in the order of its `rewards`."""
-    agent: "Agent | None" = None
-=======
     agents: "Mapping[str, Agent]" = field(default_factory=dict)
     """By task: who plays it. The others are played turn by turn: render, generate, step."""
->>>>>>> main
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
     recorder: Recorder | None = None

@@ -609,6 +609,12 @@ class End(Event, tag="end", kw_only=True):
     """Seconds in the environment."""
     generate_s: float
     """Seconds of generate calls."""
+    stage: str = ""
+    """Of a failed one, what it was at: `env.open`, `env.reset`, `env.step`, `generate`, `reward`, or `agent`, between
+    these."""
+    kind: str = ""
+    """Of a failed one: `timeout`, `crash` (the environment's process ended), `limit` (it used more than it may) or
+    `error`."""
 
 
 class Late(Event, tag="late", kw_only=True):

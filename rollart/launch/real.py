@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
-<<<<<<< HEAD
 from rollart.config.settings import RewardSettings
-=======
 from rollart.control.env_manager import Agent
 from rollart.control.program import ProgramAgent
->>>>>>> main
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
@@ -101,19 +98,14 @@ def real_world(
         earlier=tuple(earlier),
         carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
-<<<<<<< HEAD
-    cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
+    gateway = _gateway(job)
+    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
     scorers: list[Rewards] = []
 
     def rewards(settings: RewardSettings, task: str) -> "Rewards":
         scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost))
         return scorers[-1]
 
-=======
-    gateway = _gateway(job)
-    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
-    scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
->>>>>>> main
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
