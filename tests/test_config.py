@@ -90,7 +90,8 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
         "rewards.workers:",
         "only with type local",
     ),
-    ("no such store", ["weights.type=mooncake"], "weights.type:", "set weights.type to tcp"),
+    ("no master", ["weights.type=mooncake"], "weights.master:", "as master: 10.0.0.1:50051"),
+    ("master of shared memory", ["weights.master=a:1"], "weights.master:", "only with weights.type mooncake"),
     ("address of shared memory", ["weights.address=a:1"], "weights.address:", "only with weights.type tcp"),
     ("site without a network", ["pools.0.site=a"], "pools.0.site:", "only with weights.type tcp, and engines"),
     ("address without a port", ["weights={type: tcp, address: a}"], "weights.address:", "match"),
@@ -505,3 +506,13 @@ def test_an_agent_is_a_class_or_a_program_and_its_file_is_beside_the_job(tmp_pat
     assert [task.name for task in program.programs] == [program.tasks[0].name]
     assert program.tasks[0].agent is not None
     assert program.tasks[0].agent.function == f"{Path.cwd()}/mine.py:solve"
+
+
+def test_a_chat_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    found = load(
+        tmp_path, text=JOB + "model: {chat_template: own.jinja, chat_template_args: {enable_thinking: false}}\n"
+    )
+    assert found.model.chat_template == str(tmp_path / "own.jinja")
+    assert found.model.chat_template_args == {"enable_thinking": False}
+    text = load(tmp_path, text=JOB + "model: {chat_template: '{{ messages }}'}\n").model.chat_template
+    assert text == "{{ messages }}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,7 +92,13 @@ class ModelSettings(Settings):
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`."""
+    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    chat_template: Template = ""
+    """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
+    are saved keep their tokenizer's own. Not read by `rollart sim`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
+    does not read is refused. Not read by `rollart sim`."""
 
 
 class RewardSettings(Settings):
@@ -578,6 +584,10 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    memory: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's memory that the trainer may take: set it where engines are on the same GPU, so that neither
+    depends on who starts first. `recompute` `selective` reckons with it, and a micro-batch that needs more is halved.
+    Default: what is free. Refused with `fsdp2`, and on a CPU."""
     share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
     `rollart sim`."""
@@ -626,11 +636,13 @@ class TrainSettings(Settings):
                 "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
                 "remove it"
             )
-        for key in ("master", "offload"):
+        for key in ("master", "offload", "memory"):
             if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.memory is not None and self.device == "cpu":
+            raise ValueError("train.memory: is a share of a GPU's memory; remove it, or set train.device")
         if self.share is not None and self.device == "cpu":
             raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
@@ -663,20 +675,31 @@ class WeightSettings(Settings):
 
     type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
     """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
-    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
-    refused."""
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake`: a Mooncake store has
+    them, and each machine with engines keeps a copy in its memory."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     address: Address = "127.0.0.1:0"
     """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    master: Address | None = None
+    """`mooncake`: its master, `host:port`."""
+    metadata: str = "P2PHANDSHAKE"
+    """`mooncake`: the address of its metadata service, where it has one."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """`mooncake`: how bytes travel."""
+    devices: str = ""
+    """`mooncake`: the network cards for `rdma`, as Mooncake names them. Default: those that it finds."""
+    segment_mb: Annotated[int, Field(ge=0)] = 0
+    """`mooncake`: memory that each machine with engines adds to the store, for at least two versions in all. Default:
+    none, as the store has machines of its own."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _is_there(self) -> Self:
-        if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
+    def _has_master(self) -> Self:
+        if self.type == "mooncake" and self.master is None:
+            raise ValueError("weights.master: mooncake needs the address of its master, as master: 10.0.0.1:50051")
         return self
 
 

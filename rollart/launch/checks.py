@@ -13,13 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
 from rollart.config.settings import EngineSettings, PoolSettings, RewardSettings, TaskSettings
 from rollart.control.draw import draw
-from rollart.errors import BoundaryError, JobError, install
+from rollart.errors import BoundaryError, JobError, WeightError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
@@ -333,25 +334,28 @@ def _refuse_architecture(job: Job, *, trains: bool) -> None:
     from transformers import AutoConfig
 
     from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import prove_packed_architecture
+    from rollart.model.network import prove_packed_architecture, window_of
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
-        prove_packed_architecture(config)
+        prove_packed_architecture(config, job.model.context_tokens)
         if any(engines.type == "embedded" for _, engines in job.engines):
-            prove_steps_architecture(config)
+            prove_steps_architecture(config, job.model.context_tokens)
         if trains:
             _refuse_for_the_trainer(job, config)
     except JobError as error:
-        raise JobError(f"model.path: {job.model.path}: {error}") from None
+        window = window_of(config)
+        windowed = window is not None and window < job.model.context_tokens
+        hint = f"; or set model.context_tokens to its window, {window}, or less: there it may leave nothing out"
+        raise JobError(f"model.path: {job.model.path}: {error}{hint if windowed else ''}") from None
 
 
 def _refuse_for_the_trainer(job: Job, config: "PreTrainedConfig") -> None:
     from rollart.model.network import empty_model, prove_packed_architecture
 
-    prove_packed_architecture(config)
+    prove_packed_architecture(config, job.model.context_tokens)
     if job.train.type == "fsdp2":
-        empty_model(config)
+        empty_model(config, job.model.context_tokens)
 
 
 def _saved_params(job: Job) -> int:
@@ -400,7 +404,8 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
     from rollart.model.tokenizer import ChatTokenizer
 
     try:
-        return ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
+        # raises where there is no tokenizer, or no chat template
+        return ChatTokenizer(job.model.path, job.model.chat_template, job.model.chat_template_args)
     except JobError:
         raise
     except Exception as error:  # the boundary to transformers
@@ -575,6 +580,15 @@ def _try_out(out: Path) -> bool:
 
 
 def _refuse_weights_path(job: Job) -> None:
+    if job.weights.type == "mooncake":
+        from rollart.store.mooncake_client import refuse_unreachable
+
+        if find_spec("mooncake") is None:
+            raise JobError(f"weights.type: mooncake is not installed here; {install('mooncake')}")
+        try:
+            refuse_unreachable(job.weights.master or "")
+        except WeightError as error:
+            raise JobError(str(error)) from None
     if job.weights.type == "files" and job.weights.path is not None:
         _try_place("weights.path", Path(job.weights.path))
 

@@ -78,7 +78,7 @@ def real_world(
     model_path = Path(job.model.path)
     task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
-    tokenizer = ChatTokenizer(model_path)
+    tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
     where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
