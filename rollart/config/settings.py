@@ -171,7 +171,8 @@ class AgentSettings(Settings):
     """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
     function: Code = ""
     """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
-    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    text, calls the model with an OpenAI client, and returns its answer. Where it has a second parameter, that is a
+    function with which it steps the environment itself. It runs where the environment does."""
     command: tuple[str, ...] = ()
     """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
     OpenAI client, and prints its answer. It runs where the environment does."""

@@ -3,6 +3,7 @@
 A turn is noted where it is booked (`Run.settle`): by then the environment was given the answer, or never will be.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollart.types import Message, Played, Trajectory, TurnNote
@@ -25,6 +26,10 @@ class Notes:
         self._turns.append(TurnNote(pool, waited_s, self.shown, self.text))
         self.shown = ()
         self.text = ""
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the turns in this order."""
+        self._turns = [self._turns[at] for at in places]
 
     def scoring(self, asked_s: float, spent_s: float, ended_s: float) -> None:
         """A reward call is over, good or bad: one of `spent_s` in all, asked for since `asked_s`. Of several rewards

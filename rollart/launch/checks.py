@@ -9,6 +9,8 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_name
 from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
+from rollart.workers.variables import for_children
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,7 +79,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, _refuse_pythons, _refuse_weights_path):
+    for check in (check_trackers, _refuse_pythons, _refuse_weights_path, _refuse_functions):
         look(check, job)
     found += unsupported(job)
     look(partial(refuse_unplaceable, trains=trains), job)
@@ -247,6 +250,30 @@ def _agent_problems(job: Job) -> Iterator[str]:
             )
         if agent.command and not on_ray and shutil.which(agent.command[0]) is None:
             yield f"{key}.command: {agent.command[0]} is not a program that can be run here; install it, or correct it"
+
+
+def _refuse_functions(job: Job) -> None:
+    """Agents' functions that cannot be loaded: tried in a process of its own, since an agent library may be large."""
+    code = "import sys; from rollart.tasks.load import load_function; load_function(sys.argv[1])"
+    for position, task in enumerate(job.tasks if job.cluster.type != "ray" else ()):
+        if task.agent is None or not task.agent.function:
+            continue
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment = for_children(os.environ, task.environment) | {"PYTHONPATH": paths}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, task.agent.function],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TRIAL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode:
+            *_, last = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+            raise JobError(f"tasks.{position}.agent.function: {last.removeprefix('rollart.errors.JobError: ')}")
 
 
 def agent_class(use: str) -> "Callable[[], Agent]":
