@@ -27,6 +27,8 @@ from rollart.events.log import read_events
 from rollart.events.schema import Event
 
 RAY_PORT = 6379
+STORES: dict[str, dict[str, Any]] = {"tcp": {"type": "tcp", "address": f"{TRAINER}:7700"}}
+"""`weights` of a job, by the name of the store."""
 PATIENT = {
     # A cut of a minute is no lost machine: the head asks each every 3 s, and gives it up after so many misses.
     "RAY_health_check_failure_threshold": "40",
@@ -200,7 +202,7 @@ def figures(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", default="tcp", help="weights.type (default: tcp)")
+    parser.add_argument("--store", default="tcp", choices=sorted(STORES))
     parser.add_argument("--rate", type=float, default=400.0, help="of the link, in Mbit/s (default: 400)")
     parser.add_argument("--model-mb", type=int, default=250, help="of the padded model (default: 250)")
     parser.add_argument("--steps", type=int, default=12)
@@ -214,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = given.keep or Path(tempfile.mkdtemp(prefix="rollart-two-"))
     try:
         with two_clusters(folder, given.rate, given.model_mb * 1_000_000) as sides:
-            run = Run(sides, job_for({"type": given.store}, given.steps), "run")
+            run = Run(sides, job_for(STORES[given.store], given.steps), "run")
             found = {"rate_mbit": given.rate, "store": given.store, **play(run, given.steps, given.cut)}
     finally:
         if given.keep is None:
