@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import ClusterError, EnvError
+from rollart.errors import ClusterError, EnvCrashed, EnvError, EnvOverLimit
 from rollart.tasks.api import as_observation
 from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 from rollart.workers.box import MakeBox
@@ -164,12 +164,17 @@ class ProcessEnv:
     async def call(self, method: str, *arguments: Any) -> Any:
         """One request to the worker. Raises EnvError."""
         process = self._process
+        if self._over:
+            raise EnvOverLimit(f"{method}: {self._over}")
         if process is None or not process.ready:
-            raise EnvError(f"{method}: {self._over or 'this environment is closed, or its worker has died'}")
+            raise EnvError(f"{method}: this environment is closed, or its worker has died")
         try:
             return await process.ask(method, *arguments)
-        except (WorkerFailed, WorkerGone) as error:
-            raise EnvError(f"{method}: {self._over or error}") from error
+        except WorkerFailed as error:
+            raise EnvError(f"{method}: {error}") from error
+        except WorkerGone as error:
+            over = bool(self._over) or process.over_limit
+            raise (EnvOverLimit if over else EnvCrashed)(f"{method}: {self._over or error}") from error
         except asyncio.CancelledError:
             process.kill()
             raise

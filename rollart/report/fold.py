@@ -33,6 +33,7 @@ class _Work:
     task: str
     evaluation: bool
     tokens: int = 0
+    turns: int = 0
     cost: float = 0.0
     prefill: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -164,10 +165,15 @@ class SummaryFold(Fold):
         if work.evaluation:
             self._evaluation_cost += work.cost
             return
-        if status == "failed":
-            self._tasks[work.task].causes.add(event.reason)
-        self._statuses[status] += 1
         task = self._tasks[work.task]
+        if status == "failed":
+            task.causes.add(event.reason)
+            task.failed_at[f"{event.stage} {event.kind}".strip() or "unknown"] += 1
+        else:
+            task.admitted_lengths.add(event.tokens, event.turns)
+            task.stopped += status in ("aborted", "stale")
+        work.turns = event.turns
+        self._statuses[status] += 1
         task.cost += work.cost
         task.trajectories += 1
         if event.reward is not None:
@@ -194,6 +200,7 @@ class SummaryFold(Fold):
         self._failures.add("draw", event.task, event.reason)
         if not event.eval:
             self._tasks[event.task].causes.add(event.reason)
+            self._tasks[event.task].failed_at["draw error"] += 1
 
     def _on_late(self, event: schema.Late) -> None:
         self._late += 1
@@ -252,6 +259,9 @@ class SummaryFold(Fold):
         self._metrics.add("error/sample", Sum(len(reasons)))
         works = [work for scored in self._in_step.values() for work in scored if work.id in reasons]
         self._wasted("failed", works)
+        self._in_step = {
+            group: [work for work in scored if work.id not in reasons] for group, scored in self._in_step.items()
+        }
         self._trained_tokens -= sum(work.tokens for work in works)
         for group_id in event.groups:
             self._aside_groups[group_id] = None
@@ -266,6 +276,9 @@ class SummaryFold(Fold):
         if isinstance(event, schema.Replayed) and event.step in self._ended_steps:
             return
         self._ended_steps[event.step] = None
+        for works in self._in_step.values():
+            for work in works:
+                self._tasks[work.task].trained_lengths.add(work.tokens, work.turns)
         self._in_step.clear()
         self._steps.append(event.t - self._step_s)
         self._step_s = event.t
@@ -276,15 +289,16 @@ class SummaryFold(Fold):
         self.row = {"step": event.step, "time_s": event.t, **self._metrics.row()}
 
     def _on_reward(self, event: schema.Reward) -> None:
-        self._rewards.scored(event)
-        self._costs.reward(event)
         work = self._live.get(event.id)
+        self._rewards.scored(event)
+        self._costs.reward(event, work.task if work is not None else "")
         if work is not None:
             work.parts = event.parts
 
     def _on_reward_failed(self, event: schema.RewardFailed) -> None:
         self._rewards.failed += 1
-        self._costs.reward_failed()
+        work = self._live.get(event.id)
+        self._costs.reward_failed(event, work.task if work is not None else "")
         self._failures.add("reward", event.id, event.reason)
 
     def _on_worker_lost(self, event: schema.WorkerLost) -> None:

@@ -4,6 +4,7 @@ Bounded: reasons are counted by cause (`rollart.causes`), and only the most freq
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,28 @@ def _reasons(causes: Causes) -> list[str]:
 
 
 @dataclass(slots=True)
+class LengthSums:
+    """Of some trajectories."""
+
+    count: int = 0
+    tokens: int = 0
+    turns: int = 0
+
+    def add(self, tokens: int, turns: int) -> None:
+        self.count += 1
+        self.tokens += tokens
+        self.turns += turns
+
+    @property
+    def mean_tokens(self) -> float:
+        return round(self.tokens / max(1, self.count), 1)
+
+    @property
+    def mean_turns(self) -> float:
+        return round(self.turns / max(1, self.count), 2)
+
+
+@dataclass(slots=True)
 class TaskSums:
     """What is counted for one task. `turns`, `tokens`, `prefill` and `rewards` are sums over its scored attempts."""
 
@@ -56,6 +79,11 @@ class TaskSums:
     wasted_cost: float = 0.0
     causes: Causes = field(default_factory=Causes)
     """Of its failed attempts and draws."""
+    failed_at: Counter[str] = field(default_factory=Counter)
+    """The same, by stage and kind."""
+    trained_lengths: LengthSums = field(default_factory=LengthSums)
+    admitted_lengths: LengthSums = field(default_factory=LengthSums)
+    stopped: int = 0
     with_gradient: int = 0
     state: str = "in"
     taken_out: int = 0
@@ -82,7 +110,16 @@ class TaskSums:
             taken_out=self.taken_out,
             probes=self.probes,
             out_reason=self.out_reason,
+            lengths=summary.Lengths(
+                trained_tokens=self.trained_lengths.mean_tokens,
+                admitted_tokens=self.admitted_lengths.mean_tokens,
+                trained_turns=self.trained_lengths.mean_turns,
+                admitted_turns=self.admitted_lengths.mean_turns,
+                admitted=self.admitted_lengths.count,
+                stopped=self.stopped,
+            ),
             failures=self.causes.total,
+            failed_at=dict(self.failed_at.most_common()),
             reasons=_reasons(self.causes),
         )
 
@@ -145,13 +182,15 @@ class RewardFold:
         self._seconds = self._cold_start_s = 0.0
 
     def scored(self, event: schema.Reward) -> None:
-        self._calls += 1
-        self._seconds += event.busy_s or event.s - event.cold_s
-        self._cold_starts += event.cold_s > 0
-        self._cold_start_s += event.cold_s
+        for call in event.calls or (event,):
+            self._calls += 1
+            self._seconds += call.busy_s or call.s - call.cold_s
+            self._cold_starts += call.cold_s > 0
+            self._cold_start_s += call.cold_s
 
     def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
-        workers = job.reward_workers if job else None
+        facts = [facts for own in job.task_rewards.values() for facts in own.values()] if job else []
+        workers = (job.reward_workers or 0) + sum(each.workers or 0 for each in facts) if job else 0
         return summary.Rewards(
             type=job.rewards if job else None,
             calls=self._calls,

@@ -52,11 +52,12 @@ def show_summary(summary: Summary, out: Path) -> None:
     _print_table(f"{summary.name} ({summary.mode}), {clock}", (), rows.items())
     _print_table(
         "tasks",
-        ("task", "pool", "trained share", "with gradient", "stale share", "reward", "turns", "sampled tokens"),
+        ("task", "pool", "trained share", "with gradient", "stale share", "reward", "turns", "tokens", "of all begun"),
         (
             (
                 name, row.pool, f"{row.trained_share:.2f} of {row.share:.2f}", _gradients(row),
-                f"{row.stale_share:.2f}", f"{row.reward:.3f}", f"{row.turns:.1f}", f"{row.sampled_tokens:.0f}",
+                f"{row.stale_share:.2f}", f"{row.reward:.3f}", f"{row.turns:.1f}", f"{row.lengths.trained_tokens:.0f}",
+                f"{row.lengths.admitted_tokens:.0f}",
             )
             for name, row in summary.tasks.items()
         ),
@@ -193,7 +194,8 @@ def _trouble(name: str, row: Task) -> list[str]:
     if row.state != "in":
         told.append(f"task {name!r} is out of the mix ({row.probes} probes): {first_line(row.out_reason)}")
     if row.failures:
-        told.append(f"task {name!r}: {row.failures} failures, most often {first_line(row.reasons[0])}")
+        where = ", ".join(f"{times} {what}" for what, times in row.failed_at.items())
+        told.append(f"task {name!r}: {row.failures} failures ({where}), most often {first_line(row.reasons[0])}")
     if row.trained and not row.with_gradient:
         told.append(
             f"task {name!r}: none of its {row.trained} trained groups carried a gradient: in each all members "

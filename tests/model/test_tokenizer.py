@@ -147,6 +147,57 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tokenizer._rendered.num_bytes <= 100_000
 
 
+THINKING = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Path:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_template_of_the_jobs_own_and_its_arguments(as_file: bool, chatml: Path) -> None:
+    (chatml / "own.jinja").write_text(THINKING)
+    template = str(chatml / "own.jinja") if as_file else THINKING
+    first = [Message(role="user", content="now?")]
+    plain, own = ChatTokenizer(chatml), ChatTokenizer(chatml, template)
+    assert own.render(first, fresh=True).tolist() == plain.render(first, fresh=True).tolist()
+    without = ChatTokenizer(chatml, template, {"enable_thinking": False})
+    text = without.decode(without.render(first, fresh=True))
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
+    later = without.decode(without.render(first, fresh=False))
+    assert later.endswith("assistant\n<think>\n\n</think>\n\n"), "every answer begins so, not only the first"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "message"),
+    [
+        (THINKING, {"enable_thinkng": False}, "does not read it; it reads enable_thinking; correct or remove it"),
+        ("", {"enable_thinking": False}, "chat_template_args.enable_thinking: .* it reads none beside the usual"),
+        (THINKING, {"messages": []}, "chat_template_args.messages: is filled in for every conversation; remove it"),
+        ("{% for x %}", {}, r"model.chat_template: line 1 is not Jinja \(.*\); correct it"),
+        ("/nowhere.jinja", {}, "model.chat_template: /nowhere.jinja cannot be read .*; name a file of Jinja"),
+        ("{{ messages[-1].content }}", {}, "model.chat_template: the template does not close the assistant's turn"),
+    ],
+)
+def test_a_template_that_would_not_do_is_refused(
+    template: str, arguments: dict[str, Any], message: str, chatml: Path
+) -> None:
+    with pytest.raises(JobError, match=message):
+        ChatTokenizer(chatml, template, arguments)
+
+
+def test_a_templates_mark_of_what_was_generated_is_known(chatml: Path) -> None:
+    prompt = "{% if add_generation_prompt %}"
+    marked = THINKING.replace(prompt, "{% generation %}{% endgeneration %}" + prompt)
+    assert ChatTokenizer(chatml, marked, {"enable_thinking": True}).end_of_turn == ChatTokenizer(chatml).end_of_turn
+
+
 # --- tools: two families of templates, in our own words -------------------------------------------------------------
 
 HERMES = """\
