@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.two_clusters import STORES, Run, job_for, play, two_clusters
+from benchmarks.two_clusters import STORES, Run, job_for, play, two_clusters, weights_for
 from benchmarks.two_sides import OWN, REPOSITORY, TwoSides, missing
 from rollart.events import schema
 
@@ -37,7 +37,7 @@ def test_a_job_runs_over_both_and_outlives_cuts_of_the_link(tmp_path: Path, stor
     with two_clusters(tmp_path / "two", RATE_MBIT, MODEL_MB * 1_000_000) as sides:
         with pytest.raises(RuntimeError):
             sides.rollout.run(["ls", str(OWN / "model")], 30)
-        run = Run(sides, job_for(STORES[store], STEPS), "run")
+        run = Run(sides, job_for(weights_for(sides, store, MODEL_MB * 1_000_000), STEPS), "run")
         found = play(run, STEPS, CUT_S)
         events = run.events()
     assert (found["state"], found["steps"], found["cuts"]) == ("finished", STEPS, 2)
