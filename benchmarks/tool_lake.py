@@ -203,7 +203,7 @@ def make(path: Path, seed: int, steps: int) -> None:
     model = tiny_model(len(tokenizer))
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
-    warm_up(model, path, seed=seed, steps=steps, tasks=["benchmarks.tool_lake:ToolLakeTasks"], progress=progress)
+    warm_up(model, path, seed=seed, steps=steps, tasks=[load_task_set(TASKS, seed=seed)], progress=progress)
     save(model, path)
 
 
