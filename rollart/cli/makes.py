@@ -157,7 +157,22 @@ def envs(arguments: argparse.Namespace) -> int:
 
 
 def reward(arguments: argparse.Namespace) -> int:
-    from rollart.rewards.serve import serve
+    *target, functions = arguments.words
+    if arguments.what == "serve":
+        from rollart.rewards.serve import serve
 
-    serve(arguments.functions, host=arguments.host, port=arguments.port)
+        if target:
+            raise JobError(f"reward serve: {' '.join(target)} is too much; name the functions only")
+        serve(functions, host=arguments.host, port=arguments.port)
+        return 0
+    from rollart.rewards.build import TARGETS, build
+
+    if len(target) != 1 or target[0] not in TARGETS:
+        raise JobError(
+            f"reward build: say for what, as: rollart reward build {'|'.join(TARGETS)} {functions} --out DIR"
+        )
+    if arguments.out is None:
+        raise JobError("reward build: --out is missing; name the folder to make")
+    after = build(target[0], functions, arguments.out, python=arguments.python, install=not arguments.no_install)
+    print("\n".join([f"{arguments.out} is made. Next:", *(f"  {line}" for line in after)]))
     return 0

@@ -165,14 +165,24 @@ def parser() -> argparse.ArgumentParser:
 
     reward = commands.add_parser(
         "reward",
-        help="serve a reward function over HTTP",
-        description="Run a reward function under functions-framework's contract.",
-        epilog="Example: rollart reward serve rollart.tasks.frozen_lake:score --port 8080",
+        help="serve reward functions here, or make a folder that deploys them",
+        description="Reward functions as a service: here, or on a platform of functions.",
+        epilog="Examples: rollart reward serve rollart.tasks.frozen_lake:score --port 8080; "
+        "rollart reward build lambda my_task.py:score --out reward-lambda",
     )
-    reward.add_argument("what", choices=["serve"])
-    reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
-    reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
-    reward.add_argument("--port", type=int, default=8080)
+    reward.add_argument("what", choices=["serve", "build"])
+    reward.add_argument(
+        "words",
+        nargs="+",
+        metavar="[TARGET] MODULE:FUNCTION",
+        help="or domain=module:function,...; for build a target before it: container (Knative), lambda (AWS) or fc "
+        "(Alibaba Function Compute)",
+    )
+    reward.add_argument("--host", default="127.0.0.1", help="serve: other than loopback needs ROLLART_REWARD_TOKEN")
+    reward.add_argument("--port", type=int, default=8080, help="serve")
+    reward.add_argument("--out", type=Path, help="build: the folder to make")
+    reward.add_argument("--python", default="", metavar="VERSION", help="build: the platform's (default: as here)")
+    reward.add_argument("--no-install", action="store_true", help="build lambda, fc: do not fetch packages into it")
     reward.set_defaults(run="makes.reward", extra="rewards")
 
     check = commands.add_parser(

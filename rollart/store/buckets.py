@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
 from rollart.store.digests import digest_of, name_of, new_digest
-from rollart.store.format import Bytes, laid_out, pieces, tensors_of
+from rollart.store.format import Bytes, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
@@ -88,7 +88,7 @@ class BucketStore:
         with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             index, places = Writer(folder), dict[str, str]()
-            for number, members in enumerate(self._split(tensors), 1):
+            for number, members in enumerate(split(tensors, self.bucket_bytes), 1):
                 # The number of files is not in their names: it is known when the last tensor has come.
                 path = folder / f"model-{number:05d}.safetensors"
                 places |= dict.fromkeys(members, path.name)
@@ -163,34 +163,15 @@ class BucketStore:
     def _write(self, path: Path, members: Mapping[str, Tensor]) -> Iterator[Bucket]:
         """Write one file; each of its buckets as it is whole."""
         head, ordered = laid_out(members)
-        num_bytes = len(head) + sum(tensor.nbytes for tensor in ordered)
-        name, at, start, digest = f"{path.parent.name}/{path.name}", 0, 0, new_digest()
-        sliced = num_bytes - len(head) > self.bucket_bytes
-        with self._medium.writing(path, num_bytes) as put:
-            for piece in pieces(head, ordered):
-                while len(piece):
-                    room = start + self.bucket_bytes - at if sliced else len(piece)
-                    part, piece = piece[:room], piece[room:]
-                    put(at, part)
-                    digest.update(part)
-                    at += len(part)
-                    if at == num_bytes or (sliced and at - start == self.bucket_bytes):
-                        yield Bucket(name=name, num_bytes=at - start, digest=name_of(digest), start=start)
-                        start, digest = at, new_digest()
-
-    def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
-        huggingface_hub wants all sizes first, which needs all tensors."""
-        members: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in tensors.items():
-            if members and size + tensor.nbytes > self.bucket_bytes:
-                yield members
-                members, size = {}, 0
-            members[name] = tensor
-            size += tensor.nbytes
-        if members:
-            yield members
+        name = f"{path.parent.name}/{path.name}"
+        with self._medium.writing(path, len(head) + sum(tensor.nbytes for tensor in ordered)) as put:
+            for start, parts in sliced(head, ordered, self.bucket_bytes):
+                digest, end = new_digest(), start
+                for at, piece in parts:
+                    put(at, piece)
+                    digest.update(piece)
+                    end = at + len(piece)
+                yield Bucket(name=name, num_bytes=end - start, digest=name_of(digest), start=start)
 
     def _checked(self, name: str, buckets: Sequence[Bucket]) -> MappedFile:
         """The file, if its bytes are what the manifest says; or WeightError."""
@@ -229,6 +210,21 @@ class BucketStore:
             wait_s *= 2
             with suppress(OSError):
                 os.listdir((self.directory / name).parent)  # or a client's cache may go on without it
+
+
+def split(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
+    huggingface_hub wants all sizes first, which needs all tensors."""
+    members: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if members and size + tensor.nbytes > bucket_bytes:
+            yield members
+            members, size = {}, 0
+        members[name] = tensor
+        size += tensor.nbytes
+    if members:
+        yield members
 
 
 @contextmanager

@@ -27,8 +27,8 @@ PIECE_BYTES = 1024 * 1024
 """What a cut link may cost of one part."""
 STALL_S = 5.0
 """A connection over which nothing came for so long is given up, and made again."""
-NEWS_S = 10.0
-"""How long a question for news is left open."""
+NEWS_S = 2.0
+"""How long a question for news is left open; then it is asked again, with what is here by then."""
 GIVE_UP_S = 60.0
 """A bucket of which nothing came for so long is asked for anew."""
 PEER_S = 300.0

@@ -151,13 +151,23 @@ class Mirror:
         return any(writer.push == push and at not in self._whole for at, writer in list(self._writers.items()))
 
     def _have(self) -> Have:
+        """What is here. An engine that finds a version damaged removes its index: it is brought again."""
+        for version in [at for at in self._writers if not (self._directory / folder_name(at) / INDEX).exists()]:
+            del self._writers[version]
+            self._whole.discard(version)
         return {at: (one.push, len(one.buckets), at in self._whole) for at, one in self._writers.items()}
 
     def _follow(self, news: News) -> None:
         if news.versions:
             self._drop(news.versions)
+        failed: OSError | WeightError | None = None
         for version in sorted(news.changed):
-            self._bring(version, news.changed[version])
+            try:
+                self._bring(version, news.changed[version])
+            except (OSError, WeightError) as error:
+                failed = failed or error  # one that is gone does not keep the next from coming
+        if failed is not None:
+            raise failed
 
     def _drop(self, versions: Sequence[WeightVersion]) -> None:
         drop_before(self._directory, self._memory, min(versions))

@@ -39,4 +39,21 @@ def open_store(setup: StoreSetup, *, site: str = "", pushes: bool = False) -> Bu
             if pushes:
                 store.serve()
             return store
+        case "mooncake":
+            from rollart.store.mooncake import MooncakeStore
+            from rollart.store.mooncake_client import MooncakeSetup
+
+            assert weights.master is not None
+            where = MooncakeSetup(
+                master=weights.master,
+                run_id=setup.run_id,
+                metadata=weights.metadata,
+                protocol=weights.protocol,
+                devices=weights.devices,
+                segment_bytes=weights.segment_mb * 1_000_000,
+            )
+            in_mooncake = MooncakeStore(where, bucket_bytes=bucket_bytes)
+            if pushes:
+                in_mooncake.connect()
+            return in_mooncake
     raise ValueError(f"no such weight store: {setup.weights.type}")

@@ -181,19 +181,35 @@ async def tries_again(door: Door) -> None:
     await door.ask(user("main"), said, user("or that"))
 
 
-@pytest.mark.parametrize("script", [asks_a_sub_agent, tries_again])
-def test_one_that_goes_on_after_another_keeps_its_tokens_and_none_is_trained_on_twice(script: Script) -> None:
+async def has_two_conversations(door: Door) -> None:
+    """In turn, and one of them is forked."""
+    one, two = [user("one")], [user("two")]
+    for _ in range(3):
+        one += [await door.ask(*one), user("go on")]
+        two += [await door.ask(*two), user("go on")]
+    await door.ask(*one[:2], user("otherwise"))
+
+
+@pytest.mark.parametrize(
+    ("script", "turns"),
+    [(asks_a_sub_agent, [2, 1]), (tries_again, [2, 1]), (has_two_conversations, [3, 3, 1])],
+)
+def test_one_that_goes_on_after_another_keeps_its_tokens_and_none_is_trained_on_twice(
+    script: Script, turns: list[int]
+) -> None:
     scene, _ = program_scene(script)
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
     samples = [sample for batch in scene.journal.all.values() for sample in batch.samples]
     calls = [said for said in scene.said if said.request.session == "g1.0.0"]
-    assert calls[2].prompt[: len(calls[0].prompt) + 3] == calls[0].prompt + calls[0].tokens
-    trained = [token for one in of_trajectory(samples, TrajectoryId("g1", 0, 0)) for token in one.tokens[one.mask]]
+    mine = of_trajectory(samples, TrajectoryId("g1", 0, 0))
+    trained = [token for sample in mine for token in sample.tokens[sample.mask]]
     assert sorted(trained) == sorted(token for call in calls for token in call.tokens)
     whole = [call.prompt + call.tokens for call in calls]
-    assert all(sample.tokens.tolist() in whole for sample in of_trajectory(samples, TrajectoryId("g1", 0, 0)))
+    assert all(sample.tokens.tolist() in whole for sample in mine), "each is what the engine saw"
+    assert [int(sample.mask.sum()) // 3 for sample in mine] == turns, "a conversation is one sample"
+    assert len({float(sample.advantages[sample.mask][0]) for sample in mine}) == 1
 
 
 def check_only_it_failed(played: Played, reason: str) -> None:
