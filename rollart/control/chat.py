@@ -75,6 +75,8 @@ class Chat:
             replace(call, id=f"call_{len(run.turns)}_{number}") for number, call in enumerate(message.tool_calls)
         )
         message = replace(message, tool_calls=calls)
+        if calls and not request.tools:  # who offers no tools expects words
+            message = replace(message, content=session.tokenizer.decode(completion.tokens), tool_calls=())
         if run.notes is not None:
             run.notes.text = session.tokenizer.decode(completion.tokens)
         *_, digest = _digests((), [message], start=digests[-1])
