@@ -51,6 +51,7 @@ REAL_ONLY = (
         "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
+        "rewards.hedge",
         "tasks.N.environment",
         "tasks.N.agent",
         "endpoint",

@@ -95,3 +95,4 @@ def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, Ba
     yield place, reward, "cost", not judge, "type local or http: a judge is paid by the call"
     yield place, reward, "workers environment function", local, "type local"
     yield place, reward, "model rubric votes", judge, "type judge"
+    yield place, reward, "hedge", reward.type == "http", "type http"

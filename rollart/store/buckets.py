@@ -27,6 +27,7 @@ from rollart.store.index import (
     Writer,
     drop_before,
     folder_name,
+    pulled_s,
     read_index,
     read_manifest,
 )
@@ -139,6 +140,10 @@ class BucketStore:
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(drop_before, self.directory, self._medium, version)
+
+    def pulled_s(self, version: WeightVersion) -> float:
+        """Seconds that its transfer to this host took; 0 where it is read where it was written."""
+        return pulled_s(self.folder(version))
 
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""

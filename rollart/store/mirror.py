@@ -22,6 +22,7 @@ from rollart.store.index import (
     INDEX,
     MANIFEST,
     MANIFESTS,
+    PULLED,
     WEIGHTS,
     Found,
     Writer,
@@ -110,6 +111,8 @@ class Mirror:
         self._memory = Memory(directory)
         self._writers: dict[WeightVersion, Writer] = {}
         self._whole: set[WeightVersion] = set()
+        self._spent_s: dict[str, float] = {}
+        """By push that is on its way."""
         self.stopped = threading.Event()
         self.received_bytes = 0
         self._counting = threading.Lock()
@@ -191,7 +194,11 @@ class Mirror:
             if self.stopped.is_set():
                 return
             into = self._place(bucket, change.sizes[Path(bucket.name).name])
-            self._source.read(change.push, bucket, into, self._came)
+            began_s = time.monotonic()
+            try:
+                self._source.read(change.push, bucket, into, self._came)
+            finally:
+                self._spent_s[change.push] = self._spent_s.get(change.push, 0.0) + time.monotonic() - began_s
             found = digest_of(into)
             if found != bucket.digest:
                 raise WeightError(f"weight bucket {bucket.name}: came damaged, digest {found}")
@@ -213,6 +220,7 @@ class Mirror:
         manifest = MANIFESTS.validate_json(self._source.small(version, MANIFEST))
         if manifest.buckets != tuple(writer.buckets):
             raise WeightError(f"version {version}: its manifest names other buckets than came; it was pushed again")
+        (folder / PULLED).write_text(json.dumps(round(self._spent_s.pop(writer.push, 0.0), 6)))
         writer.complete(manifest)
         self._whole.add(version)
 
