@@ -1,8 +1,8 @@
 """Spare groups and members on one real job, and what the simulator says of them: `python -m benchmarks.redundancy`.
 
 Everything is real: processes, model, environments, rewards, trainer, weights. It is the job of `benchmarks.modes`, on
-policy (`sync+`), made small, with latencies of environment steps drawn from a lognormal distribution, whose tail is what
-spares are for; `carried` is the same with bound 1. Rounds are interleaved, each with a seed of its own: all settings
+policy (`sync+`), made small, with latencies of environment steps drawn from a lognormal distribution, whose tail is
+what spares are for; `carried` and `cancelled` are the same with bound 1. Rounds are interleaved, each with a seed of its own: all settings
 of a round meet the same latencies. The simulator is fitted on the runs without spares alone. `step_s` are means over
 rounds; `lengths` are mean tokens of what was trained on and of all that was begun, as `summary.json` has them.
 """
@@ -131,9 +131,8 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         return
     for case, one in found["cases"].items():
-        print(
-            f"{case:>20}  {one['step_s']:7.2f} s a step, simulated {one['simulated_s']:7.2f}, wasted {one['wasted']:.0%}"
-        )
+        step_s = f"{one['step_s']:7.2f} s a step, simulated {one['simulated_s']:7.2f}"
+        print(f"{case:>20}  {step_s}, wasted {one['wasted']:.0%}")
 
 
 if __name__ == "__main__":
