@@ -2,9 +2,10 @@
 
 Everything is real: processes, model, environments, rewards, trainer, weights. It is the job of `benchmarks.modes`, on
 policy (`sync+`), made small, with latencies of environment steps drawn from a lognormal distribution, whose tail is
-what spares are for; `carried` and `cancelled` are the same with bound 1. Rounds are interleaved, each with a seed of its own: all settings
-of a round meet the same latencies. The simulator is fitted on the runs without spares alone. `step_s` are means over
-rounds; `lengths` are mean tokens of what was trained on and of all that was begun, as `summary.json` has them.
+what spares are for; `carried` and `cancelled` are the same with bound 1. Rounds are interleaved, each with a seed of
+its own: all settings of a round meet the same latencies. The simulator is fitted on the runs without spares alone.
+`step_s` are means over rounds; `lengths` are mean tokens of what was trained on and of all that was begun, as
+`summary.json` has them.
 """
 
 import argparse
