@@ -60,7 +60,7 @@ async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callab
         faults.start()
         faults.on("full_store", _filler(faults, disk))
         push = SimLink(job.sim.links.push_gb_s * 1e9)
-        pull = SimLink(job.sim.links.pull_gb_s * 1e9)
+        pull = SimLink(_pull_gb_s(job) * 1e9)
 
         def live() -> Life:
             killed: asyncio.Future[None] = loop.create_future()
@@ -75,6 +75,14 @@ async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callab
     finally:
         books.close()
     return books.result(error)
+
+
+def _pull_gb_s(job: Job) -> float:
+    """Of one engine, when all pull."""
+    links = job.sim.links
+    if links.shared_pull_gb_s is None:
+        return links.pull_gb_s
+    return min(links.pull_gb_s, links.shared_pull_gb_s / sum(engines.count for _, engines in job.engines))
 
 
 def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSettings], bool]:
@@ -133,6 +141,7 @@ def simulated_world(
         dice=dice,
         store=store,
         pull=pull,
+        blocking=sim.links.blocking,
         log=log,
         faults=faults,
     )

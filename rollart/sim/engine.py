@@ -62,6 +62,8 @@ class EngineWorld:
     dice: Dice
     store: SimStore
     pull: SimLink
+    blocking: bool
+    """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
 
@@ -150,6 +152,8 @@ class SimEngine:
         self.answered = 0
         """Calls, since it was started."""
         self._paused = False
+        self._held = False
+        """It stands still while weights are pushed: `sim.links.blocking`."""
         self._staged_s: dict[WeightVersion, float] = {}
         self._waiting: deque[SimSequence] = deque()
         self._prefilling: deque[SimSequence] = deque()
@@ -229,7 +233,8 @@ class SimEngine:
 
     async def stage(self, version: WeightVersion) -> None:
         await self._alive()
-        self._staged_s.setdefault(version, self._loop.time())
+        if not self._world.blocking:
+            self._staged_s.setdefault(version, self._loop.time())
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         await self._alive()
@@ -258,6 +263,13 @@ class SimEngine:
         return SwapReport(
             version=manifest.version, pull_s=pull_s, exposed_s=self._loop.time() - began_s, rebuilt_tokens=rebuilt
         )
+
+    def hold(self, held: bool) -> None:
+        """Stand still, or go on."""
+        if not (self.dead or self.hung):
+            self._advance()
+            self._held = held
+            self._plan()
 
     # --- faults ---------------------------------------------------------------------------------------------
 
@@ -326,7 +338,7 @@ class SimEngine:
         if self.hung or self.dead:
             return
         self._step_s = 0.0
-        if self._paused:
+        if self._paused or self._held:
             self._cancel_timer()
             return
         while True:
