@@ -236,8 +236,8 @@ class SimSettings(Settings):
     """The simulated world. Read by `rollart sim` only."""
 
     profile: Place | None = None
-    """A YAML file with any of the keys below; what the job says itself wins. It may describe tasks that the job does not
-    have."""
+    """A YAML file with any of the keys below; what the job says itself wins. It may describe more tasks than the job
+    has."""
     model: str = "qwen3-8b"
     """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b,
     qwen3-235b-a22b."""

@@ -34,25 +34,35 @@ from rollart.sim.trainer import SimCluster, SimJournal
 
 
 def simulate(
-    job: Job, out: Path | None = None, *, audit: bool = True, progress: Callable[[str], None] | None = None
+    job: Job,
+    out: Path | None = None,
+    *,
+    audit: bool = True,
+    progress: Callable[[str], None] | None = None,
+    ends: list[float] | None = None,
 ) -> RunResult:
-    """Run a job on the virtual clock; write its run directory where `out` is given."""
+    """Run a job on the virtual clock; write its run directory where `out` is given. `ends`: gets the time of each
+    step's end."""
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(_simulate(job, out, audit=audit, progress=progress))
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends))
     if out is not None:
         write_summary(out, result.summary)
     return result
 
 
-async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None) -> RunResult:
+async def _simulate(
+    job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None, ends: list[float] | None
+) -> RunResult:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     books = Books(job, out, audited=audit)
     try:
         if progress is not None:
             books.log.read_by(_tell(progress, job.train.steps))
+        if ends is not None:
+            books.log.read_by(_note_ends(ends))
         books.log.emit(facts(job, clock="virtual"))
         disk = Disk()
         journal = SimJournal(disk)
@@ -119,6 +129,14 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
         if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
             told_s = time.monotonic()
             progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
+
+    return read
+
+
+def _note_ends(ends: list[float]) -> Callable[[Event], None]:
+    def read(event: Event) -> None:
+        if isinstance(event, schema.StepEnd):
+            ends.append(event.t)
 
     return read
 

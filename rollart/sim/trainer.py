@@ -21,7 +21,6 @@ from rollart.types import (
     WeightVersion,
 )
 
-
 PUSH_FIRST_S = 1e-3
 """A step that excludes pushes lets the push of the step before it begin first."""
 
