@@ -36,11 +36,13 @@ from rollart.sim.links import SimLink
 from rollart.sim.trainer import SimJournal
 from rollart.types import (
     Completion,
+    Endpoint,
     EngineSpec,
     Finish,
     GenerateRequest,
     Message,
     Observation,
+    Program,
     Span,
     SwapReport,
     Task,
@@ -235,11 +237,14 @@ class _Tokenizer:
     def __init__(self, host: "_Host") -> None:
         self._host = host
 
-    def render(self, messages: object, *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(self, messages: object, *, fresh: bool, after: Tokens | None = None, tools: object = ()) -> Tokens:
         return TOKENS[: self._host.context_tokens].copy()
 
     def decode(self, tokens: Tokens) -> str:
         return ANSWER
+
+    def parse(self, tokens: Tokens) -> Message:
+        return Message(role="assistant", content=ANSWER)
 
 
 class _Cluster:
@@ -323,6 +328,9 @@ class _Env:
             self._host.stopped += 1
             await asyncio.get_running_loop().create_future()
         return _DONE if self._turn >= TURNS else _SEEN
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        raise AssertionError("no program plays here")
 
     async def close(self) -> None:
         pass

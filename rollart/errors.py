@@ -7,7 +7,8 @@
     |  `- StayedFull   there was no room to write for too long
     |- Deadlock        nothing can ever move again: names who waits on what
     `- BoundaryError   something beyond a port broke
-       |- EngineError  |- RequestError  |- AnswerError  |- EnvError  |- AgentError  |- RewardError  |- TaskError
+       |- EngineError  |- RequestError  |- AnswerError  |- AgentError  |- RewardError  |- TaskError
+       |- EnvError     |- EnvCrashed    `- EnvOverLimit
        |- TrainerError `- StartAgain
        |- WeightError  `- VersionGone
        |- ClusterError `- NoRoom
@@ -74,6 +75,14 @@ class AnswerError(BoundaryError):
 
 class EnvError(BoundaryError):
     """An environment failed to open, answer or make sense."""
+
+
+class EnvCrashed(EnvError):
+    """Its process ended, or cannot be believed any more."""
+
+
+class EnvOverLimit(EnvError):
+    """It used more than it may, and was ended for that."""
 
 
 class AgentError(BoundaryError):

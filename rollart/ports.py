@@ -10,18 +10,23 @@ from typing import Protocol
 
 from rollart.types import (
     Batch,
+    ChatAnswer,
+    ChatRequest,
     Checkpoint,
     Completion,
+    Endpoint,
     EngineSpec,
     GenerateRequest,
     Message,
     Observation,
     Played,
+    Program,
     Score,
     StepResult,
     SwapReport,
     Task,
     Tokens,
+    Tool,
     Trajectory,
     TrajectoryId,
     WeightManifest,
@@ -45,7 +50,8 @@ class Engine(Protocol):
         Returns how far the engine has come: a count that grows while it computes, and stands still when it does."""
 
     async def stage(self, version: WeightVersion) -> None:
-        """Begin to fetch buckets of a coming version as they appear. Returns at once."""
+        """Fetch the buckets of a coming version as they appear. Returns when they are on this engine's host, or when
+        another version is staged or swapped to instead; a damaged bucket is for `swap` to find."""
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         """Serve these weights from now on. Raises WeightError if a bucket is missing or damaged; the
@@ -58,6 +64,9 @@ class Env(Protocol):
     async def reset(self) -> Observation: ...
 
     async def step(self, action: str) -> Observation: ...
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        """Step with the answer of a program, which is run where the environment is, and ends with it."""
 
     async def close(self) -> None:
         """Free everything, whatever state it is in."""
@@ -161,8 +170,46 @@ class TaskSet(Protocol):
 class Tokenizer(Protocol):
     """The model's tokenizer and chat template."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         """Tokens to append for these messages, up to and with the start of the model's answer. Where not
-        `fresh`, they follow `after`, the model's last answer, and first close its turn where it did not itself."""
+        `fresh`, they follow `after`, the model's last answer, and first close its turn where it did not itself.
+        `tools` stand at the beginning of a prefix: they are read where `fresh`."""
 
     def decode(self, tokens: Tokens) -> str: ...
+
+    def parse(self, tokens: Tokens) -> Message:
+        """A sampled answer as a message: what was thought, said and called, in the format of the chat template. What
+        is no call that can be read stays text."""
+
+
+class ChatCall(Protocol):
+    """One request of an agent that waits for its answer. It is answered or refused, once."""
+
+    @property
+    def request(self) -> ChatRequest: ...
+
+    def answer(self, answer: ChatAnswer) -> None: ...
+
+    def refuse(self, code: str, reason: str) -> None:
+        """It will get no answer, and should not ask again as it did."""
+
+
+class Door(Protocol):
+    """The endpoint of one trajectory."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    async def next(self) -> ChatCall:
+        """The next request, in the order they came. Raises EnvError where the agent does nothing but flood it."""
+
+    def close(self) -> None:
+        """Whoever still asks, or asks later, is refused."""
+
+
+class Gateway(Protocol):
+    """Lets agents that know nothing of us reach the model: each trajectory through a door of its own."""
+
+    async def open(self, trajectory: TrajectoryId) -> Door: ...

@@ -78,11 +78,38 @@ class TrajectoryId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call, as chat templates are told of it."""
+
+    name: str
+    description: str
+    parameters: str
+    """The JSON schema of its arguments, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """The model asks for one call of a tool."""
+
+    id: str
+    """Names the call in the message that answers it."""
+    name: str
+    arguments: str
+    """JSON, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message; `role` is what the model's chat template knows: system, user, assistant, tool."""
 
     role: str
     content: str
+    reasoning: str = ""
+    """Of an assistant: what it thought before it spoke, where its template keeps that apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    tool_call_id: str = ""
+    """Of a tool: the call that this answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +118,8 @@ class Observation:
 
     messages: tuple[Message, ...] = ()
     """What is new since the last turn. Empty when there is nothing more to say."""
+    tools: tuple[Tool, ...] = ()
+    """What the model may call from here on. Read where a prefix begins: at reset, and where `fresh`."""
     reward: float = 0.0
     done: bool = False
     truncated: bool = False
@@ -139,6 +168,41 @@ class GenerateRequest:
         return self.prompt[0] if len(self.prompt) == 1 else np.concatenate(self.prompt)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What an agent asks of the model, in messages: the whole conversation, as it has it."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    """Fewer than the job's, where it wants fewer."""
+    stop: tuple[str, ...] = ()
+    """Beside the job's."""
+    logprobs: bool = False
+    """It wants to see those of the answer, each beside its token's text."""
+
+
+class Endpoint(NamedTuple):
+    """Where the agent of one trajectory, and nobody else, reaches the model."""
+
+    url: str
+    """The base URL of an OpenAI client."""
+    key: str
+    socket: str = ""
+    """The same server on a Unix socket, for who has no network."""
+    model: str = ""
+    """The name of the only model there is."""
+
+
+class Program(NamedTuple):
+    """An agent that reaches the model by itself: a function or a command, one of them."""
+
+    function: str = ""
+    """`module:name` or `file.py:name`. It is given what the environment says, as text, and returns its answer."""
+    command: tuple[str, ...] = ()
+    """It reads what the environment says from its standard input, and prints its answer."""
+
+
 class Span(NamedTuple):
     """`length` consecutive tokens sampled under `version`."""
 
@@ -164,6 +228,17 @@ class Completion:
     """Engine seconds this call used, its share of the batch."""
     prefill_busy_s: float = 0.0
     """Where prefill is apart from decode: seconds of a prefill worker, not in `busy_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """What the model said to a ChatRequest: in words, and in the tokens that it sampled."""
+
+    message: Message
+    completion: Completion
+    prompt_tokens: int
+    pieces: tuple[str, ...]
+    """The text of each sampled token, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,11 +389,15 @@ class StepResult:
 
 
 class Bucket(NamedTuple):
-    """One piece of a version's weights in a store. `digest` is of its bytes."""
+    """One piece of a version's weights in a store: what travels at once, and is checked by its digest."""
 
     name: str
+    """Of the file; one that holds a large tensor is several buckets."""
     num_bytes: int
     digest: str
+    """Of these bytes."""
+    start: int = 0
+    """Where in the file they begin."""
 
 
 class Probe(NamedTuple):
@@ -356,9 +435,7 @@ class SwapReport:
 
     version: WeightVersion
     pull_s: float = 0.0
-    """Seconds of transfer, hidden or not."""
-    exposed_s: float = 0.0
-    """Seconds the engine stood still for it."""
+    """Seconds of transfer from the store to this engine's host, hidden or not."""
     rebuilt_tokens: int = 0
     """KV tokens of in-flight work to be computed again."""
 

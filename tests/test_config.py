@@ -81,21 +81,28 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("pool name twice", ["pools.1.name=compute"], "pools.1.name:", "give each its own name"),
     ("unknown hardware", ["pools.0.hardware=h80"], "pools.0.hardware:", "did you mean 'h800'?"),
     ("unknown train pool", ["train.pool=comput"], "train.pool:", "did you mean 'compute'?"),
-    ("http without url", ["rewards.type=http"], "rewards.url:", "as url: http://127.0.0.1:8080"),
-    ("local with url", ["rewards.url=http://a"], "rewards.url:", "only with rewards.type http"),
-    ("concurrency of local rewards", ["rewards.concurrency=8"], "rewards.concurrency:", "only with rewards.type http"),
+    ("http without url", ["rewards.type=http"], "rewards.url:", "needs an address, such as http://127.0.0.1:8080"),
+    ("local with url", ["rewards.url=http://a"], "rewards.url:", "only with type http or judge"),
+    ("concurrency of local rewards", ["rewards.concurrency=8"], "rewards.concurrency:", "only with type http or judge"),
     (
         "workers of http rewards",
         ["rewards={type: http, url: 'http://a', workers: 8}"],
         "rewards.workers:",
-        "only with rewards.type local",
+        "only with type local",
     ),
-    ("no such store", ["weights.type=mooncake"], "weights.type:", "set weights.type to files, or shm"),
+    ("no master", ["weights.type=mooncake"], "weights.master:", "as master: 10.0.0.1:50051"),
+    ("master of shared memory", ["weights.master=a:1"], "weights.master:", "only with weights.type mooncake"),
+    ("address of shared memory", ["weights.address=a:1"], "weights.address:", "only with weights.type tcp"),
+    ("site without a network", ["pools.0.site=a"], "pools.0.site:", "only with weights.type tcp, and engines"),
+    ("address without a port", ["weights={type: tcp, address: a}"], "weights.address:", "match"),
     ("wait without ray", ["cluster.wait_s=5"], "cluster.wait_s:", "only with cluster.type ray"),
     ("check without ray", ["cluster.check=false"], "cluster.check:", "cluster.type ray and an address"),
     ("resource without ray", ["pools.0.resource=a"], "pools.0.resource:", "only with cluster.type ray"),
     ("workers without ray", ["pools.1.slots_per_worker=8"], "pools.1.slots_per_worker:", "cluster.type ray and slots"),
     ("isolation of nothing", ["pools.0.isolation=inline"], "pools.0.isolation:", "only with slots"),
+    ("two agents", ["tasks.0.agent={use: 'a:b', command: [c]}"], "tasks.0.agent.use:", "and only one"),
+    ("program in step", ["tasks.0.agent={command: [c]}", "mode=sync"], "tasks.0.agent:", "stepping to asynchronous"),
+    ("endpoint of nobody", ["endpoint.port=8000"], "endpoint.port:", "an agent.function or agent.command of a task"),
     ("project without wandb", ["track.project=a"], "track.project:", "only with track.wandb offline or online"),
     ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),
     ("top_p of greedy play", ["tasks.0.temperature=0", "tasks.0.top_p=0.5"], "tasks.0.top_p:", "a temperature above 0"),
@@ -489,3 +496,23 @@ def test_texts_of_a_tasks_arguments_that_look_like_paths_are_relative_to_the_fil
     names = ("a.jsonl", "b", "../c.x", "d/e.py:f", "g.csv")
     assert args["paths"] == [str((tmp_path / name).parent.resolve() / Path(name).name) for name in names]
     assert args["others"] == given["others"]
+
+
+def test_an_agent_is_a_class_or_a_program_and_its_file_is_beside_the_job(tmp_path: Path) -> None:
+    by_text = load(tmp_path, "tasks.0.agent=mine.py:Mine").tasks[0].agent
+    assert by_text is not None
+    assert by_text.use == f"{Path.cwd()}/mine.py:Mine"
+    program = load(tmp_path, "tasks.0.agent={function: mine.py:solve}")
+    assert [task.name for task in program.programs] == [program.tasks[0].name]
+    assert program.tasks[0].agent is not None
+    assert program.tasks[0].agent.function == f"{Path.cwd()}/mine.py:solve"
+
+
+def test_a_chat_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    found = load(
+        tmp_path, text=JOB + "model: {chat_template: own.jinja, chat_template_args: {enable_thinking: false}}\n"
+    )
+    assert found.model.chat_template == str(tmp_path / "own.jinja")
+    assert found.model.chat_template_args == {"enable_thinking": False}
+    text = load(tmp_path, text=JOB + "model: {chat_template: '{{ messages }}'}\n").model.chat_template
+    assert text == "{{ messages }}"

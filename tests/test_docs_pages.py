@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 NAMES = {
+    "tasks.<task>.failed_at": ["<stage> <kind>"],
     "trajectories": ["<status>"],
     "staleness.histogram": ["<age>"],
     "waste": ["<how>"],

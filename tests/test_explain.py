@@ -99,3 +99,30 @@ def test_the_command_prints_it_for_people_and_for_programs(
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert main(["explain", str(tmp_path)]) == 2
+
+
+def test_each_version_has_its_push_its_arrival_and_what_every_engine_pulled_and_exposed(
+    out: Path, result: Placements
+) -> None:
+    """From the events themselves: exposed is what lies between one engine's suspend and its resume."""
+    events = list(read_events(out / "events.jsonl"))
+    assert [one.version for one in result.weights] == list(range(1, 8)), "the run ends when the last push has begun"
+    for one in result.weights[:6]:
+        began = next(e.t for e in events if isinstance(e, schema.Push) and e.version == one.version)
+        staged = next(e.t for e in events if isinstance(e, schema.Staged) and e.version == one.version)
+        pushed = next(e for e in events if isinstance(e, schema.Pushed) and e.version == one.version)
+        assert one.arrival_s == pytest.approx(staged - began, abs=1e-5)
+        assert one.push_s == pytest.approx(pushed.t - began, abs=1e-5)
+        assert one.bytes == pushed.bytes > 0
+        for engine, figures in one.engines.items():
+            swap = next(
+                e for e in events if isinstance(e, schema.EngineSwap) and (e.engine, e.version) == (engine, one.version)
+            )
+            before = [e for e in events if isinstance(e, schema.Suspend) and engine in e.engines and e.n < swap.n]
+            after = [e for e in events if isinstance(e, schema.Resume) and engine in e.engines and e.n > swap.n]
+            if figures.exposed_s is not None:
+                assert figures.exposed_s == pytest.approx(after[0].t - before[-1].t, abs=1e-5)
+                assert figures.exposed_s < figures.pull_s, "it was staged: only the load is exposed"
+    joined = [one.engines["bandwidth-0"] for one in result.weights if "bandwidth-0" in one.engines]
+    assert [one.exposed_s is None for one in joined].count(True) == 1, "it died once, and loaded before it came back"
+    assert "bandwidth-0" in words(result)

@@ -16,12 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SHARED = frozenset({"types", "ports", "errors", "append", "causes", "events", "hardware", "config"})
+SHARED = frozenset({"types", "ports", "errors", "append", "causes", "chat", "events", "hardware", "config"})
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "": frozenset(),
     "types": frozenset(),
     "causes": frozenset(),
+    "chat": frozenset({"types"}),
     "ports": frozenset({"types"}),
     "errors": frozenset({"types"}),
     "append": frozenset({"errors"}),
@@ -39,12 +40,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "store": SHARED | {"model", "workers"},  # the journal's values are encoded as those that cross processes
     "envs": SHARED | {"tasks", "workers"},  # user code is found and run through `tasks`
     "rewards": SHARED | {"tasks", "workers"},
+    "gateway": SHARED,
     "records": SHARED,
     "sim": SHARED,
     "report": SHARED | {"records"},
     "launch": SHARED
     | {"policy", "control", "workers", "cluster", "model", "engines", "train", "store", "envs", "rewards", "tasks"}
-    | {"records", "sim", "report"},
+    | {"gateway", "records", "sim", "report"},
     "cli": frozenset({"errors", "config", "events", "policy", "cluster", "sim"})
     | {"launch", "report", "records", "tasks", "rewards"},
 }

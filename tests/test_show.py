@@ -183,7 +183,7 @@ def test_the_last_table_names_a_task_that_fails_how_often_and_why(
     assert row.failures == summary.failures["attempt"].count > 20
     assert row.reasons == [f"{row.failures} x RewardError: returned nan, which is not a finite number"]
     out = printed(capsys, monkeypatch, summary)
-    assert f"task 'a': {row.failures} failures, most often {row.reasons[0]}" in out
+    assert f"task 'a': {row.failures} failures ({row.failures} reward error), most often {row.reasons[0]}" in out
     assert "task 'a' is out of the mix (3 probes):" in out
 
 

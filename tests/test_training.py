@@ -47,8 +47,21 @@ JOB = {
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "weights.type"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]}, "weights.type"),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}], "train": {"lora": {}}},
+            "train.lora",
+        ),
+        (
+            {
+                "pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}],
+                "train": {"lora": {}},
+            },
+            "pools.cpu.engines.keep_kv",
+        ),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True, "prefill": {}}, "slots": 8}]},
+            "pools.cpu.engines.keep_kv",
+        ),
         (
             {
                 "pools": [
@@ -56,7 +69,7 @@ JOB = {
                     {"name": "environments", "slots": 8},
                 ]
             },
-            "pools",
+            "tasks.0.isolation",
         ),
     ],
 )
@@ -66,13 +79,47 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
 
 
 @pytest.mark.parametrize(
+    ("agent", "change", "problem"),
+    [
+        ("nowhere:Mine", {}, "tasks.0.agent.use: nowhere:Mine: no module nowhere was found"),
+        ("rollart.types:Status", {}, "tasks.0.agent.use: rollart.types:Status has no `async def play"),
+        ({"command": ["no-such-program"]}, {}, "tasks.0.agent.command: no-such-program is not a program"),
+        (
+            {"function": "a:solve"},
+            {"pools": [{"name": "cpu", "engines": {}, "slots": 8, "isolation": "inline"}]},
+            "tasks.0.agent: a program does not run in RollArt's own process",
+        ),
+        ({"function": "a:solve"}, {"cluster": {"type": "ray"}}, "endpoint.host: 127.0.0.1 cannot be reached from"),
+        (
+            {"function": "a:solve"},
+            {
+                "cluster": {"type": "ray"},
+                "endpoint": {"host": "10.0.0.5"},
+                "pools": [{"name": "cpu", "engines": {}, "slots": 8, "isolation": "sandbox"}],
+            },
+            "tasks.0.agent: a sandbox on another machine does not reach the endpoint",
+        ),
+    ],
+)
+def test_an_agent_that_cannot_play_is_refused_before_the_run(
+    agent: object, change: dict[str, object], problem: str
+) -> None:
+    raw = {**JOB, "tasks": [{"name": "lake", "use": "rollart.tasks.frozen_lake", "agent": agent}], **change}
+    with pytest.raises(JobError) as caught:
+        check_supported(build_job(raw))
+    assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {},
         {"train": {"type": "fsdp2", "gpus": 2}},
         {"weights": {"type": "files"}},
         {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]},
-        {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}], "train": {"lora": {}}},
     ],
 )
 def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
@@ -88,7 +135,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
         ),
         (
             {"type": "sglang", "keep_kv": True},
-            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded",
+            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded or vllm",
         ),
         (
             {"type": "vllm", "step_tokens": 64},
@@ -262,6 +309,13 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
     assert _stores_before(tmp_path, first) == []
     assert _stores_before(tmp_path, second) == [first]
     assert _stores_before(tmp_path, third) == [first, second]
+
+
+def test_the_token_of_a_store_is_not_written_down(tmp_path: Path) -> None:
+    setup = StoreSetup(weights=WeightSettings(type="tcp"), run_id="job-1", model="m", token="secret")
+    _stores_before(tmp_path, setup)
+    assert all("secret" not in path.read_text() for path in tmp_path.iterdir())
+    assert "secret" not in repr(setup)
 
 
 def test_a_control_is_written_beside_before_and_after(tmp_path: Path) -> None:

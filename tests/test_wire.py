@@ -50,12 +50,27 @@ MANIFEST = types.WeightManifest(
     version=3,
     buckets=(Bucket("v3/0", 12, "crc32:0"),),
 )
+TOOL = types.Tool(name="add", description="Add.", parameters="{}")
+CALL = types.ToolCall(id="c", name="add", arguments="{}")
 NOTE = types.TurnNote(pool="p", waited_s=0.5, shown=(types.Message(role="user", content="x"),), text="a")
 VALUES: list[Any] = [
     TASK,
     TRAJECTORY.id,
     types.Message(role="user", content="hé\n"),
-    types.Observation(messages=(types.Message(role="user", content="x"),), reward=-1.5, info={"a": 1}),
+    TOOL,
+    CALL,
+    types.ChatRequest(
+        messages=(types.Message(role="tool", content="x", tool_call_id="c"),), tools=(TOOL,), stop=("x",)
+    ),
+    types.ChatAnswer(
+        message=types.Message(role="assistant", content="", reasoning="hm", tool_calls=(CALL,)),
+        completion=COMPLETION,
+        prompt_tokens=3,
+        pieces=("a",),
+    ),
+    types.Endpoint("http://127.0.0.1:1/v1", "key"),
+    types.Program(command=("a", "b")),
+    types.Observation(messages=(types.Message(role="user", content="x"),), tools=(TOOL,), reward=-1.5, info={"a": 1}),
     SAMPLING,
     types.GenerateRequest(
         id="x/0", session="x", domain="a", turn=0, prompt=(TOKENS, TOKENS), prompt_tokens=6, sampling=SAMPLING

@@ -1,8 +1,8 @@
-"""Commands around jobs: `model`, `task`, `reward`."""
+"""Commands around jobs: `model`, `task`, `play`, `envs`, `reward`."""
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollart.cli.output import print_json
 from rollart.errors import JobError
@@ -58,11 +58,13 @@ def model(arguments: argparse.Namespace) -> int:
 
 
 def task(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import task_named
     from rollart.tasks.check import check_task
 
     if arguments.note is None:
         return _task_in_a_child(arguments)
-    checked = check_task(arguments.use, _given(arguments.args), note=arguments.note.write_text)
+    named = task_named(arguments.use, arguments.args)
+    checked = check_task(named.use, named.args, note=arguments.note.write_text)
     play = checked.example
     if play is not None and not arguments.json:
         from rollart.report.reading import episode, show_trajectory
@@ -72,17 +74,6 @@ def task(arguments: argparse.Namespace) -> int:
         )
         print()
     return _told(checked.findings, as_json=arguments.json)
-
-
-def _given(words: "Sequence[str]") -> "dict[str, Any]":
-    """A task's arguments from the command line: paths are relative to the current directory."""
-    from pathlib import Path
-
-    from rollart.config.load import with_overrides
-    from rollart.config.paths import Arguments, located
-
-    given: dict[str, Any] = located(with_overrides({}, words), Arguments, Path.cwd())
-    return given
 
 
 def _task_in_a_child(arguments: argparse.Namespace) -> int:
@@ -109,8 +100,67 @@ def _told(findings: "Sequence[Finding]", *, as_json: bool) -> int:
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
-def reward(arguments: argparse.Namespace) -> int:
-    from rollart.rewards.serve import serve
+def play(arguments: argparse.Namespace) -> int:
+    from rollart.config.load import task_named
+    from rollart.launch.play import as_json, by_hand, play, with_model
 
-    serve(arguments.functions, host=arguments.host, port=arguments.port)
+    settings = task_named(arguments.use, arguments.args)
+    asked = {"max_turns": arguments.max_turns, "max_tokens": arguments.max_tokens}
+    settings = settings.model_copy(update={name: value for name, value in asked.items() if value is not None})
+    if arguments.model is None and arguments.max_tokens is not None:
+        raise JobError("--max-tokens: has an effect only with --model; remove it")
+
+    def show(text: str) -> None:
+        print(text, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+
+    def ask() -> str:
+        show("> ") if arguments.json else print("> ", end="", flush=True)
+        return input()
+
+    answer = by_hand(ask) if arguments.model is None else with_model(arguments.model, settings, show)
+    played = play(settings, answer, show, seed=arguments.seed, index=arguments.index, held_out=arguments.held_out)
+    if arguments.json:
+        print_json(as_json(played))
+    else:
+        parts = "".join(f", {name} {value:g}" for name, value in played.parts.items())
+        print(f"{played.status} after {len(played.turns)} turns, reward {played.reward:g}{parts}")
+    return 0
+
+
+def envs(arguments: argparse.Namespace) -> int:
+    from rollart.tasks.libraries import installed
+
+    found = installed(arguments.python or "")
+    if arguments.json:
+        print_json(found)
+        return 0
+    for library, one in found.items():
+        if library == "openenv":
+            print("openenv: any server, as openenv:http://HOST:PORT" + (f" ({one['why']})" if one["why"] else ""))
+            continue
+        print(f"{library}: " + (one["why"] or f"{one['version']}, {len(one['names'])} environments"))
+        for name in one["names"]:
+            print(f"  {library}:{name}")
+    return 0
+
+
+def reward(arguments: argparse.Namespace) -> int:
+    *target, functions = arguments.words
+    if arguments.what == "serve":
+        from rollart.rewards.serve import serve
+
+        if target:
+            raise JobError(f"reward serve: {' '.join(target)} is too much; name the functions only")
+        serve(functions, host=arguments.host, port=arguments.port)
+        return 0
+    from rollart.rewards.build import TARGETS, build
+
+    if len(target) != 1 or target[0] not in TARGETS:
+        raise JobError(
+            f"reward build: say for what, as: rollart reward build {'|'.join(TARGETS)} {functions} --out DIR"
+        )
+    if arguments.out is None:
+        raise JobError("reward build: --out is missing; name the folder to make")
+    after = build(target[0], functions, arguments.out, python=arguments.python, install=not arguments.no_install)
+    print("\n".join([f"{arguments.out} is made. Next:", *(f"  {line}" for line in after)]))
     return 0

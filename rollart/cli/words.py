@@ -153,22 +153,61 @@ def parser() -> argparse.ArgumentParser:
         epilog="Examples: rollart task check my_task.py; rollart task check my_task.py size=4 where it has arguments",
     )
     task.add_argument("what", choices=["check"])
-    task.add_argument("use", help="module, module:name or file.py")
+    task.add_argument("use", help="what `use` takes in a job: file.py, module or library:name; or JOB.yaml:NAME")
     _task_arguments(task)
     task.add_argument("--json", action="store_true")
     task.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # given to the child that plays it
     task.set_defaults(run="makes.task", extra="tasks")
 
+    play = commands.add_parser(
+        "play",
+        help="play a task in the terminal, by hand or with a model",
+        description="Play one episode: what the environment says is shown, and you answer, a line at a time, or a "
+        "model does. The end of the input ends it. Then the task's reward is said.",
+        epilog="Examples: rollart play rollart.tasks.frozen_lake; rollart play reasoning_gym:chain_sum min_terms=2; "
+        "rollart play jobs/quickstart.yaml:maths --model models/tiny",
+    )
+    play.add_argument("use", metavar="TASK", help="what `use` takes in a job, or JOB.yaml:NAME for a job's task")
+    _task_arguments(play)
+    play.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory that answers")
+    play.add_argument("--seed", type=int, default=0, help="of the task set")
+    play.add_argument("--index", type=int, default=0, metavar="N", help="which of its tasks")
+    play.add_argument("--held-out", action="store_true", help="of the held-out ones")
+    play.add_argument("--max-turns", type=_count, help="default: the task's own, or 32")
+    play.add_argument("--max-tokens", type=_count, help="with --model: of one answer; default: the task's own, or 1024")
+    play.add_argument("--json", action="store_true", help="print the episode as JSON; what is shown goes to stderr")
+    play.set_defaults(run="makes.play", extra="tasks")
+
+    envs = commands.add_parser(
+        "envs",
+        help="list the environments of installed libraries",
+        description="What `use` can name of gymnasium, reasoning-gym, gem, textarena and verifiers, as installed here.",
+        epilog="Example: rollart envs --python venvs/gem/bin/python",
+    )
+    envs.add_argument("--python", metavar="PROGRAM", help="another interpreter, which has the libraries")
+    envs.add_argument("--json", action="store_true")
+    envs.set_defaults(run="makes.envs", extra="tasks")
+
     reward = commands.add_parser(
         "reward",
-        help="serve a reward function over HTTP",
-        description="Run a reward function under functions-framework's contract.",
-        epilog="Example: rollart reward serve rollart.tasks.frozen_lake:score --port 8080",
+        help="serve reward functions here, or make a folder that deploys them",
+        description="Reward functions as a service: here, or on a platform of functions.",
+        epilog="Examples: rollart reward serve rollart.tasks.frozen_lake:score --port 8080; "
+        "rollart reward build lambda my_task.py:score --out reward-lambda",
     )
-    reward.add_argument("what", choices=["serve"])
-    reward.add_argument("functions", metavar="MODULE:FUNCTION", help="or domain=module:function,...")
-    reward.add_argument("--host", default="127.0.0.1", help="other than loopback needs ROLLART_REWARD_TOKEN")
-    reward.add_argument("--port", type=int, default=8080)
+    reward.add_argument("what", choices=["serve", "build"])
+    reward.add_argument(
+        "words",
+        nargs="+",
+        metavar="[TARGET] MODULE:FUNCTION",
+        help="or domain=module:function,...; for build a target before it: container (Knative), lambda (AWS) or fc "
+        "(Alibaba Function Compute)",
+    )
+    reward.add_argument("--host", default="127.0.0.1", help="serve: other than loopback needs ROLLART_REWARD_TOKEN")
+    reward.add_argument("--port", type=int, default=8080, help="serve")
+    reward.add_argument("--out", type=Path, help="build: the folder to make")
+    reward.add_argument("--python", default="", metavar="VERSION", help="build: the platform's (default: as here)")
+    reward.add_argument("--no-install", action="store_true", help="build lambda, fc: do not fetch packages into it")
     reward.set_defaults(run="makes.reward", extra="rewards")
 
     check = commands.add_parser(
@@ -232,8 +271,11 @@ def parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="say why each task ran where it did",
-        description="Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks.",
+        help="say why each task ran where it did, and how weights got there",
+        description=(
+            "Read a run directory's events: each task's profile, pools, predictions, changes and fallbacks; and for "
+            "each version of the weights push, arrival, bytes, and what each engine pulled and exposed."
+        ),
         epilog="Example: rollart explain runs/rollart-20261115-120000",
     )
     explain.add_argument("run_dir", type=Path, metavar="RUN")

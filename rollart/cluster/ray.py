@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
 from rollart.types import EngineSpec, Needs, Node
+from rollart.workers.carried import Carried, Receiver, chunks, here
 from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
 from rollart.workers.server import failure
 from rollart.workers.setup import WorkerSetup
@@ -39,6 +41,8 @@ KIND_SHARE = 0.001
 """What a worker takes of the resource that names its kind. The resource says where; CPUs and GPUs say how much."""
 PLACED = "placed.jsonl"
 """In the run's log directory: one line for each start of a worker, with its node, host and process."""
+Locks = Mapping[str, asyncio.Lock]
+"""By machine."""
 MAX_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
 
@@ -49,6 +53,7 @@ class Host:
     def __init__(self, build: Build, directory: str) -> None:
         self._build = build
         self._worker: Any = None
+        self._receiver: Receiver | None = None
         with contextlib.suppress(OSError):
             os.chdir(directory)  # relative paths of the job mean the same here, where the directory is shared
 
@@ -63,11 +68,30 @@ class Host:
             listener.bind((address, 0))
             return f"tcp://{address}:{listener.getsockname()[1]}"
 
+    async def lacks(self, body: str) -> list[int]:
+        """Which of the files that a worker of this set-up reads are not on this machine, by their place in the list."""
+        needed = WorkerSetup.model_validate_json(body).needed
+        return [place for place, one in enumerate(needed) if here(one) is None]
+
+    async def receive(self, carried: str) -> bytes:
+        return await self._answer(self._receive(Carried.model_validate_json(carried)))
+
+    async def take(self, name: str, data: bytes) -> None:
+        assert self._receiver is not None
+        self._receiver.take(name, data)
+
+    async def finish(self) -> bytes:
+        assert self._receiver is not None
+        return await self._answer(asyncio.to_thread(self._receiver.finish))
+
     async def setup(self, body: str, ranks: Sequence[Any] = ()) -> bytes:
         return await self._answer(self._set_up(body, [RankActor(rank, actor) for rank, actor in enumerate(ranks)]))
 
     async def call(self, method: str, body: bytes) -> bytes:
         return await self._answer(getattr(self._worker, method)(*unpack(body)))
+
+    async def _receive(self, carried: Carried) -> None:
+        self._receiver = Receiver(carried)
 
     async def _set_up(self, body: str, ranks: "Sequence[RankActor]") -> None:
         self._worker = await self._build(body, ranks)
@@ -115,8 +139,9 @@ class RayWorker:
         self._ranks = ranks
         self._group = group
 
-    async def start(self, setup: WorkerSetup, wait_s: float, wanted: str) -> None:
-        """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built."""
+    async def start(self, setup: WorkerSetup, wait_s: float, wanted: str, locks: Locks) -> None:
+        """Raises NoRoom when no machine takes it in time, ClusterError when it cannot be built. `locks`: one for each
+        machine; files that it lacks are sent by one worker's start, and the others find them there."""
         actors = {self.name: self._actor} | {f"rank-{place}": actor for place, actor in enumerate(self._ranks)}
         try:
             async with asyncio.timeout(wait_s):
@@ -128,7 +153,22 @@ class RayWorker:
             raise NoRoom(f"{self.name}: {wanted}, and no machine had room for {wait_s:g} s") from None
         except RayError as error:
             raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
+        for name, actor in actors.items():
+            async with locks[self.places[name]["node"]]:
+                await self._send_files(actor, setup)
         await _answered(self, ClusterError, self._actor.setup.remote(setup.model_dump_json(), list(self._ranks)))
+
+    async def _send_files(self, actor: Any, setup: WorkerSetup) -> None:
+        """What its machine lacks, a chunk at a time."""
+        try:
+            for place in await actor.lacks.remote(setup.model_dump_json()):
+                carried = setup.needed[place]
+                await _answered(self, ClusterError, actor.receive.remote(carried.model_dump_json()))
+                for name, data in chunks(carried):
+                    await actor.take.remote(name, data)
+                await _answered(self, ClusterError, actor.finish.remote())
+        except (RayError, OSError) as error:
+            raise ClusterError(f"{self.name} could not be sent its files: {_one_line(error)}") from None
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
@@ -174,6 +214,7 @@ class RayCluster:
         self._log_dir = setup.log_dir
         self.workers: dict[str, RayWorker] = {}
         """By name: the engines' ids, `trainer`, and the environment workers'."""
+        self._locks: Locks = defaultdict(asyncio.Lock)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         _say_into(self._log_dir / "ray.log")
         connect(setup.job.cluster.address, room)
@@ -193,7 +234,7 @@ class RayCluster:
         worker = self.workers[name] = self._create(name, needs, reserve=reserve)
         times = f"{reserve} times " if reserve > 1 else ""
         try:
-            await worker.start(setup, self._wait_s, f"it needs {times}{described(needs)}")
+            await worker.start(setup, self._wait_s, f"it needs {times}{described(needs)}", self._locks)
         except BaseException:
             worker.stop()
             raise

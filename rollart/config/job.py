@@ -39,6 +39,7 @@ class Job(settings.Settings):
     evaluation: Anytime[settings.EvaluationSettings] = settings.EvaluationSettings()
     track: Anytime[settings.TrackSettings] = settings.TrackSettings()
     trajectories: Anytime[settings.TrajectorySettings] = settings.TrajectorySettings()
+    endpoint: Anytime[settings.EndpointSettings] = settings.EndpointSettings()
     limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
 
@@ -72,6 +73,21 @@ class Job(settings.Settings):
         """How long an environment of this task may take to open, to reset, and for a step."""
         own, all_tasks = task.limits, self.limits
         return own.open_s or all_tasks.open_s, own.reset_s or all_tasks.reset_s, own.step_s or all_tasks.step_s
+
+    @property
+    def asked_rewards(self) -> dict[str, settings.RewardSettings]:
+        """The rewards that tasks have, by where they stand in the job; those that nobody asks for left out."""
+        own = {
+            f"tasks.{position}.rewards.{number}": reward
+            for position, task in enumerate(self.tasks)
+            for number, reward in enumerate(task.rewards)
+        }
+        return own if all(task.rewards for task in self.tasks) else {"rewards": self.rewards, **own}
+
+    @property
+    def programs(self) -> tuple[settings.TaskSettings, ...]:
+        """The tasks whose agents reach the model over the endpoint."""
+        return tuple(task for task in self.tasks if task.agent is not None and task.agent.is_program)
 
     @property
     def slots(self) -> int:
@@ -161,6 +177,15 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
         yield (
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
+        )
+    labels = [reward.label for reward in task.rewards]
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            yield f"{key}.rewards.{number}.name: {label!r} is used twice; give each reward a name of its own"
+    if task.agent is not None and task.agent.is_program and job.rollout.stepping == "batched":
+        yield (
+            f"{key}.agent: a program has a pace of its own, and rollout.stepping batched holds environments in step; "
+            "set rollout.stepping to asynchronous, or another mode"
         )
     if task.max_tokens >= job.model.context_tokens:
         yield (

@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rollart.config.job import Job, nearest
-from rollart.config.paths import located, settings_in
-from rollart.config.settings import MODES
+from rollart.config.paths import Arguments, Code, located, settings_in
+from rollart.config.settings import MODES, TaskSettings
 from rollart.errors import JobError
 
 ALIASES = {
@@ -55,6 +55,22 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
     raw = read_yaml(path, "", "give the path of a job file, such as jobs/rollart.yaml")
     return build_job(with_overrides(located(raw, Job, Path.cwd() / path.parent), overrides))
+
+
+def task_named(word: str, given: Sequence[str] = ()) -> TaskSettings:
+    """A task as commands take it: JOB.yaml (its first task), JOB.yaml:NAME, or what `use` takes; `given` are arguments,
+    as name=value, with paths relative to the current directory. Raises JobError."""
+    file, colon, name = word.rpartition(":")
+    file, name = (file, name) if colon and file.endswith((".yaml", ".yml")) else (word, "")
+    args = located(with_overrides({}, given), Arguments, Path.cwd())
+    if not file.endswith((".yaml", ".yml")):
+        stem = word.partition(":")[0].rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+        return TaskSettings(name=stem or "task", use=located(word, Code, Path.cwd()), args=args)
+    job = load_job(Path(file))
+    found = [task for task in job.tasks if name in ("", task.name)]
+    if not found:
+        raise JobError(f"{word}: {file} has no task {name!r}; it has {', '.join(task.name for task in job.tasks)}")
+    return found[0].model_copy(update={"args": {**found[0].args, **args}})
 
 
 def read_yaml(path: Path, key: str, fix: str) -> Plain:

@@ -1,6 +1,7 @@
 """One attempt at a trajectory, under way: what it has said, where it is, and how it is stopped."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollart.config.settings import TaskSettings
@@ -35,6 +36,8 @@ class Run:
     mover: Mover = field(init=False)
     """When it moved last. Set as it begins."""
     started_s: float = 0.0
+    stage: str = "agent"
+    """What it is at: a call through a port, or else the agent. Where a call raises, it stays what it was."""
     stopped: tuple[Status, str] | None = None
     _task: "asyncio.Task[object] | None" = None
     _cancelled: bool = False
@@ -59,6 +62,12 @@ class Run:
             )
             if self.notes is not None and self.last_engine is not None:
                 self.notes.turn(self.last_engine.pool, waited_s)
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the turns in this order."""
+        self.turns = [self.turns[at] for at in places]
+        if self.notes is not None:
+            self.notes.reorder(places)
 
     def stop(self, status: Status, reason: str) -> None:
         """End it now: its request is aborted, its environment closed, its reward dropped."""

@@ -16,12 +16,12 @@ from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.notes import Notes
 from rollart.control.render import delta
+from rollart.control.scoring import Scorer
 from rollart.control.waits import WaitList, Waits
 from rollart.control.world import World
-from rollart.errors import AgentError, BoundaryError, EnvError, RewardError, boundary
+from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, boundary
 from rollart.events import schema
 from rollart.policy.admission import is_stale
-from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, Tokenizer
 from rollart.types import (
     SCORED,
@@ -59,8 +59,10 @@ class Session:
     async def reset(self) -> Observation:
         manager, run = self.manager, self.run
         began_s = manager.loop.time()
+        run.stage = "env.reset"
         with boundary(EnvError, "env.reset"):
-            observation = _checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
+            observation = checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
+        run.stage = "agent"
         manager.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.reset_s = manager.loop.time() - began_s
@@ -73,16 +75,26 @@ class Session:
         began_s = manager.loop.time()
         if run.notes is not None:
             run.notes.text = action
+        run.stage = "env.step"
         with _STEP:
-            observation = _checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
-        manager.movement.moved(run.mover)
+            observation = checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
+        run.stage = "agent"
+        self.stepped(observation, began_s)
+        return observation
+
+    def stepped(self, observation: Observation, began_s: float) -> None:
+        """The environment has answered an answer that it was given at `began_s`."""
+        run = self.run
+        self.manager.movement.moved(run.mover)
         run.settle(observation.reward, run.mover.moved_s - began_s)
         if run.notes is not None:
             run.notes.shown = observation.messages
-        return observation
 
-    async def generate(self, context: Tokens, *, fresh: bool) -> Completion | None:
-        """One answer to the prompt grown by `context`; None when turns or context have run out."""
+    async def generate(
+        self, context: Tokens, *, fresh: bool, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Completion | None:
+        """One answer to the prompt grown by `context`; None when turns or context have run out. `max_tokens` and
+        `stop` may end it sooner than the job would."""
         manager, run, job = self.manager, self.run, self.manager.job
         run.settle()
         turn = len(run.turns)
@@ -106,16 +118,18 @@ class Session:
             turn=turn,
             prompt=prefix.pieces,
             prompt_tokens=prefix.length,
-            sampling=manager.sampling(run.settings, room),
+            sampling=manager.sampling(run.settings, room, max_tokens, stop),
             min_version=run.min_version,
             last=turn + 1 >= run.settings.max_turns,
         )
         if run.born is None:
             run.born = serving
         began_s = manager.loop.time()
+        run.stage = "generate"
         completion, run.last_engine, run.cause, sent_s = await manager.proxy.generate(
             request, run.order, run.last_engine, run.cause
         )
+        run.stage = "agent"
         if turn == 0:
             run.born = completion.spans[0].version
         run.min_version = completion.spans[-1].version
@@ -182,26 +196,21 @@ class EnvManager:
         self._log = context.log
         self.loop = asyncio.get_running_loop()
         self._host = world.host
-        self._rewards = world.rewards
         self._recorder = world.recorder
-        self._agent: Agent = world.agent or TurnAgent()
+        self._agents = world.agents
+        self._agent = TurnAgent()
         self.tokenizer = world.tokenizer
         self.fleet = fleet
         self.proxy = proxy
         self._samplings: dict[tuple[str, float], Sampling] = {}
-        self._retries, self._backoff_s = job.rewards.retries, job.rewards.backoff_s
         self.live = job.rollout.recheck == "live"
         """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
         self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
         self._closing = waits.on("env.close", limits.step_s)
-        self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
-        self._queueing = waits.on("a reward slot")
-        rewards_at_once = job.rewards.workers if job.rewards.type == "local" else job.rewards.concurrency
         self.movement = Movement()
-        self._scorers = asyncio.Semaphore(rewards_at_once)
-        """Waiting for one's turn does not count towards the limit of a reward call."""
+        self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
 
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
@@ -212,14 +221,15 @@ class EnvManager:
             schema.Start(id=run.key, task=run.task.id, pool=run.order[0], eval=run.evaluation, cause=run.cause),
         )
         score: Score | None = None
+        kind = ""
         run.mover = self.movement.begin(run.key, run.task.domain)
         try:
             run.enter()
             status = await self._play(run)
             reason = ""
-            score = await self._score(run, status)
+            score = await self._scorer.score(run, self._trajectory(run, status, "", None))
         except BoundaryError as error:
-            status, reason = Status.FAILED, f"{type(error).__name__}: {error}"
+            status, reason, kind = Status.FAILED, f"{type(error).__name__}: {error}", kind_of_failure(error)
         except asyncio.CancelledError:
             if not run.was_stopped():
                 raise
@@ -228,17 +238,20 @@ class EnvManager:
         finally:
             run.leave()
             self.movement.end(run.mover)
-        return self._finished(run, status, reason, score)
+        return self._finished(run, status, reason, score, kind)
 
     async def _play(self, run: Run) -> Status:
+        run.stage = "env.open"
         with boundary(EnvError, "env.open"):
             env = await self.env_calls(run).open.guard(run.key, self._host.open(run.task, run.id))
+        run.stage = "agent"
         self.movement.moved(run.mover)
         if run.notes is not None:
             run.notes.open_s = self.loop.time() - run.started_s
         try:
             with _AGENT:
-                status = await self._agent.play(Session(self, run, env))
+                agent = self._agents.get(run.task.domain, self._agent)
+                status = _checked_status(await agent.play(Session(self, run, env)))
         finally:
             self._context.supervisor.spawn(self._close(run, env))
         if not run.turns and run.said is None:
@@ -248,60 +261,26 @@ class EnvManager:
     def env_calls(self, run: Run) -> EnvCalls:
         return self._calls[run.settings.name]
 
-    def sampling(self, settings: TaskSettings, room: int) -> Sampling:
+    def sampling(
+        self, settings: TaskSettings, room: int, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Sampling:
         key = (settings.name, settings.temperature)
-        if room >= settings.max_tokens:
+        as_usual = room >= settings.max_tokens and max_tokens is None and not stop
+        if as_usual:
             known = self._samplings.get(key)
             if known is not None:
                 return known
         sampling = Sampling(
-            max_tokens=min(settings.max_tokens, room),
+            max_tokens=min(settings.max_tokens, room, max_tokens or room),
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop=settings.stop,
+            stop=(*settings.stop, *stop),
             seed=self.job.seed,
         )
-        if room >= settings.max_tokens:
+        if as_usual:
             self._samplings[key] = sampling
         return sampling
-
-    async def _score(self, run: Run, status: Status) -> Score:
-        """The reward, asked for the moment the trajectory ends; again after a back-off where that may help."""
-        trajectory = self._trajectory(run, status, "", None)
-        tries = 1
-        asked_s = self.loop.time()
-        while True:
-            await self._queueing.guard(run.key, self._scorers.acquire())
-            self.movement.moved(run.mover)
-            began_s = run.mover.moved_s
-            try:
-                with boundary(RewardError, "reward"):
-                    score = _checked_score(await self._scoring.guard(run.key, self._rewards.score(trajectory)))
-                break
-            except RewardError as error:
-                run.cause = self._log.emit(schema.RewardFailed(id=run.key, reason=str(error), cause=run.cause))
-                if tries > self._retries or not error.retryable:
-                    raise
-            finally:
-                self._scorers.release()
-                if run.notes is not None:
-                    run.notes.scoring(asked_s, began_s, self.loop.time())
-            await asyncio.sleep(backoff_s(self._backoff_s, tries))
-            tries += 1
-        run.cause = self._log.emit(
-            schema.Reward(
-                id=run.key,
-                value=score.value,
-                s=round(self.loop.time() - began_s, 6),
-                busy_s=round(score.busy_s, 6),
-                cold_s=round(score.cold_start_s, 6),
-                tries=tries,
-                parts=dict(score.parts),
-                cause=run.cause,
-            ),
-        )
-        return score
 
     async def _close(self, run: Run, env: Env) -> None:
         try:
@@ -310,7 +289,7 @@ class EnvManager:
         except EnvError as error:
             self._context.warn(f"{run.key}: {error}", run.cause)
 
-    def _finished(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
+    def _finished(self, run: Run, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)
         run.cause = self._log.emit(
             schema.End(
@@ -324,6 +303,8 @@ class EnvManager:
                 reward=trajectory.reward,
                 env_s=round(sum(turn.env_s for turn in trajectory.turns), 6),
                 generate_s=round(sum(turn.generate_s for turn in trajectory.turns), 6),
+                stage=run.stage if kind else "",
+                kind=kind,
                 cause=run.cause,
             ),
         )
@@ -349,7 +330,16 @@ class EnvManager:
         )
 
 
-def _checked(observation: object) -> Observation:
+def kind_of_failure(error: BoundaryError) -> str:
+    """As the `end` event has it."""
+    if isinstance(error, EnvCrashed):
+        return "crash"
+    if isinstance(error, EnvOverLimit):
+        return "limit"
+    return "timeout" if isinstance(error.__cause__, TimeoutError) else "error"
+
+
+def checked(observation: object) -> Observation:
     """User code may return anything."""
     if not isinstance(observation, Observation):
         raise EnvError(f"returned {type(observation).__name__}, not an Observation")
@@ -358,10 +348,8 @@ def _checked(observation: object) -> Observation:
     return observation
 
 
-def _checked_score(score: object) -> Score:
-    """So may a reward function."""
-    if not isinstance(score, Score):
-        raise RewardError(f"returned {type(score).__name__}, not a Score", retryable=False)
-    if not math.isfinite(score.value):
-        raise RewardError(f"returned {score.value}, which is not a finite number", retryable=False)
-    return score
+def _checked_status(status: object) -> Status:
+    """So may an agent of a user's own."""
+    if not isinstance(status, Status) or status not in SCORED:
+        raise AgentError(f"play returned {status!r}; return Status.DONE or Status.TRUNCATED")
+    return status

@@ -73,6 +73,12 @@ class EngineSlot:
     """Looks in a row that found it where it was; none is made while it takes new weights."""
     looking: bool = False
     loading: WeightVersion | None = None
+    staged: WeightVersion = 0
+    """The newest version that is on this engine's host."""
+    told: WeightVersion = 0
+    """The newest that it was told to stage."""
+    staging: int = 0
+    """Stage calls under way."""
 
     def __post_init__(self) -> None:
         self.view = EngineView(id=self.spec.id, pool=self.spec.pool)
@@ -107,7 +113,15 @@ class Fleet:
         self._starts = waits.on("engine.start", limits.start_s)
         self._looks = waits.on("engine.progress", limits.progress_s)
         self._waiting = waits.on("newer weights")
+        self._stages = waits.on("engine.stage", limits.train_s)
+        self._arriving = waits.on("weights on its host")
+        self._staged = Signal()
+        """A version is on one more host, or an engine came or went."""
         self._repair = repair
+        self._repairs = 0
+        """Over, since the job began."""
+        self._repairing: Signal | None = None
+        """Given when the one under way is over."""
         self.freed = Signal()
         """An engine may have become free to take requests."""
         self._changed = changed
@@ -136,6 +150,7 @@ class Fleet:
         for call in list(slot.calls.values()):
             call.lost = reason
             call.task.cancel()
+        self._staged.give()
         self._tell(cause)
         self._supervisor.spawn(self._revive(slot, cause))
 
@@ -149,12 +164,13 @@ class Fleet:
             for slot in self.slots.values():
                 if not slot.calls:
                     slot.still = 0
-                elif slot.view.serving and not slot.looking:
+                if (slot.calls or slot.staging) and slot.view.serving and not slot.looking:
                     slot.looking = True
                     self._supervisor.spawn(self._look(slot), background=True)
 
     async def _look(self, slot: EngineSlot) -> None:
-        """Ask an engine that has requests how far it has come; take it for hung where that does not change."""
+        """Ask an engine how far it has come; take it for hung where it does not answer, or has requests and comes no
+        further."""
         engine = slot.engine
         try:
             with slot.at_engine:
@@ -168,7 +184,7 @@ class Fleet:
         if slot.engine is not engine or not slot.view.serving:
             return
         moved = (slot.served, came)
-        if moved != slot.moved:
+        if moved != slot.moved or not slot.calls:
             slot.moved, slot.still = moved, 0
             return
         slot.still += 1
@@ -199,10 +215,9 @@ class Fleet:
             try:
                 with boundary(ClusterError, "engine start"):
                     slot.engine = await self._starts.guard(slot.spec.id, self._cluster.engine(slot.spec))
-                slot.view.version = 0
+                slot.view.version = slot.staged = slot.told = 0
                 if self._staging:
-                    with boundary(EngineError, f"{slot.spec.id} stage"):
-                        await self._swaps.guard(slot.spec.id, slot.engine.stage(self._staging))
+                    self._begin_stage(slot)
                 while self._current is not None and slot.view.version != self._current.version:
                     await self._load(slot, self._current)
             except BoundaryError as error:
@@ -217,6 +232,8 @@ class Fleet:
             slot.still = 0
             self._tell(self._log.emit(schema.EngineUp(engine=slot.spec.id, version=slot.view.version, cause=cause)))
             self.freed.give()
+            self._staged.give()
+            self._stage_next(slot)
             return
         slot.gone = True
         self._log.emit(schema.EngineGone(engine=slot.spec.id, restarts=slot.restarts, cause=cause))
@@ -234,21 +251,50 @@ class Fleet:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    async def stage(self, version: WeightVersion, arrived: WeightVersion = 0) -> None:
+    def stage(self, version: WeightVersion, arrived: WeightVersion = 0) -> None:
         """Tell all engines that a version is coming; one that does not have what has arrived yet, when it has loaded
         that: an engine keeps one staged version, and would let go of it."""
         self._staging = version
-        slots = [slot for slot in self.slots.values() if slot.view.up and slot.view.version >= arrived]
-        await asyncio.gather(*(self._stage_one(slot, version) for slot in slots))
+        for slot in self.slots.values():
+            if slot.view.up and slot.view.version >= arrived and slot.told < version:
+                self._begin_stage(slot)
+
+    def stage_instead(self, version: WeightVersion) -> None:
+        """A version is wanted as soon as it is here, and none before it: engines let go of what they have staged."""
+        if self._staging == version:
+            self.stage(version)
+
+    async def staged(self, version: WeightVersion) -> None:
+        """Wait until every engine in rotation has a version on its host, or serves it or a newer one."""
+        while lacking := [
+            slot for slot in self.slots.values() if slot.view.up and max(slot.staged, slot.view.version) < version
+        ]:
+            await self._arriving.guard(lacking[0].spec.id, self._staged.next())
+
+    def _stage_next(self, slot: EngineSlot) -> None:
+        """What is coming, where it was not told so yet."""
+        if self._staging > max(slot.told, slot.view.version):
+            self._begin_stage(slot)
+
+    def _begin_stage(self, slot: EngineSlot) -> None:
+        slot.told = self._staging
+        self._supervisor.spawn(self._stage_one(slot, self._staging))
 
     async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
         engine = slot.engine
+        slot.staging += 1
         try:
             with boundary(EngineError, f"{slot.spec.id} stage"):
-                await self._swaps.guard(slot.spec.id, engine.stage(version))
+                await self._stages.guard(slot.spec.id, engine.stage(version))
         except BoundaryError as error:
             if slot.engine is engine:
                 self.down(slot, str(error))
+            return
+        finally:
+            slot.staging -= 1
+        if slot.engine is engine:
+            slot.staged = max(slot.staged, version)
+            self._staged.give()
 
     async def swap(self, manifest: WeightManifest, rolling: int) -> None:
         """Bring every engine to these weights; in-flight requests stay where they are and go on."""
@@ -256,17 +302,14 @@ class Fleet:
         for wave in waves(list(self.slots.values()), rolling):
             await self._swap_wave([slot for slot in wave if slot.view.up], manifest)
         self.serving = manifest.version
+        self.freed.give()  # also engines that are down may wait for a version that they can have
 
     async def _swap_wave(self, slots: Sequence[EngineSlot], manifest: WeightManifest) -> None:
-        """Suspend these, load, resume."""
+        """Suspend these, load; each resumes as soon as it has."""
         for slot in slots:
             slot.view.serving = False
         self._log.emit(schema.Suspend(engines=[slot.spec.id for slot in slots]))
         await asyncio.gather(*(self._swap_one(slot, manifest) for slot in slots))
-        for slot in slots:
-            slot.view.serving = slot.view.up
-        self._log.emit(schema.Resume(engines=[slot.spec.id for slot in slots if slot.view.up]))
-        self.freed.give()
 
     async def _swap_one(self, slot: EngineSlot, manifest: WeightManifest) -> None:
         engine = slot.engine
@@ -276,8 +319,11 @@ class Fleet:
             if slot.engine is engine:
                 self.down(slot, f"swap to {manifest.version}: {error}")
             return
-        if self._staging > manifest.version:
-            self._supervisor.spawn(self._stage_one(slot, self._staging))
+        if slot.engine is engine and slot.view.up:
+            slot.view.serving = True
+            self._log.emit(schema.Resume(engines=[slot.spec.id]))
+            self.freed.give()
+        self._stage_next(slot)
 
     def oldest_loading(self) -> WeightVersion:
         """The oldest version that an engine loads now, or the newest one: nothing that is loaded may be dropped."""
@@ -287,7 +333,7 @@ class Fleet:
         """Swap one engine, having damaged buckets pushed again where needed."""
         engine = slot.engine
         for tries_left in range(REPAIRS, -1, -1):
-            slot.loading = manifest.version
+            slot.loading, repairs = manifest.version, self._repairs
             try:
                 with boundary(EngineError, f"{slot.spec.id} swap"):
                     report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
@@ -296,26 +342,39 @@ class Fleet:
                 self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
                 if not tries_left:
                     raise
-                manifest = await self._whole(manifest.version)
+                manifest = await self._whole(manifest.version, repairs)
             finally:
                 slot.loading = None
         if slot.engine is engine:
             slot.view.version = report.version
+            self._staged.give()
         self._log_swap(slot, report)
 
-    async def _whole(self, version: WeightVersion) -> WeightManifest:
+    async def _whole(self, version: WeightVersion, repairs: int) -> WeightManifest:
         """What an engine loads that found the served version damaged: the same, pushed again, or a newer one that is
-        served by then. Raises VersionGone."""
-        if self._served.version == version:
+        served by then. `repairs`: how many there were when it began to load; where there was another since, that is
+        what it tries. Raises VersionGone."""
+        if self._repairing is not None:
+            await self._repairing.next()
+        elif self._served.version == version and self._repairs == repairs:
             try:
-                repaired = await self._repair(version)
+                await self._repair_for_all(version)
             except VersionGone:
                 if self._served.version == version:
                     raise
-            else:
-                if self._served.version == version:
-                    self._current = repaired  # a trainer that was rebuilt may have pushed other bits
         return self._served
+
+    async def _repair_for_all(self, version: WeightVersion) -> None:
+        """Those who find it damaged meanwhile wait for this one push, and try again."""
+        over = self._repairing = Signal()
+        try:
+            repaired = await self._repair(version)
+        finally:
+            self._repairs += 1
+            self._repairing = None
+            over.give()
+        if self._served.version == version:
+            self._current = repaired  # a trainer that was rebuilt may have pushed other bits
 
     @property
     def _served(self) -> WeightManifest:
@@ -329,7 +388,6 @@ class Fleet:
                 engine=slot.spec.id,
                 version=report.version,
                 pull_s=round(report.pull_s, 6),
-                exposed_s=round(report.exposed_s, 6),
                 rebuilt=report.rebuilt_tokens,
                 in_flight=len(slot.calls),
             ),

@@ -31,4 +31,4 @@ def delta(tokenizer: Tokenizer, observation: Observation, last: Completion | Non
     """The tokens an observation adds, and whether a new prefix begins with them. `last` is the answer before it."""
     fresh = last is None or observation.fresh
     after = None if last is None else last.tokens
-    return tokenizer.render(observation.messages, fresh=fresh, after=after), fresh
+    return tokenizer.render(observation.messages, fresh=fresh, after=after, tools=observation.tools), fresh

@@ -22,7 +22,7 @@ from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
-from rollart.policy.redundancy import Verdict, backoff_s
+from rollart.policy.redundancy import Verdict, backoff_s, surplus
 from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
@@ -310,15 +310,21 @@ class Rollout:
                 tokens=sum(member.sampled_tokens for group in groups for member in group.members),
             ),
         )
-        if self._bound == 0:
-            self._sated = True
-            for in_progress in list(self.buffer.in_progress.values()):
-                self._kill(in_progress, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
-            for done in list(self.buffer.ready.values()):
-                del self.buffer.ready[done.id]
-                self._end(done.id, done.task, "surplus", cause)
+        self._sated = self._bound == 0
+        if self._job.rollout.cancels_surplus:
+            self._cancel_surplus(cause)
         self.feed()
         return Batch(step=step, serving=serving, groups=tuple(groups))
+
+    def _cancel_surplus(self, cause: int) -> None:
+        """The batch is full: stop what no batch can use, the oldest first, which are the slowest."""
+        under_way, ready = list(self.buffer.in_progress.values()), list(self.buffer.ready.values())
+        wanted = self._job.rollout.groups_per_step
+        for group in under_way[: surplus(len(under_way), len(ready), bound=self._bound, groups_per_step=wanted)]:
+            self._kill(group, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
+        for done in ready if self._bound == 0 else ():
+            del self.buffer.ready[done.id]
+            self._end(done.id, done.task, "surplus", cause)
 
     # --- drain ----------------------------------------------------------------------------------------------
 

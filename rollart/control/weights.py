@@ -1,13 +1,15 @@
 """Carries weights from the trainer to the engines: publish in the background, swap when the plan says.
 
-A push takes its time, and nobody waits for it but a step that the engines are too old for (`ready_for`). One version is
-pushed at a time, since two would share the link; one that cannot be pushed before there is a newer one is left out.
-Invariant: versions are swapped in order, one swap at a time, and only once their manifest exists. Control moves
+A push takes its time, and nobody waits for it but a step that the engines are too old for (`ready_for`). A version has
+arrived when its manifest exists and every engine in rotation has it on its host: then a swap only loads it. One version
+is on its way at a time, since two would share the link; one that cannot be pushed before there is a newer one is left
+out. Invariant: versions are swapped in order, one swap at a time, and only once they have arrived. Control moves
 manifests; tensors never pass through here.
 """
 
 import asyncio
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
 from rollart.control.fleet import Fleet
 from rollart.control.supervisor import TaskSupervisor
@@ -19,6 +21,8 @@ from rollart.events.log import LogHandle
 from rollart.policy.swap import SwapPlan, may_start
 from rollart.ports import WeightStore
 from rollart.types import WeightManifest, WeightVersion
+
+T = TypeVar("T")
 
 DROP_LIMIT_S = 600.0
 """A store that takes longer to forget old versions is left to itself, with a warning."""
@@ -57,18 +61,21 @@ class WeightDriver:
         self._swapping = waits.on("swap")
         self._dropping = waits.on("store", DROP_LIMIT_S)
         self._lock = asyncio.Lock()
+        self._pushes: dict[WeightVersion, asyncio.Future[None]] = {}
+        """Done when a version or, where it was left out, a newer one is in the store."""
         self._manifests: dict[WeightVersion, asyncio.Future[WeightManifest]] = {}
-        """Of a version or, where it was left out, of a newer one."""
+        """Of the same, when it has arrived."""
         self._arrived: WeightVersion = 0
-        """The newest whose manifest exists."""
+        """The newest that has."""
         self._last_push: asyncio.Future[None] | None = None
-        """Done when the push that was asked for last is over."""
+        """Done when the version that was published last has arrived, or was left out."""
         self._reached: asyncio.Future[None] | None = None
 
     def publish(self, version: WeightVersion) -> None:
         """Start to push a version; engines stage its buckets as they appear."""
         loop = asyncio.get_running_loop()
         before, self._last_push = self._last_push, loop.create_future()
+        self._pushes[version] = loop.create_future()
         self._manifests[version] = loop.create_future()
         self._supervisor.spawn(self._push(version, before, self._last_push))
 
@@ -78,7 +85,7 @@ class WeightDriver:
         if before is not None:
             await asyncio.wait([before])
         began = self._log.emit(schema.Push(version=version))
-        self._supervisor.spawn(self._fleet.stage(version, self._arrived))  # nor waits the push for a slow engine
+        self._fleet.stage(version, self._arrived)
         try:
             manifest = await self._trainer.publish(version, newest=True)
         except VersionGone as error:
@@ -86,19 +93,20 @@ class WeightDriver:
             over.set_result(None)
             return
         self._log.emit(schema.Pushed(version=version, bytes=manifest.num_bytes, cause=began))
+        _settle(self._pushes, version, None)
+        await self._fleet.staged(version)
+        self._log.emit(schema.Staged(version=version, cause=began))
         self._arrived = version
-        for older, future in self._manifests.items():
-            if older <= version and not future.done():
-                future.set_result(manifest)
+        _settle(self._manifests, version, manifest)
         over.set_result(None)
         if self._plan.when_published:
             await self.to(version)
 
     async def pushed(self, version: WeightVersion) -> None:
         """Wait until a version's push, if one is under way, is done."""
-        manifest = self._manifests.get(version)
-        if manifest is not None:
-            await self._publishing.guard(f"version {version}", asyncio.shield(manifest))
+        push = self._pushes.get(version)
+        if push is not None:
+            await self._publishing.guard(f"version {version}", asyncio.shield(push))
 
     async def repair(self, version: WeightVersion) -> WeightManifest:
         """A bucket was lost or damaged: push the version again. One that is gone cannot be served; the next one is then
@@ -122,6 +130,8 @@ class WeightDriver:
         if version <= self._fleet.serving:
             return
         who = f"version {version}"
+        if self._arrived < version:
+            self._fleet.stage_instead(version)
         manifest = await self._publishing.guard(who, asyncio.shield(self._manifests[version]))
         async with self._lock:
             if version <= self._fleet.serving:
@@ -135,7 +145,7 @@ class WeightDriver:
         await self._fleet.swap(manifest, self._plan.rolling)
         ended = self._log.emit(schema.SwapEnd(version=manifest.version, cause=began))
         for version in [version for version in self._manifests if version < manifest.version]:
-            del self._manifests[version]
+            del self._manifests[version], self._pushes[version]
         self._rollout.swapped(ended)
         if self._plan.drains:
             self._rollout.reopen()
@@ -155,3 +165,10 @@ class WeightDriver:
                 await self._dropping.guard(f"version {version}", self._store.drop_before(version))
         except WeightError as error:
             self._log.emit(schema.Warning(text=str(error)))
+
+
+def _settle(futures: "Mapping[WeightVersion, asyncio.Future[T]]", version: WeightVersion, result: T) -> None:
+    """Those of this version, and of older ones that were left out."""
+    for older, future in futures.items():
+        if older <= version and not future.done():
+            future.set_result(result)

@@ -1,7 +1,7 @@
 """What a coordinator is given: everything outside the control plane, behind ports."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollart.policy.affinity import Affinity
@@ -20,12 +20,16 @@ class World:
     engines: tuple[EngineSpec, ...]
     host: EnvHost
     rewards: RewardBackend
+    """Of the tasks that have none of their own."""
     tokenizer: Tokenizer
     task_sets: Mapping[str, TaskSet]
     store: WeightStore
     journal: Journal
     affinity: Affinity
-    agent: "Agent | None" = None
+    task_rewards: Mapping[str, Sequence[RewardBackend]] = field(default_factory=dict)
+    """By task, in the order of its `rewards`."""
+    agents: "Mapping[str, Agent]" = field(default_factory=dict)
+    """By task: who plays it. The others are played turn by turn: render, generate, step."""
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
     recorder: Recorder | None = None

@@ -10,7 +10,7 @@ from random import Random
 
 from rollart.config.settings import Spread
 from rollart.ports import Env, EnvHost
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 
 def latency_s(spread: Spread, seed: int, trajectory: TrajectoryId, step: int) -> float:
@@ -44,9 +44,16 @@ class _DelayedEnv:
         return await self._env.reset()
 
     async def step(self, action: str) -> Observation:
+        await self._wait()
+        return await self._env.step(action)
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        await self._wait()
+        return await self._env.play(program, endpoint)
+
+    async def _wait(self) -> None:
         self._steps += 1
         await asyncio.sleep(latency_s(self._spread, self._seed, self._trajectory, self._steps))
-        return await self._env.step(action)
 
     async def close(self) -> None:
         await self._env.close()

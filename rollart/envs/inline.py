@@ -14,7 +14,7 @@ from typing import Any
 
 from rollart.errors import EnvError, boundary
 from rollart.tasks.api import Environment, TaskSet, as_observation
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 CLOSE_GRACE_S = 5.0
 """How long an environment may take to close itself before its thread is left behind."""
@@ -75,6 +75,10 @@ class InlineEnv:
     async def step(self, action: str) -> Observation:
         with boundary(EnvError, "step"):
             return as_observation(await self._call(self._environment.step, action))
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        """Refused: a program needs variables of its own, and may hang."""
+        raise EnvError("play: a program is not run in this process; set isolation to process")
 
     async def close(self) -> None:
         """Close it and give the slot back, whatever state it is in."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import ClusterError, EnvError
+from rollart.errors import ClusterError, EnvCrashed, EnvError, EnvOverLimit
 from rollart.tasks.api import as_observation
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 from rollart.workers.box import MakeBox
 from rollart.workers.launch import Lost, Process
 from rollart.workers.link import WorkerFailed, WorkerGone
@@ -135,6 +135,9 @@ class ProcessEnv:
     async def step(self, action: str) -> Observation:
         return await self._observe("step", action)
 
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._observe("play", program, endpoint)
+
     async def close(self) -> None:
         """Ask it to close, then give the slot back. A worker that is busy or too slow is killed."""
         try:
@@ -161,12 +164,17 @@ class ProcessEnv:
     async def call(self, method: str, *arguments: Any) -> Any:
         """One request to the worker. Raises EnvError."""
         process = self._process
+        if self._over:
+            raise EnvOverLimit(f"{method}: {self._over}")
         if process is None or not process.ready:
-            raise EnvError(f"{method}: {self._over or 'this environment is closed, or its worker has died'}")
+            raise EnvError(f"{method}: this environment is closed, or its worker has died")
         try:
             return await process.ask(method, *arguments)
-        except (WorkerFailed, WorkerGone) as error:
-            raise EnvError(f"{method}: {self._over or error}") from error
+        except WorkerFailed as error:
+            raise EnvError(f"{method}: {error}") from error
+        except WorkerGone as error:
+            over = bool(self._over) or process.over_limit
+            raise (EnvOverLimit if over else EnvCrashed)(f"{method}: {self._over or error}") from error
         except asyncio.CancelledError:
             process.kill()
             raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rollart.errors import BoundaryError, EnvError, NoRoom
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 RETRY_S = 2.0
 """Between two tries to start a worker that could not start."""
@@ -172,6 +172,9 @@ class RemoteEnv:
 
     async def step(self, action: str) -> Observation:
         return await self._observe("step", action)
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        return await self._observe("play", program, endpoint)
 
     async def close(self) -> None:
         if self._closed:

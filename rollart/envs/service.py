@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rollart.errors import EnvError
 from rollart.ports import Env, EnvHost
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 
 class Host(EnvHost, Protocol):
@@ -46,6 +46,11 @@ class EnvService:
     async def step(self, key: str, action: str) -> Observation:
         place, env = self._known(key)
         observation: Observation = await self._run(place, env.step(action))
+        return observation
+
+    async def play(self, key: str, program: Program, endpoint: Endpoint) -> Observation:
+        place, env = self._known(key)
+        observation: Observation = await self._run(place, env.play(program, endpoint))
         return observation
 
     async def close(self, key: str) -> None:

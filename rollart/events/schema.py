@@ -106,6 +106,17 @@ class RewardCost(Value):
     """Of one call."""
 
 
+class RewardFacts(Value):
+    """One reward of a task that has its own."""
+
+    type: str
+    """`type` of it."""
+    workers: int | None
+    """Reserved for it; null where functions are called."""
+    cost: RewardCost
+    """What it costs."""
+
+
 class Change(msgspec.Struct, array_like=True, gc=False):
     """One setting that a resumed run has otherwise, as a pair: `[before, after]`."""
 
@@ -200,11 +211,13 @@ class Run(Event, tag="run", kw_only=True):
     train: TrainFacts
     """What trains."""
     rewards: str
-    """`rewards.type`."""
+    """The types of all rewards."""
     reward_workers: int | None
     """Reserved for scoring; null where functions are called."""
     reward_cost: RewardCost
     """What scoring costs."""
+    task_rewards: dict[str, dict[str, RewardFacts]] = {}
+    """By task and name: the rewards of tasks that have their own."""
     store_full_s: float
     """`limits.store_full_s`."""
     breaks: bool
@@ -515,10 +528,23 @@ class Refused(Event, tag="refused", kw_only=True):
     """What is wrong with it."""
 
 
+class RewardCall(Value):
+    """The call of one of several rewards that was answered."""
+
+    s: float
+    """Seconds from the call to the answer."""
+    busy_s: float
+    """Seconds the function itself ran, 0 where the backend does not know."""
+    cold_s: float
+    """Seconds of starting a function instance."""
+    tries: int
+    """Calls it took."""
+
+
 class Reward(Event, tag="reward", kw_only=True):
     """An attempt is scored.
 
-    By: control/env_manager
+    By: control/scoring
     Cause: the attempt's last event
     """
 
@@ -536,12 +562,15 @@ class Reward(Event, tag="reward", kw_only=True):
     """Calls it took."""
     parts: Mapping[str, float] = {}
     """Its named parts, only where the function gave any."""
+    calls: list[RewardCall] = []
+    """Of a task with rewards of its own: each, in the order of `tasks.N.rewards`. `s` and `tries` are then those of the
+    slowest."""
 
 
 class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """One try to score failed; tried again up to `rewards.retries` times.
 
-    By: control/env_manager
+    By: control/scoring
     Cause: the attempt's last event
     """
 
@@ -549,6 +578,8 @@ class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """Of the attempt."""
     reason: str
     """Why."""
+    reward: str = ""
+    """Which, of a task with rewards of its own."""
 
 
 class End(Event, tag="end", kw_only=True):
@@ -578,6 +609,12 @@ class End(Event, tag="end", kw_only=True):
     """Seconds in the environment."""
     generate_s: float
     """Seconds of generate calls."""
+    stage: str = ""
+    """Of a failed one, what it was at: `env.open`, `env.reset`, `env.step`, `generate`, `reward`, or `agent`, between
+    these."""
+    kind: str = ""
+    """Of a failed one: `timeout`, `crash` (the environment's process ended), `limit` (it used more than it may) or
+    `error`."""
 
 
 class Late(Event, tag="late", kw_only=True):
@@ -908,6 +945,17 @@ class Pushed(Event, tag="pushed", kw_only=True):
     """Of all its buckets."""
 
 
+class Staged(Event, tag="staged", kw_only=True):
+    """Every engine in rotation has it on its host: from now on a swap only loads it.
+
+    By: control/weights
+    Cause: `push`
+    """
+
+    version: int
+    """Which."""
+
+
 class PushSkipped(Event, tag="push.skipped", kw_only=True):
     """A version is not pushed: when its push could begin, or begin again, there was a newer one, which is pushed then.
 
@@ -958,7 +1006,7 @@ class SwapStart(Event, tag="swap.start", kw_only=True):
 
 
 class Suspend(Event, tag="suspend", kw_only=True):
-    """Engines take no new requests.
+    """Engines take no new requests: they are to load a version.
 
     By: control/fleet
     """
@@ -992,9 +1040,8 @@ class EngineSwap(Event, tag="engine.swap", kw_only=True):
     version: int
     """That it serves."""
     pull_s: float
-    """Seconds of reading the weights."""
-    exposed_s: float
-    """Seconds in which the engine did not generate."""
+    """Seconds of transfer from the store to the engine's host, hidden or not. What is exposed of it, and the load, lies
+    between `suspend` and `resume`."""
     rebuilt: int
     """KV tokens to compute again."""
     in_flight: int
@@ -1016,7 +1063,7 @@ class WeightsDamaged(Event, tag="weights.damaged", kw_only=True):
 
 
 class Resume(Event, tag="resume", kw_only=True):
-    """Engines take requests again.
+    """Engines take requests again. What lies between `suspend` and this is a swap's exposed time.
 
     By: control/fleet
     """

@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
+from rollart.config.settings import RewardSettings
+from rollart.control.env_manager import Agent
+from rollart.control.program import ProgramAgent
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
+from rollart.launch.checks import agent_class
 from rollart.launch.pools import build_affinity, engine_specs
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.types import Program
+from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
 from rollart.workers.setup import StoreSetup, WorkerSetup
 
@@ -26,10 +32,14 @@ if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
     from rollart.envs.remote import RemoteEnvHost
     from rollart.envs.service import Host
+    from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
+    from rollart.rewards.judge import JudgeRewards
     from rollart.rewards.local import LocalRewards
     from rollart.tasks.api import TaskSet
+
+    Rewards = HttpRewards | JudgeRewards | LocalRewards
 
 STORES = "stores.jsonl"
 """In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
@@ -62,13 +72,13 @@ def real_world(
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.store.open import new_store, open_store
-    from rollart.store.shm import remove_left_behind
+    from rollart.store.owner import remove_left_behind
     from rollart.tasks.load import reward_of
 
     model_path = Path(job.model.path)
     task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
-    tokenizer = ChatTokenizer(model_path)
+    tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
     where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
@@ -81,17 +91,31 @@ def real_world(
     if where.weights.type == "shm":
         remove_left_behind()
     setup = WorkerSetup(
-        job=job, out=out.absolute(), store=where, stop_tokens=tuple(tokenizer.stop_tokens), earlier=tuple(earlier)
+        job=job,
+        out=out.absolute(),
+        store=where,
+        stop_tokens=tuple(tokenizer.stop_tokens),
+        earlier=tuple(earlier),
+        carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
-    cluster, rooms = _workers(setup, task_sets, lost, trains=trains)
-    scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
+    gateway = _gateway(job)
+    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
+    scorers: list[Rewards] = []
+
+    def rewards(settings: RewardSettings, task: str) -> "Rewards":
+        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost))
+        return scorers[-1]
+
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
-    host, rewards = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, scorer)
+    played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
     async def close() -> None:
+        if gateway is not None:
+            await gateway.close()
         await rooms.close()
         await cluster.close()
-        await scorer.close()
+        for scorer in scorers:
+            await scorer.close()
         for run in [*before, store]:  # a dying trainer may still have written after the first time
             run.close()
         (out / STORES).unlink(missing_ok=True)
@@ -100,20 +124,27 @@ def real_world(
     world = World(
         cluster=cluster,
         engines=engine_specs(job),
-        host=host,
-        rewards=rewards,
+        host=played.host,
+        rewards=played.rewards,
+        task_rewards=played.task_rewards,
         tokenizer=tokenizer,
         task_sets=task_sets,
         store=store,
         journal=journal,
         affinity=build_affinity(job, shape_of(model_path), held),
+        agents=_agents(job, gateway),
         further_engines=engine_specs(job, further=True),
     )
     return RealWorld(world=world, close=close)
 
 
 def _workers(
-    setup: WorkerSetup, task_sets: "Mapping[str, TaskSet]", lost: Lost | None, *, trains: bool
+    setup: WorkerSetup,
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+    *,
+    trains: bool,
+    endpoint: Path | None,
 ) -> "tuple[Cluster, Host]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.launch import worker
@@ -133,7 +164,9 @@ def _workers(
         return on_ray, _rooms_on(on_ray, setup)
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolations = {task.name: job.isolation(task) for task in job.tasks}
-    rooms = worker.env_host(job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost)
+    rooms = worker.env_host(
+        job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost, endpoint=endpoint
+    )
     if job.cluster.type == "inline":
         from rollart.cluster.inline import InlineCluster
 
@@ -172,15 +205,51 @@ def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
     return RemoteEnvHost(launch, slots=sizes)
 
 
+def _gateway(job: Job) -> "HttpGateway | None":
+    """Listens only once an agent needs it."""
+    if not job.programs:
+        return None
+    from rollart.gateway.server import HttpGateway
+
+    return HttpGateway(host=job.endpoint.host, port=job.endpoint.port, model=Path(job.model.path).name)
+
+
+def _agents(job: Job, gateway: "HttpGateway | None") -> "dict[str, Agent]":
+    """By task, where the job names one."""
+    found: dict[str, Agent] = {}
+    for task in job.tasks:
+        if task.agent is None:
+            continue
+        if gateway is not None and task.agent.is_program:
+            program = Program(function=task.agent.function, command=task.agent.command)
+            found[task.name] = ProgramAgent(program, gateway)
+        else:
+            found[task.name] = agent_class(task.agent.use)()
+    return found
+
+
 def _rewards(
-    job: Job, functions: Mapping[str, str], decode: "Decode", log_dir: Path, lost: Lost | None
-) -> "HttpRewards | LocalRewards":
+    settings: RewardSettings,
+    task: str,
+    functions: Mapping[str, str],
+    decode: "Decode",
+    log_dir: Path,
+    lost: Lost | None,
+) -> "Rewards":
+    """Who scores: of one task, or for all tasks that have no rewards of their own."""
     from rollart.rewards.http import HttpRewards
+    from rollart.rewards.judge import JudgeRewards
     from rollart.rewards.local import LocalRewards
 
-    if job.rewards.type == "http":
-        return HttpRewards(job.rewards, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
-    return LocalRewards(job.rewards, functions, decode, log_dir, lost)
+    match settings.type:
+        case "http":
+            return HttpRewards(settings, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
+        case "judge":
+            return JudgeRewards(settings, decode, os.environ.get("ROLLART_JUDGE_TOKEN"))
+        case "local":
+            own = {task: settings.function or functions[task]} if task else functions
+            name = f"reward-{task}-{settings.label}" if task else "reward"
+            return LocalRewards(settings, own, decode, log_dir, lost, name=name)
 
 
 def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
@@ -188,5 +257,5 @@ def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     path = out / STORES
     lines = path.read_text().splitlines() if path.exists() else []
     before = [StoreSetup.model_validate_json(line) for line in lines]
-    path.write_text("".join(f"{one.model_dump_json()}\n" for one in [*before, setup]))
+    path.write_text("".join(f"{one.model_dump_json(exclude={'token'})}\n" for one in [*before, setup]))
     return before

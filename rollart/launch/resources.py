@@ -148,7 +148,12 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
     if job.weights.type == "shm" and len(hosts) > 1:
         raise JobError(
             f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
-            "files and weights.path to a directory that they share (or cluster.check to false)"
+            "files and weights.path to a directory that they share, or to tcp (or cluster.check to false)"
+        )
+    if job.weights.type == "tcp" and len(hosts) > 1 and job.weights.address.endswith(":0"):
+        raise JobError(
+            f"weights.address: {job.weights.address} is nothing that the {len(hosts)} machines of the cluster could "
+            "reach; give the address of the machine that trains and a free port, such as 10.0.0.1:7700"
         )
     lacking = [found for found in fit(demands(job, trains=trains), nodes) if found.missing]
     if lacking:

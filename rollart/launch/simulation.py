@@ -175,14 +175,17 @@ def simulated_world(
         disk,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
-    host, rewards = in_lockstep(
-        job, SimHost(slots, tasks, dice, faults), SimRewards(job.rewards, sim.reward, tasks, dice, faults)
+    played = in_lockstep(
+        job,
+        SimHost(slots, tasks, dice, faults),
+        lambda rewards, task: SimRewards(rewards, sim.reward, tasks, dice, faults),
     )
     return World(
         cluster=cluster,
         engines=engine_specs(job),
-        host=host,
-        rewards=rewards,
+        host=played.host,
+        rewards=played.rewards,
+        task_rewards=played.task_rewards,
         tokenizer=SimTokenizer(),
         task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,

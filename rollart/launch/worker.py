@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
 
     `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
     """
+    for_ranks, setup = setup, setup.on_this_machine()  # each rank finds its own machine's
+    _make_run_directory(setup)
     if setup.role == "environments":
         return _environments(setup)
     import torch
@@ -83,28 +86,41 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "engine":
             return await _engine(setup)
         case "trainer" if setup.job.train.type == "fsdp2":
-            return await _ranked_trainer(setup, trainer, ranks)
+            return await _ranked_trainer(for_ranks, trainer, ranks)
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
-            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store))
+            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store, pushes=True))
         case "rank":
             from rollart.train.fsdp2 import ShardedTrainer
             from rollart.train.ranks import AsyncRank
 
             assert setup.rank is not None
-            return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), open_store(setup.store))
+            store = open_store(setup.store, pushes=setup.rank.rank == 0)
+            return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), store)
+
+
+def _make_run_directory(setup: WorkerSetup) -> None:
+    """On the coordinator's machine it is there; on another, its path is made for what this worker writes itself."""
+    try:
+        setup.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"{setup.name}: {setup.out} cannot be made on {socket.gethostname()} ({error.strerror}); give --out a path "
+            "that every machine can write to, shared or its own"
+        ) from error
 
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
     from rollart.store.open import open_store
+    from rollart.store.prefetch import FetchAhead
 
-    job, pool, store = setup.job, setup.own_pool, open_store(setup.store)
+    job, pool = setup.job, setup.own_pool
+    store = open_store(setup.store, site=pool.site)
     assert pool.engines is not None
     if pool.engines.type == "embedded":
         from rollart.engines.embedded.engine import EmbeddedEngine
         from rollart.engines.embedded.threaded import ThreadedEngine
-        from rollart.store.prefetch import FetchAhead
 
         core = EmbeddedEngine.from_directory(
             job.model.path,
@@ -117,20 +133,19 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         ahead = FetchAhead(store)
         return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
     from rollart.engines.launch import ServerSettings, launch
-    from rollart.store.files import FileStore
 
-    assert isinstance(store, FileStore)  # `check_supported` lets no other through
     server = ServerSettings(
         engines=pool.engines,
         engine_id=setup.name,
-        model=store.initial(),
+        model=Path(job.model.path),
         context_tokens=job.model.context_tokens,
         log_dir=setup.log_dir,
         cpu=pool.hardware == "cpu",
         stop_tokens=setup.stop_tokens,
         start_s=job.limits.start_s,
+        lora=job.train.lora,
     )
-    return await launch(server, fetch=store.fetch, folder=store.folder)
+    return await launch(server, store, FetchAhead(store))
 
 
 async def _ranked_trainer(
@@ -195,10 +210,12 @@ def env_host(
     slots: int,
     log_dir: Path,
     lost: Lost | None = None,
+    endpoint: Path | None = None,
 ) -> "Host":
     """Environments on this machine: of each task in its isolation, of all in these slots.
 
-    `task_sets`: of those that run in this process. The others are loaded where they run.
+    `task_sets`: of those that run in this process. The others are loaded where they run. `endpoint`: the Unix socket
+    over which an agent in a sandbox reaches the model.
     """
     from rollart.envs.inline import InlineEnvHost
     from rollart.envs.isolated import IsolatedEnvHost
@@ -218,16 +235,18 @@ def env_host(
     for task in job.tasks:
         if isolations.get(task.name) == "sandbox":
             name = f"env-{re.sub(r'[^A-Za-z0-9._-]', '_', task.name)}"
-            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task))
+            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task, endpoint))
             hosts.append(([task.name], boxed))
     return hosts[0][1] if len(hosts) == 1 else IsolatedEnvHost(hosts)
 
 
-def _sandboxed(task: "TaskSettings") -> "Boxed":
+def _sandboxed(task: "TaskSettings", endpoint: Path | None) -> "Boxed":
     from rollart.envs.process import Boxed
     from rollart.tasks.load import code_of
 
     places = [*code_of(task.use), *map(Path, task.sandbox.read)]
+    if task.agent is not None and task.agent.is_program and endpoint is not None:
+        places += [*code_of(task.agent.function), endpoint]
     return Boxed(
         box=lambda name: Sandbox(settings=task.sandbox, read=places), wall_s=task.sandbox.wall_s, warm=task.warm
     )

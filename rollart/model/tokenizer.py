@@ -7,15 +7,18 @@ How: the template is asked for `[user, assistant with a mark, new messages]`, an
 It begins with what closes the assistant's turn, of which the model has normally sampled the first token.
 """
 
+import json
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rollart.chat import form_of, read
 from rollart.errors import JobError
-from rollart.types import NO_TOKENS, Message, Tokens
+from rollart.types import NO_TOKENS, Message, Tokens, Tool
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,6 +28,10 @@ MARK = "XROLLARTX"
 CACHE_BYTES = 64_000_000
 """Of each cache. Short tasks show the same texts again and again; a cached rendering costs a microsecond instead of
 200."""
+GENERATION = r"{%-?\s*(end)?generation\s*-?%}"
+"""Marks of transformers' own in a template, which Jinja does not know."""
+TOKENIZERS = frozenset({"bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"})
+"""What transformers gives every template."""
 ENTRY_BYTES = 500
 """What an entry takes beside its text and tokens, about."""
 
@@ -59,20 +66,33 @@ class TextCache(Generic[K, V]):
 class ChatTokenizer:
     """Renders messages to tokens and tokens to text, as the model directory says."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, template: str = "", arguments: Mapping[str, Any] | None = None) -> None:
+        """`template`: instead of the tokenizer's own, a file or the text itself; `arguments`: more that it reads."""
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
             raise JobError(f"model.path: {path} holds no tokenizer that transformers can load: {error}") from error
+        if template:
+            self._tokenizer.chat_template = _template_text(template)
         if not self._tokenizer.chat_template:
-            raise JobError(f"model.path: the tokenizer in {path} has no chat template; use an instruct model")
+            raise JobError(
+                f"model.path: the tokenizer in {path} has no chat template; use an instruct model, or give one as "
+                "model.chat_template"
+            )
+        self._arguments = dict(arguments or {})
+        if self._arguments:
+            _refuse_arguments(self._arguments, self._tokenizer.chat_template)
         closing = self._after_mark([_assistant(MARK)], add_generation_prompt=False)
         self._closing = self.encode(closing)
         if not len(self._closing):
-            raise JobError(f"model.path: the chat template in {path} does not close the assistant's turn")
-        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool], Tokens] = TextCache(CACHE_BYTES)
+            given = "model.chat_template: the template" if template else f"model.path: the chat template in {path}"
+            raise JobError(f"{given} does not close the assistant's turn; let it end what an assistant says by a token")
+        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
+            CACHE_BYTES
+        )
+        self._form = form_of(str(self._tokenizer.chat_template))
         self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
     @property
@@ -87,18 +107,21 @@ class ChatTokenizer:
         found = dict.fromkeys([turn, self._tokenizer.eos_token_id])
         return tuple(int(token) for token in found if token is not None)
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         """Tokens to append for these messages, up to and with the start of the model's answer.
 
         Where not `fresh` they follow `after`, the model's last sampled tokens (None: it ended its turn itself), and
         first close its turn where it did not. The result is shared: do not write to it.
         """
         closed = fresh or after is None or (len(after) > 0 and int(after[-1]) == self.end_of_turn)
-        key = (tuple(messages), fresh, closed)
+        key = (tuple(messages), fresh, closed, tuple(tools) if fresh else ())
         tokens = self._rendered.get(key)
         if tokens is None:
             tokens = self._render(*key)
             text = sum(len(message.role) + len(message.content) for message in key[0])
+            text += sum(len(tool.parameters) + len(tool.description) for tool in key[3])
             self._rendered.put(key, tokens, tokens.nbytes + 4 * text)
         return tokens
 
@@ -112,32 +135,43 @@ class ChatTokenizer:
             self._decoded.put(key, text, len(key) + 4 * len(text))
         return text
 
-    def _render(self, messages: tuple[Message, ...], fresh: bool, closed: bool) -> Tokens:
+    def parse(self, tokens: Tokens) -> Message:
+        """A sampled answer as a message. What is no call that can be read stays text."""
+        answer = read(self.decode(tokens), self._form)
+        return Message(role="assistant", content=answer.content, reasoning=answer.reasoning, tool_calls=answer.calls)
+
+    def _render(self, messages: tuple[Message, ...], fresh: bool, closed: bool, tools: tuple[Tool, ...]) -> Tokens:
         if fresh and not messages:
             return NO_TOKENS
-        said = [{"role": message.role, "content": message.content} for message in messages]
+        said = [_as_dict(message) for message in messages]
         if fresh:
-            tokens = self.encode(self._template(said, add_generation_prompt=True))
+            tokens = self.encode(self._template(said, add_generation_prompt=True, tools=tools))
         else:
             tokens = self.encode(self._after_mark([_assistant(MARK), *said], add_generation_prompt=True))
             tokens = tokens[1:] if closed else tokens
         tokens.flags.writeable = False
         return tokens
 
-    def _after_mark(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _after_mark(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         probe = [{"role": "user", "content": "."}, *messages]
         _, mark, after = self._template(probe, add_generation_prompt=add_generation_prompt).partition(MARK)
         if not mark:
             raise JobError("the chat template drops what the assistant said; RollArt cannot play several turns with it")
         return after
 
-    def _template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                    messages,
+                    tools=[_as_schema(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._arguments,
                 )
             )
         except TemplateError as error:
@@ -149,5 +183,69 @@ class ChatTokenizer:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def _assistant(content: str) -> dict[str, str]:
+OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""What templates read and we, or the tokenizer, fill in."""
+
+
+def _template_text(given: str) -> str:
+    """A template, or the file that holds it. Raises JobError."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if "{" not in given:
+        try:
+            given = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(
+                f"model.chat_template: {given} cannot be read ({error}); name a file of Jinja, or write the template"
+            ) from None
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", given))
+    except TemplateSyntaxError as error:
+        raise JobError(f"model.chat_template: line {error.lineno} is not Jinja ({error.message}); correct it") from None
+    return given
+
+
+def _refuse_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+    """Those that the template does not read: nothing would come of them."""
+    from jinja2 import Environment, meta
+
+    text = str(template["default"] if isinstance(template, dict) and "default" in template else template)
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", text))
+    read = meta.find_undeclared_variables(parsed)
+    for name in arguments:
+        if name in OURS:
+            raise JobError(f"model.chat_template_args.{name}: is filled in for every conversation; remove it")
+        if name not in read:
+            known = ", ".join(sorted(read - OURS - TOKENIZERS)) or "none beside the usual"
+            raise JobError(
+                f"model.chat_template_args.{name}: the chat template does not read it; it reads {known}; correct or "
+                "remove it"
+            )
+
+
+def _assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """As templates read it. A field that the message does not have is left out: some look only whether it is there."""
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        said["tool_call_id"] = message.tool_call_id
+    return said
+
+
+def _as_schema(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": function}

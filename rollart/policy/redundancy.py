@@ -1,4 +1,5 @@
-"""What becomes of a group when one of its members ends. Used by the buffer."""
+"""What becomes of a group when one of its members ends, and of those that are left when a batch is formed. Used by
+the buffer and the rollout driver."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -44,6 +45,11 @@ def judge(
     if count.under_way:
         return Verdict.WAIT
     return Verdict.READY if count.scored >= min_group_size else Verdict.FAILED
+
+
+def surplus(under_way: int, ready: int, *, bound: int, groups_per_step: int) -> int:
+    """How many of the groups under way are beyond what the batches that the bound allows can still hold."""
+    return min(under_way, max(0, under_way + ready - bound * groups_per_step))
 
 
 def backoff_s(base_s: float, tries: int, cap_s: float = 60.0) -> float:

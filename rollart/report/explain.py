@@ -1,4 +1,5 @@
-"""Why each task ran where it did: a fold over a run's events. `rollart explain`.
+"""Why each task ran where it did, and how each version of the weights got there: a fold over a run's events. `rollart
+explain`.
 
 Decisions and predictions come from the `affinity` events, what then happened from the others.
 """
@@ -10,6 +11,7 @@ import msgspec
 from rollart.events import schema
 from rollart.events.log import Fold
 from rollart.events.schema import attempt_of, task_set
+from rollart.report.weights import VersionFigures, VersionFold
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,8 @@ class Placements(msgspec.Struct, kw_only=True):
     predicted_step_s: Mapping[str, float | None] = {}
     engines: Mapping[str, int] = {}
     tasks: dict[str, TaskPlacement] = {}
+    weights: list[VersionFigures] = []
+    """Push, arrival and bytes, and what each engine pulled and exposed, of each version."""
 
 
 class Explain(Fold):
@@ -60,7 +64,9 @@ class Explain(Fold):
         self.result = Placements()
         self._task_of: dict[str, TaskPlacement] = {}
         """By attempt under way."""
-        super().__init__()
+        weights = VersionFold(keep=True)
+        self.result.weights = weights.versions
+        super().__init__(weights)
 
     def _on_run(self, event: schema.Run) -> None:
         self.result.name, self.result.clock = event.name, event.clock
@@ -120,6 +126,14 @@ def words(result: Placements) -> str:
             lines.append(f"  fallback    {count} calls: {reason}")
         if not task.fallbacks:
             lines.append("  fallback    none")
+    if result.weights:
+        lines += ["", "weights, by version, in seconds: push, arrival, GB; each engine: pull / exposed"]
+    for figures in result.weights:
+        engines = ", ".join(
+            f"{name} {one.pull_s:.2f} / {_plain(one.exposed_s)}" for name, one in figures.engines.items()
+        )
+        parts = f"{_plain(figures.push_s):>8} {_plain(figures.arrival_s):>8} {figures.bytes / 1e9:>8.3f}"
+        lines.append(f"  {figures.version:>6} {parts}  {engines}")
     return "\n".join(lines)
 
 
@@ -144,6 +158,10 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _shares(pools: Mapping[str, float]) -> str:
     return ", ".join(name if share == 1.0 else f"{name} {share:.0%}" for name, share in pools.items()) or "no pool yet"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _seconds(value: float | None) -> str:

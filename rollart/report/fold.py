@@ -13,8 +13,9 @@ from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
 from rollart.events.schema import Event, attempt_of, task_set
 from rollart.report import summary
 from rollart.report.costs import CostFold
-from rollart.report.fold_parts import EvaluationFold, Failures, RewardFold, TaskSums, WeightFold, step_times
+from rollart.report.fold_parts import EvaluationFold, Failures, RewardFold, SwapFold, TaskSums, step_times
 from rollart.report.summary import Summary
+from rollart.report.weights import VersionFold
 
 ENDS = ("trained", "stale", "failed", "surplus", "filtered", "restart")
 """How a group ends; all but the first are waste."""
@@ -32,6 +33,7 @@ class _Work:
     task: str
     evaluation: bool
     tokens: int = 0
+    turns: int = 0
     cost: float = 0.0
     prefill: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -89,11 +91,11 @@ class SummaryFold(Fold):
         """Group -> the step that trained on it. Only groups that a restart may meet again."""
         self._metrics = Metrics()
         self._evals = EvaluationFold()
-        self._weights = WeightFold(self._metrics)
+        self._weights = VersionFold()
         self._rewards = RewardFold()
         self.row: Mapping[str, float] | None = None
         """Metrics of the step that just ended. The writer of `metrics.jsonl` takes it away."""
-        super().__init__(self._evals, self._weights)
+        super().__init__(self._evals, self._weights, SwapFold(self._metrics))
 
     def read(self, event: Event) -> None:
         self._last_s = event.t
@@ -163,10 +165,15 @@ class SummaryFold(Fold):
         if work.evaluation:
             self._evaluation_cost += work.cost
             return
-        if status == "failed":
-            self._tasks[work.task].causes.add(event.reason)
-        self._statuses[status] += 1
         task = self._tasks[work.task]
+        if status == "failed":
+            task.causes.add(event.reason)
+            task.failed_at[f"{event.stage} {event.kind}".strip() or "unknown"] += 1
+        else:
+            task.admitted_lengths.add(event.tokens, event.turns)
+            task.stopped += status in ("aborted", "stale")
+        work.turns = event.turns
+        self._statuses[status] += 1
         task.cost += work.cost
         task.trajectories += 1
         if event.reward is not None:
@@ -193,6 +200,7 @@ class SummaryFold(Fold):
         self._failures.add("draw", event.task, event.reason)
         if not event.eval:
             self._tasks[event.task].causes.add(event.reason)
+            self._tasks[event.task].failed_at["draw error"] += 1
 
     def _on_late(self, event: schema.Late) -> None:
         self._late += 1
@@ -251,6 +259,9 @@ class SummaryFold(Fold):
         self._metrics.add("error/sample", Sum(len(reasons)))
         works = [work for scored in self._in_step.values() for work in scored if work.id in reasons]
         self._wasted("failed", works)
+        self._in_step = {
+            group: [work for work in scored if work.id not in reasons] for group, scored in self._in_step.items()
+        }
         self._trained_tokens -= sum(work.tokens for work in works)
         for group_id in event.groups:
             self._aside_groups[group_id] = None
@@ -265,6 +276,9 @@ class SummaryFold(Fold):
         if isinstance(event, schema.Replayed) and event.step in self._ended_steps:
             return
         self._ended_steps[event.step] = None
+        for works in self._in_step.values():
+            for work in works:
+                self._tasks[work.task].trained_lengths.add(work.tokens, work.turns)
         self._in_step.clear()
         self._steps.append(event.t - self._step_s)
         self._step_s = event.t
@@ -275,15 +289,16 @@ class SummaryFold(Fold):
         self.row = {"step": event.step, "time_s": event.t, **self._metrics.row()}
 
     def _on_reward(self, event: schema.Reward) -> None:
-        self._rewards.scored(event)
-        self._costs.reward(event)
         work = self._live.get(event.id)
+        self._rewards.scored(event)
+        self._costs.reward(event, work.task if work is not None else "")
         if work is not None:
             work.parts = event.parts
 
     def _on_reward_failed(self, event: schema.RewardFailed) -> None:
         self._rewards.failed += 1
-        self._costs.reward_failed()
+        work = self._live.get(event.id)
+        self._costs.reward_failed(event, work.task if work is not None else "")
         self._failures.add("reward", event.id, event.reason)
 
     def _on_worker_lost(self, event: schema.WorkerLost) -> None:
@@ -418,7 +433,7 @@ class SummaryFold(Fold):
                 late_results=self._late,
             ),
             pools=self._costs.pools(self._last_s),
-            weights=self._weights.row(),
+            weights=_weights(self._weights),
             reward=self._rewards.row(job, seconds),
             tasks={
                 name: task.row(ends[name], admitted=admitted[name], trained=ends[""]["trained"])
@@ -449,3 +464,14 @@ class SummaryFold(Fold):
             under_way=round(under_way, 4),
             idle=round(max(0.0, idle), 4),
         )
+
+
+def _weights(fold: VersionFold) -> summary.Weights:
+    return summary.Weights(
+        push_s=fold.push_s.value(),
+        arrival_s=fold.arrival_s.value(),
+        pull_s=fold.pull_s.value(),
+        exposed_s=fold.exposed_s.value(),
+        version_bytes=fold.bytes.value(),
+        swaps=fold.pull_s.count,
+    )

@@ -1,9 +1,10 @@
-"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long weights and rewards took.
+"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long swaps and rewards took.
 
 Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are listed.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,28 @@ def _reasons(causes: Causes) -> list[str]:
 
 
 @dataclass(slots=True)
+class LengthSums:
+    """Of some trajectories."""
+
+    count: int = 0
+    tokens: int = 0
+    turns: int = 0
+
+    def add(self, tokens: int, turns: int) -> None:
+        self.count += 1
+        self.tokens += tokens
+        self.turns += turns
+
+    @property
+    def mean_tokens(self) -> float:
+        return round(self.tokens / max(1, self.count), 1)
+
+    @property
+    def mean_turns(self) -> float:
+        return round(self.turns / max(1, self.count), 2)
+
+
+@dataclass(slots=True)
 class TaskSums:
     """What is counted for one task. `turns`, `tokens`, `prefill` and `rewards` are sums over its scored attempts."""
 
@@ -56,6 +79,11 @@ class TaskSums:
     wasted_cost: float = 0.0
     causes: Causes = field(default_factory=Causes)
     """Of its failed attempts and draws."""
+    failed_at: Counter[str] = field(default_factory=Counter)
+    """The same, by stage and kind."""
+    trained_lengths: LengthSums = field(default_factory=LengthSums)
+    admitted_lengths: LengthSums = field(default_factory=LengthSums)
+    stopped: int = 0
     with_gradient: int = 0
     state: str = "in"
     taken_out: int = 0
@@ -82,7 +110,16 @@ class TaskSums:
             taken_out=self.taken_out,
             probes=self.probes,
             out_reason=self.out_reason,
+            lengths=summary.Lengths(
+                trained_tokens=self.trained_lengths.mean_tokens,
+                admitted_tokens=self.admitted_lengths.mean_tokens,
+                trained_turns=self.trained_lengths.mean_turns,
+                admitted_turns=self.admitted_lengths.mean_turns,
+                admitted=self.admitted_lengths.count,
+                stopped=self.stopped,
+            ),
             failures=self.causes.total,
+            failed_at=dict(self.failed_at.most_common()),
             reasons=_reasons(self.causes),
         )
 
@@ -122,45 +159,19 @@ def _progress(first: Mapping[str, summary.Play], last: Mapping[str, summary.Play
     return msgspec.structs.replace(rows["sampled"], greedy=rows.get("greedy", msgspec.UNSET))
 
 
-class WeightFold(Fold):
-    """Pushes, pulls and swaps."""
+class SwapFold(Fold):
+    """How long each swap of all engines took."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._push_began: dict[int, float] = {}
-        self._pushes: list[float] = []
-        self._pulls: list[float] = []
-        self._exposed: list[float] = []
         self._swap_began = 0.0
-        self.in_flight = 0
-        """Calls that went on over a swap."""
         super().__init__()
-
-    def _on_push(self, event: schema.Push) -> None:
-        self._push_began[event.version] = event.t
-
-    def _on_pushed(self, event: schema.Pushed) -> None:
-        began_s = self._push_began.pop(event.version, None)
-        if began_s is not None:
-            self._pushes.append(event.t - began_s)
 
     def _on_swap_start(self, event: schema.SwapStart) -> None:
         self._swap_began = event.t
 
     def _on_swap_end(self, event: schema.SwapEnd) -> None:
         self._metrics.add("timing_s/swap", Last(event.t - self._swap_began))
-
-    def _on_engine_swap(self, event: schema.EngineSwap) -> None:
-        self._pulls.append(event.pull_s)
-        self._exposed.append(event.exposed_s)
-        self.in_flight += event.in_flight
-
-    def row(self) -> summary.Weights:
-        push_s, pull_s, exposed_s = (
-            round(sum(values) / len(values), 4) if values else 0.0
-            for values in (self._pushes, self._pulls, self._exposed)
-        )
-        return summary.Weights(push_s=push_s, pull_s=pull_s, exposed_s=exposed_s, swaps=len(self._exposed))
 
 
 class RewardFold:
@@ -171,13 +182,15 @@ class RewardFold:
         self._seconds = self._cold_start_s = 0.0
 
     def scored(self, event: schema.Reward) -> None:
-        self._calls += 1
-        self._seconds += event.busy_s or event.s - event.cold_s
-        self._cold_starts += event.cold_s > 0
-        self._cold_start_s += event.cold_s
+        for call in event.calls or (event,):
+            self._calls += 1
+            self._seconds += call.busy_s or call.s - call.cold_s
+            self._cold_starts += call.cold_s > 0
+            self._cold_start_s += call.cold_s
 
     def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
-        workers = job.reward_workers if job else None
+        facts = [facts for own in job.task_rewards.values() for facts in own.values()] if job else []
+        workers = (job.reward_workers or 0) + sum(each.workers or 0 for each in facts) if job else 0
         return summary.Rewards(
             type=job.rewards if job else None,
             calls=self._calls,

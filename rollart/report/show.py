@@ -45,17 +45,19 @@ def show_summary(summary: Summary, out: Path) -> None:
         "staleness": f"bound {staleness.bound}, max {staleness.max}, in steps {staleness.max_steps}",
         "wasted trajectories": waste or "none",
         "groups": f"{groups.trained} trained, {groups.lost} lost, {groups.trained_twice} trained twice",
-        "weights": f"push {weights.push_s:.1f} s, pull {weights.pull_s:.1f} s, exposed {weights.exposed_s:.1f} s",
+        "weights": f"push {weights.push_s:.1f} s, arrival {weights.arrival_s:.1f} s, pull {weights.pull_s:.1f} s, "
+        f"exposed {weights.exposed_s:.2f} s",
         "cost": f"{cost.total:.2f}, wasted {cost.wasted:.2f}, idle {cost.idle:.2f}",
     }
     _print_table(f"{summary.name} ({summary.mode}), {clock}", (), rows.items())
     _print_table(
         "tasks",
-        ("task", "pool", "trained share", "with gradient", "stale share", "reward", "turns", "sampled tokens"),
+        ("task", "pool", "trained share", "with gradient", "stale share", "reward", "turns", "tokens", "of all begun"),
         (
             (
                 name, row.pool, f"{row.trained_share:.2f} of {row.share:.2f}", _gradients(row),
-                f"{row.stale_share:.2f}", f"{row.reward:.3f}", f"{row.turns:.1f}", f"{row.sampled_tokens:.0f}",
+                f"{row.stale_share:.2f}", f"{row.reward:.3f}", f"{row.turns:.1f}", f"{row.lengths.trained_tokens:.0f}",
+                f"{row.lengths.admitted_tokens:.0f}",
             )
             for name, row in summary.tasks.items()
         ),
@@ -238,7 +240,8 @@ def _trouble(name: str, row: Task) -> list[str]:
     if row.state != "in":
         told.append(f"task {name!r} is out of the mix ({row.probes} probes): {first_line(row.out_reason)}")
     if row.failures:
-        told.append(f"task {name!r}: {row.failures} failures, most often {first_line(row.reasons[0])}")
+        where = ", ".join(f"{times} {what}" for what, times in row.failed_at.items())
+        told.append(f"task {name!r}: {row.failures} failures ({where}), most often {first_line(row.reasons[0])}")
     if row.trained and not row.with_gradient:
         told.append(
             f"task {name!r}: none of its {row.trained} trained groups carried a gradient: in each all members "

@@ -109,17 +109,22 @@ class Pool(Figures, frozen=True):
 class Weights(Figures, frozen=True):
     push_s: Seconds
     """Mean, from the begin of a push until the whole version is in the store."""
+    arrival_s: Seconds
+    """Mean, from the begin of a push until every engine in rotation has the version on its host. What is longer than
+    training and rollout is what a step takes."""
     pull_s: Seconds
-    """Mean per engine and swap: transfer, hidden or not."""
+    """Mean per engine and swap: transfer from the store to its host, hidden or not."""
     exposed_s: Seconds
-    """Mean per engine and swap: the engine stood still."""
+    """Mean per engine and swap, from `suspend` to `resume`: so long it took no requests."""
+    version_bytes: Annotated[float, Meta(title="bytes")]
+    """Mean, of all buckets of a version."""
     swaps: Annotated[int, Meta(title="swaps")]
     """Of single engines."""
 
 
 class Rewards(Figures, frozen=True):
     type: str | None
-    """`local` or `http`."""
+    """`local`, `http` or `judge`; all that the job has."""
     calls: Calls
     """That gave a score."""
     failed: Calls
@@ -133,6 +138,23 @@ class Rewards(Figures, frozen=True):
     """Sum of these starts."""
     utilisation: Share | None
     """These seconds by workers and `time_s`. Null for `http`, which has no reserved workers."""
+
+
+class Lengths(Figures, frozen=True):
+    """What spares and cancellations do to lengths: where those trained on are shorter than those admitted, long answers
+    were left out."""
+
+    trained_tokens: Annotated[float, Meta(title="tokens")]
+    """Mean of the trajectories that were trained on."""
+    admitted_tokens: Annotated[float, Meta(title="tokens")]
+    """Mean of all attempts that were begun, failed ones and those of an evaluation apart. One that we stopped (surplus,
+    stale) counts as far as it came, so this is the least that the true mean can be."""
+    trained_turns: Annotated[float, Meta(title="turns")]
+    admitted_turns: Annotated[float, Meta(title="turns")]
+    admitted: Attempts
+    """Of these means."""
+    stopped: Attempts
+    """Of `admitted`, stopped by us."""
 
 
 class Task(Figures, frozen=True):
@@ -170,8 +192,11 @@ class Task(Figures, frozen=True):
     """Tried while it was out."""
     out_reason: Text
     """While it is out: the most frequent reason, with its count."""
+    lengths: Lengths
     failures: Times
     """Attempts that ended `failed`, and draws that failed, without evaluation."""
+    failed_at: dict[Annotated[str, Meta(title="<stage> <kind>")], Times]
+    """The same by stage and kind, as the `end` event has them: `env.step timeout`. `draw error`: of a draw."""
     reasons: Texts
     """The five most frequent reasons of these, as in `failures`."""
 

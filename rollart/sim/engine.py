@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
-from rollart.errors import EngineError, RequestError
+from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.hardware import Costs, Disaggregated, Hardware, ModelShape, engine_costs
@@ -155,6 +155,7 @@ class SimEngine:
         self._held = False
         """It stands still while weights are pushed: `sim.links.blocking`."""
         self._staged_s: dict[WeightVersion, float] = {}
+        self._staging: asyncio.Future[None] | None = None
         self._waiting: deque[SimSequence] = deque()
         self._prefilling: deque[SimSequence] = deque()
         """In the batch, and not computed yet."""
@@ -233,8 +234,22 @@ class SimEngine:
 
     async def stage(self, version: WeightVersion) -> None:
         await self._alive()
-        if not self._world.blocking:
-            self._staged_s.setdefault(version, self._loop.time())
+        if self._world.blocking:
+            return
+        world, began_s = self._world, self._staged_s.setdefault(version, self._loop.time())
+        while max(self._staged_s, default=0) <= version and self.version < version:
+            try:
+                done_s = world.store.staged_s(version, world.pull, began_s)
+            except WeightError:
+                return  # the swap will say so
+            if done_s is None:
+                self._staging = world.store.next_manifest()
+                await self._staging
+            elif done_s > self._loop.time():
+                await asyncio.sleep(done_s - self._loop.time())
+            else:
+                return
+            await self._alive()
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         await self._alive()
@@ -260,9 +275,7 @@ class SimEngine:
             self._plan()
         self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
         world.log.emit(schema.Loaded(engine=self.spec.id, version=manifest.version, of=sorted(set(versions))))
-        return SwapReport(
-            version=manifest.version, pull_s=pull_s, exposed_s=self._loop.time() - began_s, rebuilt_tokens=rebuilt
-        )
+        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
 
     def hold(self, held: bool) -> None:
         """Stand still, or go on."""
@@ -283,6 +296,8 @@ class SimEngine:
             if not sequence.future.done():
                 sequence.future.set_exception(EngineError(f"{self.spec.id} died: {reason}"))
         self._active.clear()
+        if self._staging is not None and not self._staging.done():
+            self._staging.set_result(None)
         self._died(self.spec.id)
 
     def hang(self, *, fronted: bool = False) -> None:

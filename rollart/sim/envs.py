@@ -9,7 +9,7 @@ from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, Workplace
-from rollart.types import Message, Observation, Task, Tokens, TrajectoryId
+from rollart.types import Endpoint, Message, Observation, Program, Task, Tokens, Tool, TrajectoryId
 
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 
@@ -21,13 +21,18 @@ REFUSED = "refused"
 class SimTokenizer:
     """A message says how many tokens it is."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         if messages[0].role == REFUSED:
             raise JobError("the chat template refuses messages in the roles refused (simulated)")
         return _ZEROS[: int(messages[0].content)]
 
     def decode(self, tokens: Tokens) -> str:
         return ""
+
+    def parse(self, tokens: Tokens) -> Message:
+        return Message(role="assistant", content="")
 
 
 class SimTaskSet:
@@ -109,6 +114,9 @@ class SimEnv:
         if self._step >= self._turns:
             return Observation(done=True)
         return self._observe(self._dice.count(self._settings.observation_tokens, f"{name}/obs"))
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        raise EnvError("play: programs are not simulated")
 
     async def close(self) -> None:
         if self._open:

@@ -78,6 +78,7 @@ class SimStore:
         self._loop = asyncio.get_running_loop()
         self._buckets: dict[WeightVersion, dict[int, tuple[float, str]]] = {}
         self._manifests: dict[WeightVersion, WeightManifest] = {}
+        self._waiting: list[asyncio.Future[None]] = []
 
     def put(self, version: WeightVersion, position: int, bucket: Bucket) -> None:
         self._buckets.setdefault(version, {})[position] = (self._loop.time(), bucket.digest)
@@ -86,6 +87,15 @@ class SimStore:
     def commit(self, manifest: WeightManifest) -> None:
         self._manifests[manifest.version] = manifest
         self._log.emit(schema.Manifest(version=manifest.version, buckets=len(manifest.buckets)))
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def next_manifest(self) -> "asyncio.Future[None]":
+        """Done when one more version is complete."""
+        self._waiting.append(self._loop.create_future())
+        return self._waiting[-1]
 
     async def drop_before(self, version: WeightVersion) -> None:
         for old in [old for old in self._buckets if old < version]:
@@ -110,6 +120,12 @@ class SimStore:
             at_s = link.done_s(begin_s, bucket.num_bytes)
             busy_s += at_s - begin_s
         return at_s, busy_s
+
+    def staged_s(self, version: WeightVersion, link: SimLink, start_s: float) -> float | None:
+        """When an engine that began to pull at `start_s` has all of a version; None while that is not complete. Raises
+        WeightError where a bucket is lost."""
+        manifest = self._manifests.get(version)
+        return None if manifest is None else self.pull_done_s(manifest, link, start_s)[0]
 
     def read(self, manifest: WeightManifest) -> list[WeightVersion]:
         """The version each bucket's bytes are of. Raises WeightError where a digest is wrong."""

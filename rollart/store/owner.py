@@ -1,4 +1,4 @@
-"""Whose a weight store is: a lock file beside it, held for as long as its run lives.
+"""Whose a weight store is: a lock file beside it, held for as long as its run lives; and what dead runs left.
 
 The kernel lets go of a lock with the process that holds it, however that ends. Invariant: what a live run owns is not
 removed by any other; what is left of a dead one can be.
@@ -6,9 +6,13 @@ removed by any other; what is left of a dead one can be.
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
-LOCK = ".lock"
+ROOT = Path("/dev/shm")
+PREFIX = "rollart-"
+"""What the folders of runs in a host's shared memory begin with."""
+LOCK, USERS = ".lock", ".users"
 """Added to the store's name."""
 
 
@@ -45,6 +49,53 @@ def claim(store: Path) -> Claim | None:
         os.close(handle)  # its holder removed it meanwhile, so this lock protects nothing
 
 
-def left_behind(root: Path, prefix: str) -> list[Path]:
-    """The stores below `root` that have, or had, an owner."""
-    return [path.with_name(path.name.removesuffix(LOCK)) for path in sorted(root.glob(f"{prefix}*{LOCK}"))]
+def is_owned(store: Path) -> bool:
+    """Whether a live process owns it."""
+    try:
+        handle = os.open(store.with_name(store.name + LOCK), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def users_file(store: Path) -> Path:
+    """On which every process that uses a host's copy holds a shared lock."""
+    return store.with_name(store.name + USERS)
+
+
+def is_used(store: Path) -> bool:
+    """Whether a live process uses it."""
+    try:
+        handle = os.open(users_file(store), os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def remove_left_behind(root: Path = ROOT) -> None:
+    """Free the memory that runs left which were killed and never resumed. What a live run owns or uses stays."""
+    for lock in sorted(root.glob(f"{PREFIX}*{LOCK}")):
+        store = lock.with_name(lock.name.removesuffix(LOCK))
+        if not is_used(store):
+            remove_store(store)
+
+
+def remove_store(store: Path) -> None:
+    """Remove one that nobody owns."""
+    owned = claim(store)
+    if owned is not None:
+        shutil.rmtree(store, ignore_errors=True)
+        users_file(store).unlink(missing_ok=True)
+        owned.release()

@@ -1,19 +1,24 @@
 """An engine's side of staging: maps the buckets of a coming version while the trainer still pushes them.
 
-Owns: one thread, which sleeps unless a version is awaited, and the mappings of that one version. Mapping a bucket reads
-it once for its digest, so that a swap finds pages that are there and checked. Invariant: what `fetch` gives is what the
-manifest says, whatever was mapped ahead: a bucket whose digest differs (it was pushed again) is mapped anew.
+Owns: one thread, which sleeps unless a version is awaited, and the mappings of that version and of the one that was
+fetched last. Mapping a bucket reads it once for its digest, so that a swap finds pages that are there and checked.
+Invariants: what `fetch` gives is what the manifest says, whatever was mapped ahead: a file of other bytes (it was
+pushed again) is mapped anew. The files of the version fetched last stay as they are until another one is fetched, so a
+server may read them.
 """
 
 import threading
 import time
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from rollart.errors import WeightError
-from rollart.store.buckets import BucketStore, Mapped
-from rollart.types import WeightManifest, WeightVersion
+from rollart.store.buckets import BucketStore, MappedFile
+from rollart.types import Bucket, WeightManifest, WeightVersion
 
+LATE_S = 5.0
+"""How long a bucket may be missing from a version whose manifest is there, before that is left to the swap to say."""
 POLL_S = 0.01
 """How often the store is looked at while a version is awaited. Files have no portable way to call."""
 
@@ -27,20 +32,33 @@ class FetchAhead:
         """Held while a bucket is mapped: a fetch waits for the bucket under way, and no longer."""
         self._version: WeightVersion | None = None
         self._awaited = False
-        self._held: dict[str, Mapped] = {}
+        self._held: dict[str, MappedFile] = {}
+        self._wrong: set[Bucket] = set()
+        """Buckets whose bytes were not those of their digest."""
+        self._last: dict[str, Tensor] = {}
         self._spent_s: dict[WeightVersion, float] = {}
+        self._here: Future[None] = Future()
+        """Of the version that is awaited."""
+        self._missing_since_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def stage(self, version: WeightVersion) -> None:
-        """Begin to map what appears of this version, and let go of any other. Returns at once."""
+    def stage(self, version: WeightVersion) -> "Future[None]":
+        """Begin to map what appears of this version, and let go of any other. Returns at once. What it returns is done
+        when all of the version is here (a damaged or lost bucket is the swap's to find), or when it is not awaited any
+        more."""
         with self._changed:
             if self._version != version:
-                self._version, self._held, self._spent_s = version, {}, {}
+                self._version, self._held, self._wrong, self._spent_s = version, {}, set(), {}
+                self._settle()
+                self._here, self._missing_since_s = Future(), 0.0
+            if self._here.done():
+                return self._here
             self._awaited = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rollart-stage", daemon=True)
                 self._thread.start()
             self._changed.notify()
+            return self._here
 
     def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
         """The version's tensors; only what was not mapped ahead is mapped now. Raises WeightError."""
@@ -48,7 +66,9 @@ class FetchAhead:
             held = self._held if self._version == manifest.version else {}
             if self._version == manifest.version:
                 self._version, self._awaited, self._held = None, False, {}
-        return self._store.fetch(manifest, held)
+                self._settle()
+        self._last = self._store.fetch(manifest, held)
+        return self._last
 
     def spent_s(self, version: WeightVersion) -> float:
         """Seconds that went into mapping this version ahead."""
@@ -60,26 +80,46 @@ class FetchAhead:
                 self._changed.wait_for(lambda: self._awaited)
                 whole = self._map_one()
                 self._awaited = self._awaited and not whole
+                if whole:
+                    self._settle()
             if whole is None:
                 time.sleep(POLL_S)
 
+    def _settle(self) -> None:
+        if not self._here.done():
+            self._here.set_result(None)
+
     def _map_one(self) -> bool | None:
-        """Map the next bucket that is there. True when the version is whole, None when there is nothing to do yet."""
+        """Map the next bucket that is there. True when no more will come, None when there is nothing to do yet."""
         assert self._version is not None
         version, began_s = self._version, time.perf_counter()
-        for name in self._store.appeared(version):
-            if name in self._held:
-                continue
-            try:
-                self._held[name] = self._store.map_bucket(name)
-            except WeightError:
-                return None  # gone again; the swap will say so
-            self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
-            return False
+        try:
+            for bucket in self._store.appeared(version):
+                file = self._held.get(bucket.name)
+                if bucket in self._wrong or (file is not None and file.holds([bucket])):
+                    continue
+                if file is None or file.looked_at(bucket):  # or it was pushed again, with other bytes
+                    file = self._held[bucket.name] = self._store.map_file(bucket.name)
+                if file.digest(bucket) != bucket.digest:
+                    self._wrong.add(bucket)  # the swap will say so
+                self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
+                return False
+        except WeightError:
+            pass  # gone again
         try:
             manifest = self._store.manifest(version)
         except WeightError:
-            return None
+            return self._is_late()
         if manifest is None:
+            self._missing_since_s = 0.0
             return None
-        return all(bucket.name in self._held for bucket in manifest.buckets) or None
+        held = self._held
+        if all(one in self._wrong or (one.name in held and held[one.name].holds([one])) for one in manifest.buckets):
+            return True
+        return self._is_late()
+
+    def _is_late(self) -> bool | None:
+        """What its manifest names is not here, and has not been for long: True, or else None."""
+        now_s = time.monotonic()
+        self._missing_since_s = self._missing_since_s or now_s
+        return now_s - self._missing_since_s > LATE_S or None

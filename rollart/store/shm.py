@@ -8,23 +8,22 @@ import re
 from pathlib import Path
 
 from rollart.store.buckets import BucketStore
-from rollart.store.owner import left_behind
+from rollart.store.media import Memory
+from rollart.store.owner import PREFIX, ROOT
 
-ROOT = Path("/dev/shm")
-PREFIX = "rollart-"
 RUN_ID = re.compile(r"[A-Za-z0-9._+-]+")
+
+
+def folder_of(run_id: str, root: Path = ROOT) -> Path:
+    """Where the weights of a run lie in a host's shared memory."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ValueError(f"run_id: {run_id!r} is not a file name; use letters, digits, dot, dash, plus, underscore")
+    return root / f"{PREFIX}{run_id}"
 
 
 class ShmStore(BucketStore):
     """Versions of the run `run_id`, for the processes of one machine."""
 
     def __init__(self, run_id: str, bucket_bytes: int = 1 << 30, *, root: Path = ROOT) -> None:
-        if not RUN_ID.fullmatch(run_id):
-            raise ValueError(f"run_id: {run_id!r} is not a file name; use letters, digits, dot, dash, plus, underscore")
-        super().__init__(root / f"{PREFIX}{run_id}", bucket_bytes)
-
-
-def remove_left_behind(root: Path = ROOT) -> None:
-    """Free the memory that runs left which were killed and never resumed. What a live run owns stays."""
-    for directory in left_behind(root, PREFIX):
-        BucketStore(directory, 1 << 30).close()
+        directory = folder_of(run_id, root)
+        super().__init__(directory, bucket_bytes, Memory(directory))

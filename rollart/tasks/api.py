@@ -40,7 +40,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from rollart.errors import JobError
-from rollart.types import Message, Observation, Task
+from rollart.types import Message, Observation, Task, Tool
 
 Split = Literal["train", "warmup", "held_out"]
 Reward = float | Mapping[str, float]
@@ -226,6 +226,8 @@ def as_observation(value: object) -> Observation:
     for message in value.messages:
         if not isinstance(message.content, str) or not isinstance(message.role, str):
             raise ValueError(f"returned a message that is not text: {_short(message.content)}")
+    if not isinstance(value.tools, tuple) or not all(isinstance(tool, Tool) for tool in value.tools):
+        raise ValueError(f"returned tools that are {_short(value.tools)}; give a tuple of Tool")
     if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
     if not isinstance(value.info, Mapping):

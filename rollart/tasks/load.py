@@ -1,4 +1,5 @@
-"""Finds user code: task sets and reward functions named `module`, `module:name`, `file.py` or `file.py:name`.
+"""Finds user code: task sets and reward functions named `module`, `module:name`, `file.py` or `file.py:name`, and
+environments of libraries, named `library:name`.
 
 The only place where a string becomes code. Errors are JobError: they name the string and the fix.
 """
@@ -21,13 +22,32 @@ from rollart.tasks.api import Episode, Reward, TaskSet, score
 RewardFunction = Callable[[Episode], Reward]
 
 
+SCHEMES = {
+    "gymnasium": "Gymnasium",
+    "reasoning_gym": "ReasoningGym",
+    "gem": "Gem",
+    "textarena": "TextArena",
+    "verifiers": "Verifiers",
+    "openenv": "OpenEnv",
+}
+"""Libraries of environments: `gem:NAME` is the class there, made with `id=NAME`."""
+LIBRARIES = "rollart.tasks.libraries"
+
+
 def load_task_set(use: str, args: Mapping[str, Any] | None = None, *, seed: int = 0, domain: str = "") -> TaskSet:
     """The task set named by a job file's `use`, made with its `args`. `domain` is the task's name in the job (default:
     the file's)."""
-    module, name = _split(use)
-    found = _import(module, use)
-    domain = domain or found.__name__.rpartition(".")[2]
-    maker = _task_set_in(found, use) if not name else _attribute(found, name, use)
+    scheme, colon, known = use.partition(":")
+    if colon and scheme in SCHEMES:
+        maker, domain = getattr(_import(LIBRARIES, use), SCHEMES[scheme]), domain or scheme
+        if args and "id" in args:
+            raise JobError(f"tasks.args.id: is {known!r} already, in {use}; remove it")
+        args = {**(args or {}), "id": known}
+    else:
+        module, name = _split(use)
+        found = _import(module, use)
+        domain = domain or found.__name__.rpartition(".")[2]
+        maker = _task_set_in(found, use) if not name else _attribute(found, name, use)
     if isinstance(maker, TaskSet):
         if args:
             raise JobError(f"tasks.args: {use} is a task set already, and takes none; name its class, or remove them")
@@ -48,17 +68,24 @@ def load_task_set(use: str, args: Mapping[str, Any] | None = None, *, seed: int 
 
 def load_reward(use: str) -> RewardFunction:
     """The reward function named `module:function`."""
+    return load_function(use, "reward function", "score")
+
+
+def load_function(use: str, what: str = "function", example: str = "solve") -> Callable[..., Any]:
+    """The function, or class, named `module:name`. `what` it is to be, and what it could be called."""
     module, name = _split(use)
     if not name:
-        raise JobError(f"reward function {use}: say which function, as {module}:score")
+        raise JobError(f"{what} {use}: say which, as {module}:{example}")
     function = _attribute(_import(module, use), name, use)
     if not callable(function):
-        raise JobError(f"reward function {use} is a {type(function).__name__}, not a function")
+        raise JobError(f"{what} {use} is a {type(function).__name__}, not a {what.split()[-1]}")
     return function  # type: ignore[no-any-return]
 
 
 def reward_of(use: str) -> str:
     """The reward function that goes with a task set, as `module:function`: `score` in its file, or the default."""
+    if use.partition(":")[0] in SCHEMES:
+        return f"{score.__module__}:score"
     module, _ = _split(use)
     return f"{module}:score" if hasattr(_import(module, use), "score") else f"{score.__module__}:score"
 

@@ -10,7 +10,9 @@ from rollart.errors import (
     AnswerError,
     BoundaryError,
     EngineError,
+    EnvCrashed,
     EnvError,
+    EnvOverLimit,
     RequestError,
     StartAgain,
     StoreFull,
@@ -29,7 +31,10 @@ from rollart.types import (
 
 _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error
-    for error in (EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, StartAgain, EnvError)
+    for error in (
+        *(EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, StartAgain),
+        *(EnvError, EnvCrashed, EnvOverLimit),
+    )
 }
 
 

@@ -87,6 +87,8 @@ class Process:
         self.name = name
         self.start_s = 0.0
         """How long its start took; set to 0 when it has been booked."""
+        self.over_limit = False
+        """It was ended for what it used; known once it has ended."""
         self._target = target
         self._log = log_dir / f"{name}.log"
         self._log_start = 0
@@ -219,7 +221,7 @@ class Process:
         else:
             how = f"exited with status {status}"
         if self._box is not None and (over := self._box.over()):
-            how = f"{how}: {over}"
+            how, self.over_limit = f"{how}: {over}", True
         self.kill()
         words = f"its process {how}; {last_output(self._log, self._log_start)}"
         if self._lost is not None and self._started:

@@ -25,7 +25,17 @@ MIB = 1024 * 1024
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives")
 LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 OWN_TMP = "/tmp"
-HOME = {"HOME": OWN_TMP, "TMPDIR": OWN_TMP, "TEMP": OWN_TMP, "TMP": OWN_TMP, "USER": "nobody", "LOGNAME": "nobody"}
+INSIDE = "ROLLART_SANDBOX"
+"""A variable that is set inside."""
+OWN = {
+    INSIDE: "1",
+    "HOME": OWN_TMP,
+    "TMPDIR": OWN_TMP,
+    "TEMP": OWN_TMP,
+    "TMP": OWN_TMP,
+    "USER": "nobody",
+    "LOGNAME": "nobody",
+}
 FIRST_USER = 2**30
 """Users of boxes are numbered from here on: beyond all that a system gives out."""
 TRIAL_S = 20.0
@@ -43,6 +53,8 @@ class Sandbox:
     them can be connected to."""
     write: Sequence[Path] = ()
     """The same, and written, where its user may."""
+    hide: Sequence[Path] = ()
+    """Folders that are empty inside."""
     _cgroup: Cgroup | None = field(default=None, init=False)
 
     @property
@@ -56,7 +68,7 @@ class Sandbox:
         join = "".join(f'echo $$ > "{path}" && ' for path in joining)
         enter = ["sh", "-c", f'{join}exec "$@"', "sh"] if join else []
         inside = [*self._limited(), *words]
-        return [*enter, "bwrap", *self._namespaces(), *self._places(), "--", *inside], {**environment, **HOME}
+        return [*enter, "bwrap", *self._namespaces(), *self._places(), "--", *inside], {**environment, **OWN}
 
     def over(self) -> str:
         what = self._cgroup.over() if self._cgroup else ""
@@ -98,6 +110,8 @@ class Sandbox:
                         words += ["--perms", "0755", "--dir", str(above)]
                 words += [how, place, place]
                 bound.append(place)
+        for place in map(str, self.hide):
+            words += ["--tmpfs", place, "--remount-ro", place]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", OWN_TMP]
 
     def _limited(self) -> list[str]:

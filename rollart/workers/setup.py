@@ -6,9 +6,12 @@ Crosses to the worker's process once, as JSON, and is checked again there. `roll
 from pathlib import Path
 from typing import Literal, Self
 
+from pydantic import Field
+
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings, Settings, WeightSettings
 from rollart.types import EngineSpec
+from rollart.workers.carried import Carried, with_paths_here
 
 
 class StoreSetup(Settings):
@@ -20,6 +23,8 @@ class StoreSetup(Settings):
     """No other life of any run has it, on any machine."""
     model: str
     """The Hugging Face directory that published weights look like."""
+    token: str = Field(default="", repr=False)
+    """What a store that listens asks for. Made for this life of the run; it is on no disk."""
 
 
 class RankSetup(Settings):
@@ -50,12 +55,25 @@ class WorkerSetup(Settings):
     rendezvous: str = ""
     """Where a trainer's ranks meet, where they were placed for it."""
     rank: RankSetup | None = None
+    carried: tuple[Carried, ...] = ()
+    """Files that come from the coordinator's machine, where workers may be on others."""
 
     def engine(self, spec: EngineSpec) -> Self:
         return self.model_copy(update={"role": "engine", "name": spec.id, "pool": spec.pool})
 
     def environments(self, name: str, pool: str) -> Self:
         return self.model_copy(update={"role": "environments", "name": name, "pool": pool})
+
+    @property
+    def needed(self) -> list[Carried]:
+        """The files that this worker reads."""
+        return [one for one in self.carried if self.role in one.roles]
+
+    def on_this_machine(self) -> Self:
+        """With the paths of these files as this machine has them. Raises ClusterError where it has not."""
+        if not self.carried:
+            return self
+        return self.model_validate(with_paths_here(self.model_dump(mode="json", exclude={"carried"}), self.needed))
 
     @property
     def log_dir(self) -> Path:

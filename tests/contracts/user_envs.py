@@ -11,7 +11,7 @@ import pytest
 
 from rollart.errors import EnvError
 from rollart.ports import EnvHost
-from rollart.types import Task, TrajectoryId
+from rollart.types import Endpoint, Program, Task, TrajectoryId
 from tests.contracts.envs import EnvBench, EnvHostContract
 
 TASKS = str(Path(__file__).parents[1] / "envs" / "strange_tasks.py")
@@ -40,6 +40,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 ID = TrajectoryId("g0", 0, 0)
+ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
 
 
 class UserEnvHostContract(EnvHostContract):
@@ -48,6 +49,8 @@ class UserEnvHostContract(EnvHostContract):
     kind = "count"
     """The environment that the common suite plays."""
     slots = 2
+    runs_programs = True
+    """Of agents."""
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -82,6 +85,60 @@ class UserEnvHostContract(EnvHostContract):
                 await self.plays(host)
                 await self.plays(host, "async")
                 await self.plays(host, "print")
+
+        run(work)
+
+    def test_a_program_may_step_by_itself(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                for name, said, over in (("play_through", "count  1 2", True), ("play_once", "one 1", False)):
+                    env = await host.open(task("count"), ID)
+                    await env.reset()
+                    last = await env.play(Program(function=f"{TASKS}:{name}"), ENDPOINT)
+                    assert (last.messages[0].content, last.done, last.truncated) == (said, over, not over)
+                    assert last.reward == (1.0 if over else 0.5), "of all its steps"
+                    await env.close()
+
+        if self.runs_programs:
+            run(work)
+
+    def test_a_program_answers_in_the_place_of_the_model(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                env = await host.open(task("count"), ID)
+                await env.reset()
+                if not self.runs_programs:
+                    with pytest.raises(EnvError, match="not run in this process"):
+                        await env.play(Program(function=f"{TASKS}:shout"), ENDPOINT)
+                    return
+                first = await env.play(Program(function=f"{TASKS}:shout"), ENDPOINT)
+                assert first.messages[0].content == "COUNT  secret 1", "it was given what the environment said"
+                last = await env.play(Program(command=("sh", "-c", 'echo "$(cat) $OPENAI_BASE_URL"')), ENDPOINT)
+                assert (last.messages[0].content, last.done) == (f"COUNT  secret 1 {ENDPOINT.url} 2", True)
+                await env.close()
+
+        run(work)
+
+    @pytest.mark.parametrize(
+        ("program", "text"),
+        [
+            (Program(function=f"{TASKS}:mumble"), "mumble returned int; return its answer, a string"),
+            (Program(function=f"{TASKS}:leave"), "leave returned None, and made no step"),
+            (Program(function=f"{TASKS}:nobody"), "has no nobody"),
+            (Program(command=("sh", "-c", "exit 3")), "sh exited with status 3"),
+            (Program(command=("sh", "-c", "kill -9 $$")), "sh was ended by SIGKILL"),
+            (Program(command=("yes",)), "yes printed more than 1,000,000 bytes"),
+        ],
+    )
+    def test_a_program_that_fails_is_an_error(self, tmp_path: Path, program: Program, text: str) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                env = await host.open(task("count"), ID)
+                await env.reset()
+                with pytest.raises(EnvError, match=text if self.runs_programs else "not run in this process"):
+                    await env.play(program, ENDPOINT)
+                await env.close()
+                await self.plays(host)
 
         run(work)
 

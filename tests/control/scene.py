@@ -24,7 +24,7 @@ from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.launch.driver import facts
 from rollart.launch.pools import build_affinity, engine_specs
-from rollart.ports import Engine, Env, Recorder, Trainer
+from rollart.ports import Engine, Env, Recorder, RewardBackend, Trainer
 from rollart.report.audit import Audit
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.trainer import SimJournal
@@ -33,11 +33,13 @@ from rollart.types import (
     Batch,
     Bucket,
     Completion,
+    Endpoint,
     EngineSpec,
     Finish,
     GenerateRequest,
     Message,
     Observation,
+    Program,
     Score,
     SetAside,
     Span,
@@ -45,6 +47,7 @@ from rollart.types import (
     SwapReport,
     Task,
     Tokens,
+    Tool,
     Trajectory,
     TrajectoryId,
     WeightManifest,
@@ -89,7 +92,9 @@ def scene_job(**settings: Any) -> Job:
 class Words:
     """A tokenizer: one token per character, after a mark that says whether a prefix begins."""
 
-    def render(self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None) -> Tokens:
+    def render(
+        self, messages: Sequence[Message], *, fresh: bool, after: Tokens | None = None, tools: Sequence[Tool] = ()
+    ) -> Tokens:
         if any(message.role == REFUSED for message in messages):
             raise JobError(f"the chat template refuses messages in the roles {REFUSED}: it knows none such")
         assert fresh or after is not None, "what follows an answer is told the answer"
@@ -98,6 +103,9 @@ class Words:
 
     def decode(self, tokens: Tokens) -> str:
         return " ".join(str(token) for token in tokens.tolist())
+
+    def parse(self, tokens: Tokens) -> Message:
+        return Message(role="assistant", content=self.decode(tokens))
 
 
 class Tasks:
@@ -288,6 +296,9 @@ class ScriptedEnv:
             return Observation(reward=1.0, done=True)
         return self.says(f"more {self.done_turns}", reward=0.5)
 
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        raise AssertionError("no program plays here")
+
     async def close(self) -> None:
         self.scene.closed.append(str(self.trajectory))
 
@@ -357,6 +368,8 @@ class Scene:
     reset_s: float = 1.0
     step_s: float = 1.0
     reward_s: float = 0.5
+    task_rewards: dict[str, tuple[RewardBackend, ...]] = field(default_factory=dict)
+    """Of tasks that have their own."""
     turns: int = 2
     agent: Agent | None = None
     recorder: Recorder | None = None
@@ -472,12 +485,13 @@ class Scene:
             engines=engine_specs(self.job),
             host=self,
             rewards=self,
+            task_rewards=self.task_rewards,
             tokenizer=Words(),
             task_sets={task.name: Tasks(task.name, self) for task in self.job.tasks},
             store=self,
             journal=self.journal,
             affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
-            agent=self.agent,
+            agents={} if self.agent is None else {task.name: self.agent for task in self.job.tasks},
             further_engines=engine_specs(self.job, further=True),
             recorder=self.recorder,
         )

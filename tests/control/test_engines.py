@@ -29,7 +29,7 @@ from rollart.types import (
     WeightVersion,
 )
 from tests.control.invariant import check_first_invariant
-from tests.control.scene import Scene, ScriptedCluster, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
+from tests.control.scene import PUSH_S, Scene, ScriptedCluster, ScriptedEngine, ScriptedTrainer, for_ever, scene_job
 
 TWO_POOLS = [
     {"name": "fast", "hardware": "h20", "engines": {"count": 1}},
@@ -570,3 +570,22 @@ def test_an_engine_that_hangs_on_an_abort_is_found_by_the_limit() -> None:
         played = scene.play()
     assert played.finished
     assert any("no answer in 50 s" in event.reason for event in played.of(schema.EngineDown, engine="fast-0"))
+
+
+def test_one_push_repairs_a_version_for_all_engines_that_find_it_damaged() -> None:
+    """Four at once; one more while it is pushed again, and a last one that began before and is told after."""
+    pools = [{"name": "fast", "hardware": "h20", "engines": {"count": 6}}, {"name": "rooms", "slots": 64}]
+    scene = Scene(scene_job(pools=pools))
+    late = {"fast-4": 0.5 * PUSH_S, "fast-5": 4.0 * PUSH_S}
+
+    async def damaged(engine: ScriptedEngine, manifest: WeightManifest) -> None:
+        if manifest.version == 1 and len(scene.published) < 3 and scene.published.count(1) < 2:
+            await asyncio.sleep(late.get(engine.spec.id, 0.0))
+            raise WeightError("bucket 0 is damaged")
+
+    scene.on_swap = damaged
+    played = scene.play()
+    assert played.finished
+    assert not played.of(schema.EngineDown)
+    assert len(played.of(schema.WeightsDamaged, version=1)) == 6
+    assert scene.published.count(1) == 2, "the push, and one more for all of them"

@@ -279,3 +279,67 @@ def test_a_slow_start_of_an_engine_is_no_reason_to_wait_either() -> None:
     assert not played.violations
     up = played.one(schema.EngineUp)
     assert up.version >= max(event.version for event in played.of(schema.SwapEnd) if event.n < up.n)
+
+
+def test_a_swap_waits_until_the_version_is_on_every_host_and_stops_no_engine_for_that() -> None:
+    scene = slow_pushes(1.0)
+    here: dict[tuple[str, WeightVersion], float] = {}
+
+    async def slow(engine: ScriptedEngine, version: WeightVersion) -> None:
+        await asyncio.sleep(2.5 if engine.spec.id == "fast-1" else 0.5)
+        here[engine.spec.id, version] = asyncio.get_running_loop().time()
+
+    scene.on_stage = slow
+    played = scene.play()
+    assert played.finished
+    assert not played.violations
+    assert played.of(schema.EngineSwap)
+    for event in played.of(schema.SwapStart):
+        staged = played.one(schema.Staged, version=event.version)
+        began = played.one(schema.Push, version=event.version)
+        assert staged.n < event.n
+        assert staged.t == pytest.approx(began.t + 2.5), "the slower of both hosts"
+    for wave in played.of(schema.Suspend):
+        back = {
+            one.engines[0]: one.t for one in played.of(schema.Resume) if one.n > wave.n and one.t < wave.t + 2 * SWAP_S
+        }
+        exposed_s = {name: back[name] - wave.t for name in wave.engines}
+        assert exposed_s == pytest.approx(dict.fromkeys(wave.engines, SWAP_S))
+
+
+def test_engines_that_hold_a_version_nobody_swapped_to_take_a_newer_one_that_is_asked_for() -> None:
+    """The last evaluation wants the last version: it waits for no swap to the one before, which no batch asks for."""
+    scene = slow_pushes(1.0, train__steps=3, evaluation={"every": 3, "episodes": 2})
+
+    async def slow(engine: ScriptedEngine, version: WeightVersion) -> None:
+        await asyncio.sleep(20.0 if version == 2 else 0.0)
+
+    scene.on_stage = slow
+    played = scene.play()
+    assert played.finished, played.error
+    assert [event.versions for event in played.of(schema.Eval)] == [[3, 3]]
+
+
+def test_an_engine_that_hangs_while_it_stages_is_found_and_the_others_go_on() -> None:
+    """It has no requests: nobody would notice, and no version would ever arrive."""
+    pools = [
+        {"name": "fast", "hardware": "h20", "engines": {"count": 2}},
+        {"name": "idle", "hardware": "h800", "engines": {"count": 1}},
+        {"name": "rooms", "slots": 64},
+    ]
+    tasks = [{"name": "t", "group_size": 2, "max_turns": 4, "max_tokens": 8, "affinity": "fast"}]
+    scene = slow_pushes(1.0, limits__progress_s=30.0, pools=pools, tasks=tasks)
+
+    async def hangs(engine: ScriptedEngine, version: WeightVersion) -> None:
+        if engine is scene.engines["idle-0"][0] and version == 3:
+            engine.hung = True
+            await engine.well()
+
+    scene.on_stage = hangs
+    played = scene.play()
+    assert played.finished, played.error
+    down = played.one(schema.EngineDown)
+    assert down.engine == "idle-0"
+    assert "asked for its progress" in down.reason
+    assert down.t - played.one(schema.Push, version=3).t < 60
+    assert played.one(schema.EngineUp).engine == "idle-0"

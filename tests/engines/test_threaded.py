@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ def endless(**settings: Any) -> EmbeddedEngine:
 def test_many_calls_at_once_a_swap_and_an_abort() -> None:
     async def main() -> None:
         staged: list[int] = []
-        engine = ThreadedEngine(endless(), fetch=fetch, stage=staged.append)
+
+        def stage(version: int) -> Future[None]:
+            staged.append(version)
+            here: Future[None] = Future()
+            here.set_result(None)
+            return here
+
+        engine = ThreadedEngine(endless(), fetch=fetch, stage=stage)
         port: Engine = engine
         asked = [request([10, 11, 12 + i], f"s{i}/0", max_tokens=60, temperature=i % 2) for i in range(8)]
         stuck = request([20, 21], "stuck/0", max_tokens=900)

@@ -8,7 +8,7 @@ import pytest
 from rollart.config.settings import Spread
 from rollart.envs.delayed import DelayedHost, latency_s
 from rollart.sim.clock import VirtualLoop
-from rollart.types import Observation, Task, TrajectoryId
+from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 NORMAL = Spread(kind="normal", mean=10.0, sigma=3.0)
 
@@ -49,6 +49,9 @@ class _Env:
 
     async def step(self, action: str) -> Observation:
         return Observation(done=True)
+
+    async def play(self, program: Program, endpoint: Endpoint) -> Observation:
+        raise AssertionError("no program plays here")
 
     async def close(self) -> None:
         pass

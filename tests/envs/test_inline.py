@@ -10,6 +10,8 @@ from tests.contracts.user_envs import DOMAIN, TASKS, UserEnvHostContract, closin
 
 
 class TestInlineEnvHost(UserEnvHostContract):
+    runs_programs = False
+
     slots = 3
 
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:

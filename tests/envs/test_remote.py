@@ -87,6 +87,8 @@ class TestProcessesInWorkers(UserEnvHostContract):
 
 
 class TestThreadsInWorkers(UserEnvHostContract):
+    runs_programs = False
+
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots, "inline"), [slots]))
 

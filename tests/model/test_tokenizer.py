@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollart.control.render import delta
 from rollart.errors import JobError
 from rollart.model.tokenizer import ChatTokenizer
-from rollart.types import Message, Tokens
+from rollart.types import Message, Observation, Tokens, Tool
 from rollart_recipes.tiny import tiny_tokenizer
 
 CHATML = (
@@ -132,7 +133,7 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         messages = [Message(role="user", content=f"{number} " + "lake " * 500)]
         for _ in range(2):
             tokens = tokenizer.render(messages, fresh=True)
-            assert tokens.tolist() == fresh._render(tuple(messages), True, True).tolist()
+            assert tokens.tolist() == fresh._render(tuple(messages), True, True, ()).tolist()
             tokenizer.decode(tokens)
     texts = [text for text, _ in tokenizer._decoded._entries.values()]
     rows = [row for row, _ in tokenizer._rendered._entries.values()]
@@ -144,3 +145,114 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     long = [Message(role="user", content="lake " * 100_000)]
     assert tokenizer.render(long, fresh=True) is not tokenizer.render(long, fresh=True), "larger than all: not kept"
     assert tokenizer._rendered.num_bytes <= 100_000
+
+
+THINKING = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Path:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_template_of_the_jobs_own_and_its_arguments(as_file: bool, chatml: Path) -> None:
+    (chatml / "own.jinja").write_text(THINKING)
+    template = str(chatml / "own.jinja") if as_file else THINKING
+    first = [Message(role="user", content="now?")]
+    plain, own = ChatTokenizer(chatml), ChatTokenizer(chatml, template)
+    assert own.render(first, fresh=True).tolist() == plain.render(first, fresh=True).tolist()
+    without = ChatTokenizer(chatml, template, {"enable_thinking": False})
+    text = without.decode(without.render(first, fresh=True))
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
+    later = without.decode(without.render(first, fresh=False))
+    assert later.endswith("assistant\n<think>\n\n</think>\n\n"), "every answer begins so, not only the first"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "message"),
+    [
+        (THINKING, {"enable_thinkng": False}, "does not read it; it reads enable_thinking; correct or remove it"),
+        ("", {"enable_thinking": False}, "chat_template_args.enable_thinking: .* it reads none beside the usual"),
+        (THINKING, {"messages": []}, "chat_template_args.messages: is filled in for every conversation; remove it"),
+        ("{% for x %}", {}, r"model.chat_template: line 1 is not Jinja \(.*\); correct it"),
+        ("/nowhere.jinja", {}, "model.chat_template: /nowhere.jinja cannot be read .*; name a file of Jinja"),
+        ("{{ messages[-1].content }}", {}, "model.chat_template: the template does not close the assistant's turn"),
+    ],
+)
+def test_a_template_that_would_not_do_is_refused(
+    template: str, arguments: dict[str, Any], message: str, chatml: Path
+) -> None:
+    with pytest.raises(JobError, match=message):
+        ChatTokenizer(chatml, template, arguments)
+
+
+def test_a_templates_mark_of_what_was_generated_is_known(chatml: Path) -> None:
+    prompt = "{% if add_generation_prompt %}"
+    marked = THINKING.replace(prompt, "{% generation %}{% endgeneration %}" + prompt)
+    assert ChatTokenizer(chatml, marked, {"enable_thinking": True}).end_of_turn == ChatTokenizer(chatml).end_of_turn
+
+
+# --- tools: two families of templates, in our own words -------------------------------------------------------------
+
+HERMES = """\
+{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}\
+{{ '\\nCall as <tool_call>{}</tool_call><|im_end|>\\n' }}{% endif %}\
+{% for message in messages %}\
+{% if message.role == 'tool' %}\
+{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}\
+{{ '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}\
+{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}\
+{% else %}{{ '<|im_start|>' + message.role + '\\n' }}\
+{% if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}\
+{{ message.content }}\
+{% for call in message.tool_calls or [] %}\
+{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}\
+{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}\
+{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA = """\
+{%- for message in messages %}\
+{% if message.role == 'tool' %}{{ '<|im_start|>ipython\\n' + message.content + '<|im_end|>' }}\
+{% elif message.tool_calls %}\
+{% set call = message.tool_calls[0].function %}\
+{{ '<|im_start|>assistant\\n{"name": "' + call.name + '", "parameters": ' }}\
+{{ call.arguments | tojson }}{{ '}<|im_end|>' }}\
+{% else %}{{ '<|im_start|>' + message.role + '\\n' }}\
+{% if tools and loop.first %}{{ 'You may call (<|python_tag|>):' }}\
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}\
+{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+ADD = Tool(name="add", description="Add.", parameters='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+SAID = {
+    HERMES: '<think>\ntwo\n</think>\n\nso\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    LLAMA: '{"name": "add", "parameters": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
+def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template: str, tmp_path: Path) -> None:
+    fast: Any = chatml_tokenizer()
+    fast.chat_template = template
+    fast.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    ask = Observation(messages=(Message(role="user", content="1?"),), tools=(ADD,))
+    first, fresh = delta(tokenizer, ask, None)
+    assert fresh
+    assert '"name": "add"' in tokenizer.decode(first)
+    assert '"name": "add"' not in tokenizer.decode(tokenizer.render(ask.messages, fresh=True)), "not without tools"
+
+    sampled = np.append(tokenizer.encode(SAID[template]), tokenizer.end_of_turn).astype(np.int32)
+    answer = tokenizer.parse(sampled)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
+    assert (answer.content, answer.reasoning) == (("so", "two") if template == HERMES else ("", ""))
+
+    results = tuple(Message(role="tool", content=text, tool_call_id="call_0") for text in ("2", "3"))
+    after = tokenizer.render(results, fresh=False, after=sampled)
+    whole = tokenizer.render((*ask.messages, answer, *results), fresh=True, tools=(ADD,))
+    assert [*first, *sampled, *after] == whole.tolist(), "as if the whole conversation were rendered at once"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollart.policy.redundancy import Count, Verdict, backoff_s, judge
+from rollart.policy.redundancy import Count, Verdict, backoff_s, judge, surplus
 from rollart.types import Status
 
 D, F, S, A, T = Status.DONE, Status.FAILED, Status.STALE, Status.ABORTED, Status.TRUNCATED
@@ -32,6 +32,14 @@ TABLE = [
 def test_verdicts(status: Status, scored: int, under_way: int, left: int, fresh: bool, verdict: Verdict) -> None:
     found = judge(status, Count(scored, under_way), group_size=4, min_group_size=2, attempts_left=left, fresh=fresh)
     assert found is verdict
+
+
+@pytest.mark.parametrize(
+    ("under_way", "ready", "bound", "expected"),
+    [(3, 2, 0, 3), (0, 2, 0, 0), (5, 0, 1, 1), (4, 0, 1, 0), (4, 2, 1, 2), (1, 6, 1, 1), (9, 0, 2, 1), (2, 0, 2, 0)],
+)
+def test_what_no_batch_can_use_is_surplus(under_way: int, ready: int, bound: int, expected: int) -> None:
+    assert surplus(under_way, ready, bound=bound, groups_per_step=4) == expected
 
 
 def test_pauses_double_up_to_the_cap() -> None:

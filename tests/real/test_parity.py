@@ -73,8 +73,10 @@ def test_engine_and_trainer_agree_before_and_after_a_swap(model: Path, tmp_path:
             first = await trainer.train_step(batch(0, old))
             assert first.metrics["perf/sampled_tokens"] == sum(int(sample.mask.sum()) for sample in old) > 100
             assert first.metrics["actor/logprob_diff_max"] < SAME
-            await engine.stage(1)
-            report = await engine.swap(await trainer.publish(1))
+            staged = asyncio.ensure_future(engine.stage(1))
+            manifest = await trainer.publish(1)
+            await staged
+            report = await engine.swap(manifest)
             assert report.version == 1
             new = await played(engine, "b")
             assert versions(new) == {1}

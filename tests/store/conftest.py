@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("torch") and find_spec("transformers") else ["test_*.py"]
+NEEDED = ("torch", "transformers", "xxhash", "aiohttp")
+
+collect_ignore_glob = [] if all(find_spec(name) for name in NEEDED) else ["test_*.py"]

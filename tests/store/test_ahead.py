@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rollart.errors import WeightError
-from rollart.store.buckets import Mapped
+from rollart.store.buckets import MappedFile
 from rollart.store.prefetch import POLL_S, FetchAhead
 from rollart.store.shm import ShmStore
-from rollart.types import WeightManifest, WeightVersion
+from rollart.types import Bucket, WeightManifest, WeightVersion
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -36,15 +36,15 @@ class Counting(ShmStore):
     looks = 0
     """How often somebody asked what has appeared."""
 
-    def appeared(self, version: WeightVersion) -> list[str]:
+    def appeared(self, version: WeightVersion) -> tuple[Bucket, ...]:
         self.looks += 1
         return super().appeared(version)
 
-    def map_bucket(self, name: str) -> Mapped:
+    def map_file(self, name: str) -> MappedFile:
         (self.late if self.fetching else self.early).append(name)
-        return super().map_bucket(name)
+        return super().map_file(name)
 
-    def fetch(self, manifest: WeightManifest, ahead: "dict[str, Mapped] | None" = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def fetch(self, manifest: WeightManifest, ahead: "dict[str, MappedFile] | None" = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
         self.fetching = True
         try:
             return super().fetch(manifest, ahead)
@@ -86,7 +86,8 @@ def test_what_is_staged_is_mapped_when_it_appears_and_the_swap_maps_nothing(coun
 
 def test_a_part_that_was_there_is_used_and_the_rest_is_fetched_by_the_swap(counting: Counting) -> None:
     manifest = counting.push(1, weights(1))
-    held = {name: counting.map_bucket(name) for name in [manifest.buckets[0].name]}
+    held = {name: counting.map_file(name) for name in [manifest.buckets[0].name]}
+    held[manifest.buckets[0].name].digest(manifest.buckets[0])
     assert is_version(counting.fetch(manifest, held), 1)
     assert counting.late == [bucket.name for bucket in manifest.buckets[1:]]
 

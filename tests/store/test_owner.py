@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from rollart.errors import WeightError
 from rollart.store import buckets
 from rollart.store.files import FileStore
 from rollart.store.open import new_store
-from rollart.store.shm import ShmStore, remove_left_behind
+from rollart.store.owner import remove_left_behind
+from rollart.store.shm import ShmStore
 
 WEIGHTS = {"w": torch.arange(6.0)}
 
@@ -94,17 +96,17 @@ class LateFile:
     """A network file system that shows a bucket, or all of it, only at the n-th look."""
 
     def __init__(self, store: FileStore, looks: int, short: bool) -> None:
-        self.seen = store.map_bucket
+        self.seen = store.map_file
         self.looks = looks
         self.short = short
 
-    def map_bucket(self, name: str) -> buckets.Mapped:
+    def map_file(self, name: str) -> buckets.MappedFile:
         self.looks -= 1
         found = self.seen(name)
         if self.looks < 0:
             return found
         if self.short:
-            return buckets.Mapped({}, 0, "crc32:00000000")
+            return buckets.MappedFile(np.zeros(0, np.uint8))
         raise WeightError(f"weight bucket {name}: missing")
 
 
@@ -134,7 +136,7 @@ def test_a_bucket_that_is_not_seen_yet_is_waited_for(
 ) -> None:
     store = FileStore(tmp_path / "weights", patience_s=1000.0)
     manifest = store.push(1, WEIGHTS)
-    monkeypatch.setattr(store, "map_bucket", LateFile(store, 3, short).map_bucket)
+    monkeypatch.setattr(store, "map_file", LateFile(store, 3, short).map_file)
     assert torch.equal(store.fetch(manifest)["w"], WEIGHTS["w"])
     assert clock.slept == [0.01, 0.02, 0.04]
 

@@ -122,13 +122,13 @@ class EmbeddedEngine:
 
         JobError for a model that would be computed wrongly: see `rollart.engines.embedded.steps`.
         """
-        prove_steps_architecture(AutoConfig.from_pretrained(path))
+        prove_steps_architecture(AutoConfig.from_pretrained(path), max_context)
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
+        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device), max_context)
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
         engine = cls(
@@ -209,7 +209,6 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def swap(self, version: WeightVersion, weights: Mapping[str, Tensor]) -> SwapReport:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
-        started = time.perf_counter()
         self._drain()
         load_weights_(self._model, weights)
         self._backend.refresh()
@@ -226,7 +225,7 @@ class EmbeddedEngine:
             self.kv.drop_parked()
         else:
             self.kv.clear()
-        return SwapReport(version=version, exposed_s=time.perf_counter() - started, rebuilt_tokens=rebuilt)
+        return SwapReport(version=version, rebuilt_tokens=rebuilt)
 
     # --- one step
 

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ from rollart.types import Completion, GenerateRequest, SwapReport, WeightManifes
 
 Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
 """Gets a version's tensors, by name, from wherever the manifest says they are. Raises WeightError."""
-Stage = Callable[[WeightVersion], None]
-"""Begins to fetch a coming version. Returns at once."""
+Stage = Callable[[WeightVersion], "Future[None]"]
+"""Begins to fetch a coming version; done when it is here. Returns at once."""
 Spent = Callable[[WeightVersion], float]
 """Seconds that went into fetching a version before its swap."""
 
@@ -84,7 +85,7 @@ class ThreadedEngine:
     async def stage(self, version: WeightVersion) -> None:
         if self._stage is not None:
             with boundary(WeightError, "engine.stage"):
-                self._stage(version)
+                await asyncio.wrap_future(self._stage(version))
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         started = time.perf_counter()

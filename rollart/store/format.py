@@ -1,0 +1,106 @@
+"""The files that weights are kept in: safetensors, laid out by us so that they can be written and read in place.
+
+The library's writer wants all tensors beside a whole copy of them, and its reader opens files by itself, out of sight
+of our locks. The format is a small one: eight bytes that say how long a JSON header is, the header, the bytes of all
+tensors without a gap. Whatever reads safetensors reads these. Invariant: every tensor begins at a multiple of its
+item's size.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollart.store.digests import CHUNK_BYTES
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LENGTH = struct.Struct("<Q")
+ALIGNED = 64
+"""The tensors' bytes begin at a multiple of this."""
+
+Bytes = npt.NDArray[np.uint8]
+"""One dimension."""
+
+
+def laid_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """What a file of these tensors begins with, and the tensors in the order in which their bytes follow."""
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # as safetensors does: then all are aligned
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"{name}: weights of {tensor.dtype} cannot be written as safetensors")
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(LENGTH.size + len(header)) % ALIGNED)
+    return LENGTH.pack(len(header)) + header, [tensors[name] for name in order]
+
+
+def sliced(
+    head: bytes, tensors: Sequence[Tensor], bucket_bytes: int
+) -> Iterator[tuple[int, Iterator[tuple[int, Bytes]]]]:
+    """The bytes of a file, bucket by bucket: where each begins, and its bytes in pieces that a processor's cache can
+    hold, each with its place in the file. A file is one bucket unless its tensors are larger than that."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    limit = bucket_bytes if num_bytes > bucket_bytes else len(head) + num_bytes
+    for number, parts in groupby(_pieces(head, tensors, limit), lambda part: part[0] // limit):
+        yield number * limit, parts
+
+
+def _pieces(head: bytes, tensors: Sequence[Tensor], limit: int) -> Iterator[tuple[int, Bytes]]:
+    """None crosses a multiple of `limit`."""
+    at = 0
+    for raw in (np.frombuffer(head, dtype=np.uint8), *map(_raw, tensors)):
+        done = 0
+        while done < len(raw):
+            size = min(CHUNK_BYTES, len(raw) - done, limit - at % limit)
+            yield at, raw[done : done + size]
+            at, done = at + size, done + size
+
+
+def _raw(tensor: Tensor) -> Bytes:
+    raw: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def tensors_of(raw: Bytes) -> dict[str, Tensor]:
+    """The tensors of a file, as views of it. Raises ValueError where it is no such file."""
+    if len(raw) < LENGTH.size:
+        raise ValueError("it ends before its header")
+    start = LENGTH.size + LENGTH.unpack(raw[: LENGTH.size].tobytes())[0]
+    if start > len(raw):
+        raise ValueError("it ends within its header")
+    entries: dict[str, Any] = json.loads(raw[LENGTH.size : start].tobytes())
+    entries.pop("__metadata__", None)
+    whole = torch.from_numpy(raw)
+    found: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        found[name] = whole[start + begin : start + end].view(dtype).view(entry["shape"])
+    return found

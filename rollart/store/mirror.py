@@ -1,0 +1,237 @@
+"""Brings a run's weights from elsewhere to this host, bucket by bucket while they are pushed. No torch.
+
+Owns: `directory`, this host's copy, which looks like any store's folder (`index.py`): engines here map it. A bucket is
+named in the copy's index when all its bytes are here and its digest is right; the manifest comes last. Versions that
+were dropped at the source are dropped here; one that was pushed again is fetched again. What a mirror that was killed
+had brought here, the next one goes on with. Where the weights come from is a `Source`: `tcp.py`, `mooncake.py`.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rollart.errors import WeightError
+from rollart.store.digests import digest_of
+from rollart.store.index import (
+    INDEX,
+    MANIFEST,
+    MANIFESTS,
+    WEIGHTS,
+    Found,
+    Writer,
+    drop_before,
+    folder_name,
+    read_index,
+    versions_in,
+    void,
+)
+from rollart.store.media import Bytes, Memory
+from rollart.types import Bucket, WeightVersion
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+"""How it goes: bytes that came, and what is wrong. Rewritten while something happens."""
+STATE_S = 0.25
+RETRY_S = 0.2
+"""After trouble; doubled up to ten times of it."""
+
+
+class Change(NamedTuple):
+    """What is new of one version."""
+
+    push: str
+    buckets: tuple[Bucket, ...]
+    """That the asker did not have."""
+    sizes: Mapping[str, int]
+    """Of the files, by name."""
+    others: Sequence[str]
+    """The small files, where all of the version is there: its manifest is among them."""
+
+
+class News(NamedTuple):
+    """What has changed at the source."""
+
+    versions: Sequence[WeightVersion]
+    changed: Mapping[WeightVersion, Change]
+    closed: bool = False
+    """The run is over."""
+
+
+Have = dict[WeightVersion, tuple[str, int, bool]]
+"""By version: its push, how many of its buckets are here, and whether all of it."""
+
+Came = Callable[[int], None]
+"""Told how many bytes have come, from any thread."""
+
+
+class Source(Protocol):
+    """Where weights come from. Raises OSError where it cannot be reached, WeightError for what it does not have."""
+
+    def news(self, have: Have) -> News:
+        """Waits some seconds until there is something new."""
+
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
+        """Fetch a bucket's bytes; says how many have come, as they do."""
+
+    def small(self, version: WeightVersion, name: str) -> bytes:
+        """A small file, whole."""
+
+    def close(self) -> None: ...
+
+
+class State(NamedTuple):
+    """How a mirror does."""
+
+    bytes: int = 0
+    trouble: str = ""
+
+
+def read_state(directory: Path) -> State:
+    """What the mirror of this copy says."""
+    try:
+        return State(**json.loads((directory / STATE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return State()
+
+
+class Mirror:
+    """Follows a source. `run` in a thread of its own."""
+
+    def __init__(self, directory: Path, source: Source) -> None:
+        self._directory = directory
+        self._source = source
+        self._memory = Memory(directory)
+        self._writers: dict[WeightVersion, Writer] = {}
+        self._whole: set[WeightVersion] = set()
+        self.stopped = threading.Event()
+        self.received_bytes = 0
+        self._counting = threading.Lock()
+        self._trouble = ""
+        self._noted_s = 0.0
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for version in versions_in(directory):
+            folder = directory / folder_name(version)
+            if (found := read_index(folder)) is not None:
+                self._writers[version] = Writer(folder, found)
+                if (folder / MANIFEST).exists():
+                    self._whole.add(version)
+
+    def run(self) -> None:
+        """Until the source says that the run is over, or `stopped`."""
+        try:
+            self._run()
+        finally:
+            self._source.close()
+
+    def _run(self) -> None:
+        wait_s = RETRY_S
+        while not self.stopped.is_set():
+            try:
+                news = self._source.news(self._have())
+                if news.closed:
+                    return
+                self._follow(news)
+            except (OSError, WeightError) as error:
+                self._note(f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error))
+                self.stopped.wait(wait_s)
+                wait_s = min(2 * wait_s, 10 * RETRY_S)
+            else:
+                wait_s = RETRY_S
+                self._note("")
+
+    def coming(self, push: str) -> bool:
+        """Whether it will have all of this push, if nothing happens."""
+        return any(writer.push == push and at not in self._whole for at, writer in list(self._writers.items()))
+
+    def _have(self) -> Have:
+        """What is here. An engine that finds a version damaged removes its index: it is brought again."""
+        for version in [at for at in self._writers if not (self._directory / folder_name(at) / INDEX).exists()]:
+            del self._writers[version]
+            self._whole.discard(version)
+        return {at: (one.push, len(one.buckets), at in self._whole) for at, one in self._writers.items()}
+
+    def _follow(self, news: News) -> None:
+        if news.versions:
+            self._drop(news.versions)
+        failed: OSError | WeightError | None = None
+        for version in sorted(news.changed):
+            try:
+                self._bring(version, news.changed[version])
+            except (OSError, WeightError) as error:
+                failed = failed or error  # one that is gone does not keep the next from coming
+        if failed is not None:
+            raise failed
+
+    def _drop(self, versions: Sequence[WeightVersion]) -> None:
+        drop_before(self._directory, self._memory, min(versions))
+        for version in [version for version in self._writers if version not in versions]:
+            folder = self._directory / folder_name(version)
+            void(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            del self._writers[version]
+            self._whole.discard(version)
+
+    def _bring(self, version: WeightVersion, change: Change) -> None:
+        folder = self._directory / folder_name(version)
+        writer = self._writers.get(version)
+        if writer is None or writer.push != change.push:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._whole.discard(version)
+            void(folder)
+            self._memory.retire(sorted(folder.glob(WEIGHTS)), forget=False)
+            writer = self._writers[version] = Writer(folder, Found(change.push, ()))
+        for bucket in change.buckets:
+            if self.stopped.is_set():
+                return
+            into = self._place(bucket, change.sizes[Path(bucket.name).name])
+            self._source.read(change.push, bucket, into, self._came)
+            found = digest_of(into)
+            if found != bucket.digest:
+                raise WeightError(f"weight bucket {bucket.name}: came damaged, digest {found}")
+            writer.add(bucket)
+        if change.others and version not in self._whole:
+            self._finish(version, folder, writer, change.others)
+
+    def _place(self, bucket: Bucket, num_bytes: int) -> Bytes:
+        path = self._directory / bucket.name
+        fits = bucket.start and path.exists() and path.stat().st_size == num_bytes
+        raw = self._memory.opened(path) if fits else self._memory.create(path, num_bytes)
+        return raw[bucket.start : bucket.start + bucket.num_bytes]
+
+    def _finish(self, version: WeightVersion, folder: Path, writer: Writer, others: Sequence[str]) -> None:
+        """The small files, and last the manifest."""
+        for name in others:
+            if name not in (INDEX, MANIFEST):
+                (folder / name).write_bytes(self._source.small(version, name))
+        manifest = MANIFESTS.validate_json(self._source.small(version, MANIFEST))
+        if manifest.buckets != tuple(writer.buckets):
+            raise WeightError(f"version {version}: its manifest names other buckets than came; it was pushed again")
+        writer.complete(manifest)
+        self._whole.add(version)
+
+    def _came(self, num_bytes: int) -> None:
+        with self._counting:
+            self.received_bytes += num_bytes
+            self._note("")
+
+    def _note(self, trouble: str) -> None:
+        """For engines that wait, and for people."""
+        if trouble and trouble != self._trouble:
+            log.warning("weights: %s", trouble)
+        now_s = time.monotonic()
+        if trouble == self._trouble and now_s - self._noted_s < STATE_S:
+            return
+        self._trouble, self._noted_s = trouble, now_s
+        hidden = self._directory / f".{STATE}"
+        try:
+            hidden.write_text(json.dumps({"bytes": self.received_bytes, "trouble": trouble}))
+            os.replace(hidden, self._directory / STATE)
+        except OSError:
+            pass  # it is for information

@@ -1,0 +1,124 @@
+"""A package as a small project: its files without its tests, written somewhere, and its tests run on it.
+
+Files come from where the package is installed. Compiled files go along, with the times they were compiled at: a first
+import then compiles what was changed, and no more.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from rollart.config.settings import SandboxSettings
+from rollart.errors import JobError
+from rollart.workers.sandbox import INSIDE, Sandbox, missing
+from rollart.workers.variables import for_children
+
+RUN_S = 60.0
+"""Longest run of tests."""
+HIDDEN_LIMITS = SandboxSettings(memory_mb=1024, processes=32, cpu_s=RUN_S, tmp_mb=64)
+PYTEST = (
+    "-q",
+    "-x",
+    "--tb=short",
+    "--no-header",
+    "-p",
+    "no:cacheprovider",
+    "-c",
+    os.devnull,
+    "--import-mode=importlib",
+)
+
+
+class File(NamedTuple):
+    """One file of a package."""
+
+    data: bytes
+    time_ns: int
+
+
+class Ran(NamedTuple):
+    """A run of tests."""
+
+    passed: bool
+    said: str
+
+
+@functools.cache
+def site_of(package: str) -> Path:
+    """The folder that the package is installed in. Raises JobError."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise JobError(f"code_repair plays with {package}, which is not installed: pip install 'rollart[repair]'")
+    return Path(spec.submodule_search_locations[0]).absolute().parent
+
+
+@functools.cache
+def package_files(package: str) -> Mapping[str, File]:
+    """By path, such as `toolz/itertoolz.py`: what of it is no test, and what was compiled of that."""
+    site = site_of(package)
+    found = {}
+    for path in sorted((site / package).rglob("*")):
+        if path.suffix in (".py", ".pyc") and "tests" not in path.parts and path.name != "conftest.py":
+            found[str(PurePosixPath(path.relative_to(site)))] = File(path.read_bytes(), path.stat().st_mtime_ns)
+    return found
+
+
+def write_project(folder: Path, package: str, changed: Mapping[str, str]) -> None:
+    """The package below this folder, with these files as they are now."""
+    for name, file in package_files(package).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in changed:
+            path.write_text(changed[name])
+        else:
+            path.write_bytes(file.data)
+            os.utime(path, ns=(file.time_ns, file.time_ns))
+
+
+def test_file(package: str, name: str) -> str:
+    return (site_of(package) / name).read_text()
+
+
+def run_tests(project: Path, tests: Path, only: str = "", *, package: str = "") -> Ran:
+    """These tests, on the package in this folder. Inside a sandbox as they are; elsewhere in a new one, where the
+    package is found nowhere else."""
+    words = [sys.executable, "-m", "pytest", *PYTEST, f"{tests}::{only}" if only else str(tests)]
+    paths = os.pathsep.join([str(project), *(path or os.getcwd() for path in sys.path)])
+    environment = {**for_children(os.environ, ()), "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if INSIDE in os.environ:
+        return _run(words, {**environment, "PYTHONDONTWRITEBYTECODE": ""}, project)
+    if why := missing():
+        raise JobError(f"code_repair runs what a model wrote in a sandbox, which {why}")
+    box = Sandbox(settings=HIDDEN_LIMITS, read=[project, tests], hide=[site_of(package) / package])
+    words, environment = box.command(words, environment)
+    try:
+        return _run(words, environment, None)
+    finally:
+        box.remove()
+
+
+def _run(words: list[str], environment: Mapping[str, str], folder: Path | None) -> Ran:
+    with subprocess.Popen(
+        words,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as run:
+        try:
+            said, _ = run.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            said = f"the tests did not end within {RUN_S:g} s".encode()
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(run.pid, signal.SIGKILL)
+    return Ran(run.returncode == 0, said.decode(errors="replace"))

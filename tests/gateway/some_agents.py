@@ -1,0 +1,102 @@
+"""Agents as people have them: they know OpenAI's client and nothing of us. And some that nobody would want."""
+
+import os
+import threading
+import time
+import urllib.request
+from typing import Any
+
+from tests.gateway.talk_tasks import LAST, SURE
+
+
+def solve(question: str) -> str:
+    """The conversation of talk_tasks, with the official client."""
+    from openai import OpenAI
+
+    with OpenAI() as client:
+        messages: list[Any] = [{"role": "user", "content": question}]
+        for turn in range(2):
+            choice = client.chat.completions.create(model="any", messages=messages).choices[0]
+            messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": SURE}]
+            assert turn == 0 or choice.message.content is not None
+        return f"{LAST}{choice.message.content}"
+
+
+def solve_in_a_box(question: str) -> str:
+    """First it looks around for a network, and for other sockets."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        try:
+            there.connect(("192.0.2.1", 53))
+            raise AssertionError("there is a way out")
+        except OSError:
+            pass
+    found = [place for place in os.listdir("/tmp") if not place.startswith("rollart-endpoint-")]
+    assert not found, found
+    return solve(question)
+
+
+async def solve_streaming(question: str) -> str:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI() as client:
+        stream = await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": question}], stream=True
+        )
+        words = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    return LAST + "".join(words)
+
+
+def solve_with_pydantic_ai(question: str) -> str:
+    """An agent of a framework, with a tool, as its documentation has it."""
+    from pydantic_ai import Agent
+
+    agent = Agent(f"openai-chat:{os.environ['OPENAI_MODEL']}", system_prompt="Add.")
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    return LAST + agent.run_sync(question).output
+
+
+def dies(question: str) -> str:
+    _post("{}")
+    os._exit(3)
+
+
+def raises(question: str) -> str:
+    raise KeyError("tool")
+
+
+def hangs(question: str) -> str:
+    while True:
+        time.sleep(60)
+
+
+def floods(question: str) -> str:
+    """From many threads, with nonsense, as fast as it can."""
+
+    def flood() -> None:
+        while True:
+            _post('{"messages": []}')
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    return ""
+
+
+def _post(body: str) -> None:
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        data=body.encode(),
+        headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    try:
+        urllib.request.urlopen(request, timeout=60).read()
+    except OSError:
+        return

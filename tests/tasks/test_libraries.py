@@ -1,0 +1,261 @@
+"""Environments of libraries, with the real packages: those that are light, here and in another interpreter."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.cli import main
+from rollart.envs.process import ProcessEnvHost
+from rollart.errors import EnvError, JobError
+from rollart.tasks.api import TaskSet, as_observation, text_of
+from rollart.tasks.check import check_task
+from rollart.tasks.libraries import GUESTS, Guest
+from rollart.tasks.load import load_task_set
+from rollart.types import Observation, TrajectoryId
+from tests.contracts.tasks import TaskSetContract
+from tests.tasks.libraries import interpreter_like_ours
+
+STRANGE = """
+import os, time
+import gymnasium
+
+class Strange(gymnasium.Env):
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+    def reset(self, seed=None, options=None):
+        print("noise on stdout"); os.write(1, b"more noise\\n")
+        return f"seed {seed}", {}
+    def step(self, action):
+        if action == "exit": os._exit(3)
+        if action == "crash": os.abort()
+        if action == "hang": time.sleep(600)
+        if action == "raise": raise KeyError("x")
+        if action == "pid": return str(os.getpid()), 0.0, False, False, {}
+        return f"said {action}", 0.5, action == "end", False, {}
+
+gymnasium.register("Strange-v0", Strange)
+"""
+USE = "gymnasium:strange_module:Strange-v0"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("gymnasium")
+    made = interpreter_like_ours(tmp_path_factory.mktemp("other") / "venv", {"strange_module": STRANGE})
+    yield str(made)
+    GUESTS.end()
+
+
+def opened(use: str, **args: Any) -> tuple[TaskSet, Any]:
+    task_set = load_task_set(use, args, seed=1)
+    task_set.prepare()
+    return task_set, task_set.environment(task_set.task(0))
+
+
+def played(env: Any, *actions: str) -> list[Observation]:
+    seen = [as_observation(env.reset()), *(as_observation(env.step(action)) for action in actions)]
+    env.close()
+    return seen
+
+
+LAKE = {"is_slippery": False, "actions": ["left", "down", "right", "up"]}
+WAY = ("Down", "I go down", "right", "not left, but right", "down", "right")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_gymnasium_is_drawn_and_its_actions_have_names(elsewhere: bool, python: str) -> None:
+    args = {**LAKE, "python": python} if elsewhere else LAKE
+    _, env = opened("gymnasium:FrozenLake-v1", **args)
+    seen = played(env, *WAY)
+    assert text_of(seen[0]) == "Answer with one of: left, down, right, up.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert text_of(seen[1]).endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert [one.reward for one in seen] == [0.0] * 6 + [1.0]
+    assert [one.done for one in seen] == [False] * 6 + [True]
+
+
+def test_an_answer_without_an_action_is_told_so_and_does_not_go_on_for_ever() -> None:
+    _, env = opened("gymnasium:CliffWalking-v1", instruction="Say 0 to 3.")
+    seen = played(env, *["what?"] * 10)
+    assert {text_of(one) for one in seen[1:]} == {"Say 0 to 3."}
+    assert [one.truncated for one in seen] == [False] * 10 + [True]
+
+
+def test_seeds_tell_environments_apart_and_colours_are_written_down() -> None:
+    tasks = load_task_set("gymnasium:Taxi-v4", {}, seed=0)
+    first = [text_of(as_observation(env.reset())) for env in (tasks.environment(tasks.task(n)) for n in (0, 0, 1))]
+    assert first[0] == first[1] != first[2]
+    assert "(magenta)" in first[0]
+    assert "\x1b" not in first[0]
+
+
+def test_reasoning_gym_asks_and_scores(python: str) -> None:
+    tasks, env = opened("reasoning_gym:chain_sum", min_terms=2, max_terms=2, python=python)
+    task = tasks.task(0)
+    assert played(env, tasks.scripted(task, [], None))[-1] == Observation(reward=1.0, done=True)  # type: ignore[arg-type]
+    assert check_task("reasoning_gym:chain_sum", {"min_terms": 3}).findings == []
+    assert task.payload["question"].count("+") + task.payload["question"].count("-") == 1
+
+
+@pytest.mark.parametrize(
+    ("use", "args", "message"),
+    [
+        ("gymnasium:Nope-v1", {}, "tasks.use: gymnasium:Nope-v1 cannot be opened: Environment `Nope` doesn't exist"),
+        ("gymnasium:Pendulum-v1", {}, "only Discrete and Text can be said by a model: write a task file"),
+        ("gymnasium:FrozenLake-v1", {"actions": ["up"]}, "it has 4 actions, and `actions` names 1"),
+        ("gymnasium:FrozenLake-v1", {"actions": "up"}, "tasks.args.actions: 'up' does not fit"),
+        ("gymnasium:FrozenLake-v1", {"slippery": False}, "unexpected keyword argument 'slippery'"),
+        (
+            "gymnasium:FrozenLake-v1",
+            {"python": "/nowhere/python"},
+            "tasks.args.python: /nowhere/python is not a program",
+        ),
+        ("gymnasium:FrozenLake-v1", {"id": "x"}, "tasks.args.id: is 'FrozenLake-v1' already"),
+        ("reasoning_gym:nope", {}, "tasks.use: reasoning_gym:nope cannot be reset (Dataset 'nope' not registered)"),
+        (
+            "openenv:http://127.0.0.1:9",
+            {"fields": 1},
+            "tasks.args.fields: openenv:http://127.0.0.1:9 has no such argument",
+        ),
+    ],
+)
+def test_what_cannot_be_opened_is_said(use: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError) as raised:
+        load_task_set(use, args).prepare()
+    assert message in str(raised.value)
+
+
+def test_a_library_that_is_not_there_is_named_with_both_ways_out() -> None:
+    if importlib.util.find_spec("gem") is not None:
+        pytest.skip("gem is installed here")
+    with pytest.raises(JobError, match=r"needs gem: .*pip install .*\[gem\].*; or, .*args: {python: "):
+        load_task_set("gem:game:GuessTheNumber-v0-easy").prepare()
+
+
+# --- another interpreter ------------------------------------------------------------------------------------------
+
+
+def test_it_is_another_process_that_is_used_again_and_what_is_printed_is_no_answer(python: str) -> None:
+    tasks, env = opened(USE, python=python)
+    seen = played(env, "pid", "end")
+    assert text_of(seen[0]) == f"seed {tasks.task(0).payload['seed']}"
+    assert (seen[-1].reward, seen[-1].done) == (0.5, True)
+    assert int(text_of(seen[1])) != os.getpid()
+    assert text_of(played(tasks.environment(tasks.task(1)), "pid", "end")[1]) == text_of(seen[1])
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [("exit", "exited with status 3"), ("crash", "was ended by SIGABRT"), ("raise", "KeyError: 'x'")],
+)
+def test_its_end_is_that_attempts_failure_only(action: str, words: str, python: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with hosted(python, tmp_path) as (host, tasks):
+            env = await host.open(tasks.task(0), TrajectoryId("g", 0, 0))
+            await env.reset()
+            with pytest.raises(EnvError, match=words):
+                await env.step(action)
+            await env.close()
+            again = await host.open(tasks.task(1), TrajectoryId("g", 1, 0))
+            assert text_of(await again.reset()) == f"seed {tasks.task(1).payload['seed']}"
+            assert text_of(await again.step("hello")) == "said hello"
+            await again.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_hangs_is_gone_when_its_step_is_given_up(python: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with hosted(python, tmp_path) as (host, tasks):
+            env = await host.open(tasks.task(0), TrajectoryId("g", 0, 0))
+            await env.reset()
+            pid = int(text_of(await env.step("pid")))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await env.step("hang")
+            await env.close()
+            for _ in range(100):
+                if not is_running(pid):
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise AssertionError("it still runs")
+            other = await host.open(tasks.task(1), TrajectoryId("g", 1, 0))
+            assert text_of(await other.reset()).startswith("seed")
+            await other.close()
+
+    asyncio.run(run())
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+@asynccontextmanager
+async def hosted(python: str, tmp_path: Path) -> AsyncIterator[tuple[ProcessEnvHost, TaskSet]]:
+    args = {"python": python}
+    host = ProcessEnvHost({"d": USE}, args={"d": args}, slots=1, log_dir=tmp_path / "logs")
+    try:
+        yield host, load_task_set(USE, args, domain="d")
+    finally:
+        await host.close()
+
+
+def test_it_ends_with_its_parent_even_where_it_hangs(python: str) -> None:
+    guest = Guest(python)
+    guest.ask("open", "gymnasium", "strange_module:Strange-v0", {})
+    guest.ask("ask", "reset", [0])
+    process = guest._process
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([99, "ask", ["step", ["hang"]]]) + "\n")
+    process.stdin.flush()
+    time.sleep(0.3)
+    process.stdin.close()  # as when its parent dies
+    assert process.wait(10) == 0
+    guest.end()
+
+
+class TestLibraryTasks(TaskSetContract):
+    def tasks(self, seed: int = 0) -> TaskSet:
+        return load_task_set("gymnasium:FrozenLake-v1", {}, seed=seed, domain="a")
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+def test_envs_lists_what_is_installed_here_and_there(python: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "--json"]) == 0
+    here = json.loads(capsys.readouterr().out)
+    assert set(here) == {"gymnasium", "reasoning_gym", "gem", "textarena", "verifiers", "openenv"}
+    assert "FrozenLake-v1" in here["gymnasium"]["names"]
+    assert "chain_sum" in here["reasoning_gym"]["names"]
+    assert main(["envs", "--python", python]) == 0
+    assert "  gymnasium:FrozenLake-v1\n" in capsys.readouterr().out
+
+
+def test_play_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(WAY)
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    words = ["is_slippery=false", "actions=[left, down, right, up]"]
+    assert main(["play", "gymnasium:FrozenLake-v1", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("done after 6 turns, reward 1\n")
+    assert "[S]FFF\nFHFH" in said
+
+    def end() -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert main(["play", "rollart.tasks.guess_number", "--json", "--held-out"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert (out["status"], out["reward"], out["task"]["id"]) == ("truncated", 0.0, "guess_number/held_out/0")
+    assert main(["play", "rollart.tasks.guess_number", "highest=3"]) == 2
+    assert "it takes no arguments" in capsys.readouterr().err
