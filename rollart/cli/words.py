@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         "model",
         help="make a model directory",
         description="tiny: a small Qwen3 with its tokenizer, warmed up here. smollm2: the real SmolLM2-135M-Instruct.",
-        epilog="Example: rollart model tiny models/tiny",
+        epilog="Examples: rollart model tiny models/tiny; rollart model tiny models/mine --task my_task.py",
     )
     model.add_argument("what", choices=["tiny", "smollm2"])
     model.add_argument("directory", type=Path)
@@ -142,6 +142,14 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--as-long-as", type=Path, metavar="RUN", help="with --go-on-from: for the seconds that run trained"
+    )
+    model.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        metavar="TASK",
+        help="tiny: warm it up on this task instead of the quick start's: JOB.yaml (all its tasks), JOB.yaml:NAME, or "
+        "what `use` takes; may be given several times",
     )
     model.add_argument("--head-size", type=_count, help="tiny: vLLM on a CPU needs 32; default 24")
     model.set_defaults(run="makes.model")
