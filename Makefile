@@ -18,7 +18,7 @@ setup: $(STAMP)  ## Make .venv and install rollart, what training needs, and the
 # Runs again only when pyproject.toml changed.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,agents,logging]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,tasks,rewards,lambda,agents,logging]'
 	@touch $@
 
 test: setup  ## Lint, check types, run the fast tests with coverage

@@ -1,4 +1,13 @@
-"""Shapes of models that the GPU benchmarks build with random weights, and what the card can do at most."""
+"""Shapes of models that the GPU benchmarks build with random weights, and what the card can do at most.
+
+    python benchmarks/gpu_shapes.py 8b models/8b --tokenizer models/smollm2
+
+writes a model directory of such a shape, for whole jobs, with the tokenizer of another.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -24,8 +33,12 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500},
     },
+    "wide": {
+        **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 151_936},
+    },
 }
-TIED = frozenset({"0.6b", "4b", "small"})
+TIED = frozenset({"0.6b", "4b", "small", "wide"})
 
 
 def build(shape: str, device: str, dtype: torch.dtype, positions: int = 40_960) -> PreTrainedModel:
@@ -61,3 +74,22 @@ def active_parameters(model: PreTrainedModel) -> int:
     if experts:
         total -= experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts
     return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a model directory")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    model = build(options.shape, options.device, torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(options.folder, max_shard_size="4GB")
+    for file in options.tokenizer.iterdir():
+        if "token" in file.name or "template" in file.name:
+            shutil.copy(file, options.folder)
+
+
+if __name__ == "__main__":
+    main()

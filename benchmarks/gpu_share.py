@@ -4,14 +4,18 @@
 
 Two processes do the same kinds of work: `read` (a sum over 4 GB, as decoding reads weights and caches) and `matrix`
 (bfloat16 products of 8,192 x 8,192). First one alone, then the other, then both at the same time: first reading beside
-multiplying, then the other way round, then both reading. At the end both run a kernel that notes, for every program of
-it, its multiprocessor and when it began and ended by the device's own clock. With `--shares` they run under MPS with
-these shares (`pools.engines.share`), without it as plain processes, which take turns.
+multiplying, then the other way round, then both reading. At the end each alone, and then both, run a kernel that notes,
+for every program of it, its multiprocessor and when it began and ended by the device's own clock: on multiprocessors of
+its own it takes as long beside the other as alone. (The numbers of multiprocessors are those that a process sees.)
+
+With `--shares` they run under MPS with these shares (`pools.engines.share`), without it as plain processes, which take
+turns.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SECONDS = 1.0
 PHASES = [("read", ""), ("matrix", ""), ("", "read"), ("", "matrix"), ("read", "matrix"), ("matrix", "read")]
-PHASES += [("read", "read"), ("trace", "trace")]
+PHASES += [("read", "read"), ("trace", ""), ("", "trace"), ("trace", "trace")]
 """What the first and the second process do at the same time."""
 READY_S = 14.0
 """From the start of the processes to the first phase."""
@@ -61,13 +65,21 @@ def compare(shares: list[float] | None) -> dict[str, Any]:
         finally:
             if mps is not None:
                 mps.close()
-    traces = [side.pop("trace") for side in found]
-    return {"shares": shares, "phases": phases(found), "multiprocessors": overlap(*traces)}
+    alone, both = zip(*(side.pop("traces") for side in found), strict=True)
+    return {
+        "shares": shares,
+        "phases": phases(found),
+        "multiprocessors": overlap(*both),
+        "kernel_ms": {
+            "alone": [kernel_ms(trace["spans_ns"]) for trace in alone],
+            "both": [kernel_ms(trace["spans_ns"]) for trace in both],
+        },
+    }
 
 
 def phases(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for number, names in enumerate(PHASES[:-1]):
+    for number, names in enumerate(phase for phase in PHASES if "trace" not in phase):
         rates = [side["rates"][number] for side in found]
         rows.append({"first": names[0], "second": names[1], "first_rate": rates[0], "second_rate": rates[1]})
     return rows
@@ -82,10 +94,13 @@ def overlap(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "first": len(own),
         "second": len(other),
         "both": len(own & other),
-        "time_both_run_of_the_shorter": round(
-            both_ns / min(covered(first["spans_ns"]), covered(second["spans_ns"])), 3
-        ),
+        "time_both_run_of_the_shorter": round(both_ns / min(ran_ns), 3),
     }
+
+
+def kernel_ms(spans: list[list[int]]) -> float:
+    """Of the median kernel."""
+    return round(statistics.median(end - begin for begin, end in spans) / 1e6, 3)
 
 
 def covered(spans: list[list[int]]) -> int:
@@ -118,12 +133,14 @@ def work(side: int, begin: float) -> dict[str, Any]:
     if time.time() > begin:
         raise RuntimeError("the processes started too slowly; raise READY_S")
     rates: list[float | None] = []
+    traces: list[dict[str, Any]] = []
     for number, names in enumerate(PHASES):
         start = begin + number * (SECONDS + 0.3)
         time.sleep(max(0.0, start - time.time()))
         name = names[side]
         if name == "trace":
-            return {"rates": rates, "trace": trace()}
+            traces.append(trace())
+            continue
         if not name:
             rates.append(None)
             continue
@@ -135,7 +152,7 @@ def work(side: int, begin: float) -> dict[str, Any]:
             torch.cuda.synchronize()
             done += 4
         rates.append(round(done * tera / (time.perf_counter() - began), 2))
-    raise AssertionError("the last phase is the trace")
+    return {"rates": rates, "traces": traces}
 
 
 def tracer(device: Any) -> Any:

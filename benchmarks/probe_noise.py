@@ -30,6 +30,7 @@ from rollart.engines.launch import AnyServer, ServerSettings, launch
 from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.model.network import load_model, named_weights, probe
 from rollart.store.files import FileStore
+from rollart.store.prefetch import FetchAhead
 from rollart.types import Probe
 
 CONTEXT_TOKENS = 256
@@ -56,12 +57,12 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settings = ServerSettings(
         engines=EngineSettings(type="vllm", dtype=asked.dtype, max_batch=32),
         engine_id="noise",
-        model=store.initial(),
+        model=Path(asked.model),
         context_tokens=CONTEXT_TOKENS,
         log_dir=folder,
         cpu=not torch.cuda.is_available(),
     )
-    engine = await launch(settings, fetch=store.fetch, folder=store.folder)
+    engine = await launch(settings, store, FetchAhead(store))
     expected: list[Probe] = []
     answers: list[list[float]] = []
     try:
@@ -69,9 +70,9 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for version in range(1, asked.swaps + 2):
             move(model, asked.move, version)
             weights, said = published(model, asked.trainer)
-            store.push(version, weights)
+            await server.stage(engine._files.of(store.push(version, weights)), version)
             await server.halt()
-            await server.load(store.folder(version), version)
+            await server.load(version)
             await server.resume()
             expected.append(said)
             answers.append(await answer_of(server, expected[-1]))

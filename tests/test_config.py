@@ -81,16 +81,17 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("pool name twice", ["pools.1.name=compute"], "pools.1.name:", "give each its own name"),
     ("unknown hardware", ["pools.0.hardware=h80"], "pools.0.hardware:", "did you mean 'h800'?"),
     ("unknown train pool", ["train.pool=comput"], "train.pool:", "did you mean 'compute'?"),
-    ("http without url", ["rewards.type=http"], "rewards.url:", "as url: http://127.0.0.1:8080"),
-    ("local with url", ["rewards.url=http://a"], "rewards.url:", "only with rewards.type http"),
-    ("concurrency of local rewards", ["rewards.concurrency=8"], "rewards.concurrency:", "only with rewards.type http"),
+    ("http without url", ["rewards.type=http"], "rewards.url:", "needs an address, such as http://127.0.0.1:8080"),
+    ("local with url", ["rewards.url=http://a"], "rewards.url:", "only with type http or judge"),
+    ("concurrency of local rewards", ["rewards.concurrency=8"], "rewards.concurrency:", "only with type http or judge"),
     (
         "workers of http rewards",
         ["rewards={type: http, url: 'http://a', workers: 8}"],
         "rewards.workers:",
-        "only with rewards.type local",
+        "only with type local",
     ),
-    ("no such store", ["weights.type=mooncake"], "weights.type:", "set weights.type to tcp"),
+    ("no master", ["weights.type=mooncake"], "weights.master:", "as master: 10.0.0.1:50051"),
+    ("master of shared memory", ["weights.master=a:1"], "weights.master:", "only with weights.type mooncake"),
     ("address of shared memory", ["weights.address=a:1"], "weights.address:", "only with weights.type tcp"),
     ("site without a network", ["pools.0.site=a"], "pools.0.site:", "only with weights.type tcp, and engines"),
     ("address without a port", ["weights={type: tcp, address: a}"], "weights.address:", "match"),
@@ -505,3 +506,13 @@ def test_an_agent_is_a_class_or_a_program_and_its_file_is_beside_the_job(tmp_pat
     assert [task.name for task in program.programs] == [program.tasks[0].name]
     assert program.tasks[0].agent is not None
     assert program.tasks[0].agent.function == f"{Path.cwd()}/mine.py:solve"
+
+
+def test_a_chat_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    found = load(
+        tmp_path, text=JOB + "model: {chat_template: own.jinja, chat_template_args: {enable_thinking: false}}\n"
+    )
+    assert found.model.chat_template == str(tmp_path / "own.jinja")
+    assert found.model.chat_template_args == {"enable_thinking": False}
+    text = load(tmp_path, text=JOB + "model: {chat_template: '{{ messages }}'}\n").model.chat_template
+    assert text == "{{ messages }}"

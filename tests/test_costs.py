@@ -157,7 +157,7 @@ def test_rewards_have_a_price(rewards: dict[str, Any], price: float) -> None:
 
 def test_a_price_that_nothing_reads_is_refused() -> None:
     with pytest.raises(
-        JobError, match=r"^rewards\.call_cost: has an effect only with rewards\.type http: local workers are"
+        JobError, match=r"^rewards\.call_cost: has an effect only with type http or judge: local workers are"
     ):
         build_job({**RAW, "rewards": {"call_cost": 1.0}})
 

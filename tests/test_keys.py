@@ -34,7 +34,16 @@ Reads = dict[str, set[str]]
 """Key -> who read it, as `module.function`."""
 
 REAL_ONLY = (
-    *("model.path", "tasks.N.use", "tasks.N.args", "tasks.N.latency", "pools.N.resource", "pools.N.slots_per_worker"),
+    *(
+        "model.path",
+        "model.chat_template",
+        "model.chat_template_args",
+        "tasks.N.use",
+        "tasks.N.args",
+        "tasks.N.latency",
+        "pools.N.resource",
+        "pools.N.slots_per_worker",
+    ),
     *(
         "pools.N.isolation",
         "tasks.N.isolation",
@@ -43,6 +52,7 @@ REAL_ONLY = (
         "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
+        "rewards.hedge",
         "tasks.N.environment",
         "tasks.N.agent",
         "endpoint",
@@ -51,6 +61,12 @@ REAL_ONLY = (
         "weights.path",
         "weights.address",
         "weights.bind",
+        "weights.delta",
+        "weights.master",
+        "weights.metadata",
+        "weights.protocol",
+        "weights.devices",
+        "weights.segment_mb",
         "pools.N.site",
         "cluster",
     ),
@@ -314,6 +330,7 @@ REAL: dict[str, dict[str, Any]] = {
     "http rewards": {"rewards": HTTP},
     "files": {"weights": {"type": "files"}},
     "tcp": {"weights": {"type": "tcp"}},
+    "mooncake": {"weights": {"type": "mooncake", "master": "127.0.0.1:9"}},
     "fsdp2": {"train": {"steps": 2, "type": "fsdp2", "gpus": 2}},
     "vllm": VLLM,
     "vllm, prefill apart": {**VLLM, "pools.0.engines": {"type": "vllm", "prefill": {}}},

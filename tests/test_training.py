@@ -47,8 +47,21 @@ JOB = {
         ({"train": {"type": "single", "gpus": 2}}, "train.gpus"),
         ({"train": {"cores": [4096]}}, "train.cores"),
         ({"pools": [{"name": "cpu", "engines": {"cores": [4096]}, "slots": 8}]}, "pools.cpu.engines.cores"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]}, "weights.type"),
-        ({"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]}, "weights.type"),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}], "train": {"lora": {}}},
+            "train.lora",
+        ),
+        (
+            {
+                "pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}],
+                "train": {"lora": {}},
+            },
+            "pools.cpu.engines.keep_kv",
+        ),
+        (
+            {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True, "prefill": {}}, "slots": 8}]},
+            "pools.cpu.engines.keep_kv",
+        ),
         (
             {
                 "pools": [
@@ -56,7 +69,7 @@ JOB = {
                     {"name": "environments", "slots": 8},
                 ]
             },
-            "pools",
+            "tasks.0.isolation",
         ),
     ],
 )
@@ -104,7 +117,9 @@ def test_an_agent_that_cannot_play_is_refused_before_the_run(
         {"train": {"type": "fsdp2", "gpus": 2}},
         {"weights": {"type": "files"}},
         {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}]},
-        {"weights": {"type": "files"}, "pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}], "train": {"lora": {}}},
     ],
 )
 def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
@@ -120,7 +135,7 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
         ),
         (
             {"type": "sglang", "keep_kv": True},
-            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded",
+            r"^pools\.0\.engines\.keep_kv: has an effect only with engines\.type embedded or vllm",
         ),
         (
             {"type": "vllm", "step_tokens": 64},

@@ -106,7 +106,7 @@ def _compared(before: Any, after: Any, key: str, rule: Acts | Fixed) -> Iterator
 
 def _by_name(value: Any) -> Mapping[str, BaseModel] | None:
     """The items of a list of settings that have names."""
-    if isinstance(value, tuple) and value and all(hasattr(item, "name") for item in value):
+    if isinstance(value, tuple) and value and all(getattr(item, "name", None) for item in value):
         return {item.name: item for item in value}
     return None
 

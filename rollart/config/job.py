@@ -75,6 +75,16 @@ class Job(settings.Settings):
         return own.open_s or all_tasks.open_s, own.reset_s or all_tasks.reset_s, own.step_s or all_tasks.step_s
 
     @property
+    def asked_rewards(self) -> dict[str, settings.RewardSettings]:
+        """The rewards that tasks have, by where they stand in the job; those that nobody asks for left out."""
+        own = {
+            f"tasks.{position}.rewards.{number}": reward
+            for position, task in enumerate(self.tasks)
+            for number, reward in enumerate(task.rewards)
+        }
+        return own if all(task.rewards for task in self.tasks) else {"rewards": self.rewards, **own}
+
+    @property
     def programs(self) -> tuple[settings.TaskSettings, ...]:
         """The tasks whose agents reach the model over the endpoint."""
         return tuple(task for task in self.tasks if task.agent is not None and task.agent.is_program)
@@ -168,6 +178,10 @@ def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[
             f"{key}.{cut}: vllm engines (pool {on_vllm[0]!r}) give log-probabilities of what it leaves, and training "
             "needs those of the whole distribution; remove it, or use embedded or sglang engines"
         )
+    labels = [reward.label for reward in task.rewards]
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            yield f"{key}.rewards.{number}.name: {label!r} is used twice; give each reward a name of its own"
     if task.agent is not None and task.agent.is_program and job.rollout.stepping == "batched":
         yield (
             f"{key}.agent: a program has a pace of its own, and rollout.stepping batched holds environments in step; "

@@ -1,8 +1,8 @@
 """Which keys of a job name something on disk, and from where a relative path counts.
 
-A key says it in its type, as `Place`, `Program`, `Code` or `Arguments`. A job file's paths are relative to the file, an
-override's to the current directory; a job that was read holds absolute paths only, and so does the one in a run
-directory.
+A key says it in its type, as `Place`, `Program`, `Code`, `Template` or `Arguments`. A job file's paths are relative to
+the file, an override's to the current directory; a job that was read holds absolute paths only, and so does the one in
+a run directory.
 """
 
 import os
@@ -23,6 +23,8 @@ class OnDisk(Enum):
     """A path where it has a slash; else looked up as the shell would."""
     CODE = "module or path"
     """A path where it names a `.py` file, with or without `:name`."""
+    TEMPLATE = "path or text"
+    """A path where it has no bracket in it, which every template has."""
     ARGUMENT = "mapping"
     """Any values of a task set's own. A text below it is a path where it begins with `./`, `../` or `~/`, or is one
     word that ends like the file of a task or of a dataset."""
@@ -37,6 +39,7 @@ class OnDisk(Enum):
             OnDisk.PLACE: bool(text),
             OnDisk.PROGRAM: "/" in text,
             OnDisk.CODE: text.endswith(".py"),
+            OnDisk.TEMPLATE: bool(text) and "{" not in text,
             OnDisk.ARGUMENT: bool(ARGUMENT_PATH.fullmatch(text)),
         }[self]
         return os.path.abspath(base / os.path.expanduser(text)) + name if is_path else text + name
@@ -47,6 +50,7 @@ ARGUMENT_PATH = re.compile(r"(\.\.?|~)/.*|[^\s{}:]+\.(py|jsonl|csv|tsv|parquet)"
 Place = Annotated[str, OnDisk.PLACE]
 Program = Annotated[str, OnDisk.PROGRAM]
 Code = Annotated[str, OnDisk.CODE]
+Template = Annotated[str, OnDisk.TEMPLATE]
 Arguments = Annotated[dict[str, Any], OnDisk.ARGUMENT]
 
 

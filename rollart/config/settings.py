@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, OnDisk, Place, Program
+from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -92,7 +92,81 @@ class ModelSettings(Settings):
     """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`."""
+    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    chat_template: Template = ""
+    """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
+    are saved keep their tokenizer's own. Not read by `rollart sim`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
+    does not read is refused. Not read by `rollart sim`."""
+
+
+class RewardSettings(Settings):
+    """Where rewards are computed."""
+
+    type: Literal["local", "http", "judge"] = "local"
+    """`local`: functions in processes here. `http`: one behind a URL, such as a serverless function. `judge`: a frozen
+    model behind an OpenAI-compatible endpoint."""
+    url: str | None = None
+    """For `http`: the function's address; `lambda://NAME` is an AWS Lambda function (region and credentials as AWS's
+    tools find them), `fc://HOST/PATH` the HTTPS trigger of Alibaba's Function Compute. For `judge`: the endpoint's, up
+    to `/v1`."""
+    function: Code | None = None
+    """For `local`, in `tasks.N.rewards`: the function, as `module:function` or `file.py:function`. Default: `score` of
+    the task's own file, or else the sum of what its environment gave."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """In `tasks.N.rewards`: what its share is called among the parts of the reward. Default: its type."""
+    weight: float = 1.0
+    """In `tasks.N.rewards`: what it is multiplied with before several are summed."""
+    model: str | None = None
+    """For `judge`: the model's name there."""
+    rubric: str | None = None
+    """For `judge`: what a good answer is, in words. The judge grades from 0 to 10; the reward is that by 10."""
+    votes: Count = 1
+    """For `judge`: how often it is asked about each episode; the mean counts, and how far they lie apart is the part
+    `spread`. Above 1 it is asked at temperature 1, else at 0."""
+    environment: Anytime[tuple[Variable, ...]] = ()
+    """For `local`: names of environment variables that reward functions may see, beside those that every program needs.
+    Not read by `rollart sim`."""
+    workers: Count = 4
+    """For `local`: processes (in `rollart sim`: dedicated devices)."""
+    concurrency: Count = 256
+    """For `http` and `judge`: calls under way at a time. `http`: halved when the platform says that it is too much
+    (429, 503, or no answer), and raised again by what goes well."""
+    hedge: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """For `http`: a call that takes longer than this share of the last 256 did is asked a second time beside the first,
+    and the first answer counts: 0.95 costs 5 % more calls, and cuts the tail. Default: never. Not read by
+    `rollart sim`."""
+    timeout_s: Positive = 30.0
+    retries: Annotated[int, Field(ge=0)] = 3
+    backoff_s: NonNegative = 0.5
+    """Wait before the first retry; doubled each time."""
+    cost: NonNegative = 0.0
+    """Price of an hour, in the unit of `pools.cost`: `local`, of one worker, reserved for the whole run; `http`, of one
+    running function, its cold starts included."""
+    call_cost: NonNegative = 0.0
+    """For `http` and `judge`: price of one call, failed ones included."""
+
+    @property
+    def at_once(self) -> int:
+        """Calls under way at a time."""
+        return self.workers if self.type == "local" else self.concurrency
+
+    @property
+    def label(self) -> str:
+        return self.name or self.type
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.type != "local" and not self.url:
+            example = "http://127.0.0.1:8080" if self.type == "http" else "http://127.0.0.1:8000/v1"
+            raise ValueError(f".url: type {self.type} needs an address, such as {example}")
+        for key in ("model", "rubric") if self.type == "judge" else ():
+            if not getattr(self, key):
+                raise ValueError(f".{key}: missing; a judge needs a model and a rubric")
+        if not self.weight:
+            raise ValueError(".weight: 0 makes nothing of the reward; give another number, or remove the reward")
+        return self
 
 
 class AgentSettings(Settings):
@@ -102,7 +176,8 @@ class AgentSettings(Settings):
     """A class, `module:name` or `file.py:name`, with `async def play(self, session)`. It runs in the coordinator."""
     function: Code = ""
     """A function, `module:name` or `file.py:name`, of any agent library. It is given what the environment says, as
-    text, calls the model with an OpenAI client, and returns its answer. It runs where the environment does."""
+    text, calls the model with an OpenAI client, and returns its answer. Where it has a second parameter, that is a
+    function with which it steps the environment itself. It runs where the environment does."""
     command: tuple[str, ...] = ()
     """A program and its arguments: it reads what the environment says from its standard input, calls the model with an
     OpenAI client, and prints its answer. It runs where the environment does."""
@@ -223,6 +298,9 @@ class TaskSettings(Settings):
     agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
     """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what
     it answers. A text is a class (`agent.use`). Not read by `rollart sim`."""
+    rewards: Anytime[tuple[RewardSettings, ...]] = ()
+    """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
+    itself where it fails. Default: the job's `rewards`."""
     affinity: Anytime[str] = "auto"
     """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
     latency: Anytime[Spread | None] = None
@@ -322,7 +400,7 @@ class EngineSettings(Settings):
     step_tokens: Count = 2048
     """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
-    """`embedded`: keep the cache of requests in flight over a swap instead of computing it again."""
+    """`embedded`, `vllm`: keep the cache of requests in flight over a swap instead of computing it again."""
     draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """`embedded`: most tokens guessed ahead for one request in one step, where answers repeat; what is sampled is the
     same. 0 turns it off. Default: 15 on a CPU; on CUDA there are none, and other values are refused."""
@@ -420,36 +498,6 @@ class PoolSettings(Settings):
     """Cluster `ray`: environments in one worker; the workers are spread over the pool's machines, one CPU each."""
     isolation: Isolation = "process"
     """Of the environments of tasks that have no `isolation` of their own."""
-
-
-class RewardSettings(Settings):
-    """Where rewards are computed."""
-
-    type: Literal["local", "http"] = "local"
-    url: str | None = None
-    """For `http`: the function's address."""
-    environment: Anytime[tuple[Variable, ...]] = ()
-    """For `local`: names of environment variables that reward functions may see, beside those that every program needs.
-    Not read by `rollart sim`."""
-    workers: Count = 4
-    """For `local`: processes (in `rollart sim`: dedicated devices)."""
-    concurrency: Count = 256
-    """For `http`: calls under way at a time."""
-    timeout_s: Positive = 30.0
-    retries: Annotated[int, Field(ge=0)] = 3
-    backoff_s: NonNegative = 0.5
-    """Wait before the first retry; doubled each time."""
-    cost: NonNegative = 0.0
-    """Price of an hour, in the unit of `pools.cost`: `local`, of one worker, reserved for the whole run; `http`, of one
-    running function, its cold starts included."""
-    call_cost: NonNegative = 0.0
-    """For `http`: price of one call, failed ones included."""
-
-    @model_validator(mode="after")
-    def _has_url(self) -> Self:
-        if self.type == "http" and not self.url:
-            raise ValueError("rewards.url: type http needs the function's address, as url: http://127.0.0.1:8080")
-        return self
 
 
 CLIP_RANGES: dict[str, tuple[float, float]] = {
@@ -555,6 +603,10 @@ class TrainSettings(Settings):
     device: Anytime[str] = "cpu"
     """`cpu`; `cuda`, GPUs that are the trainer's own; or such as `cuda:0` (several ranks: and those after it), shared
     by all who name it."""
+    memory: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
+    """Share of the GPU's memory that the trainer may take: set it where engines are on the same GPU, so that neither
+    depends on who starts first. `recompute` `selective` reckons with it, and a micro-batch that needs more is halved.
+    Default: what is free. Refused with `fsdp2`, and on a CPU."""
     share: Anytime[Annotated[float, Field(gt=0, le=1)] | None] = None
     """Share of the GPU's multiprocessors that the trainer's process may use; as `engines.share`. Not read by
     `rollart sim`."""
@@ -603,11 +655,13 @@ class TrainSettings(Settings):
                 "train.master: stochastic rounds to bfloat16, and this trainer computes in float32; set train.bf16, or "
                 "remove it"
             )
-        for key in ("master", "offload"):
+        for key in ("master", "offload", "memory"):
             if self.type == "fsdp2" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"train.{key}: train.type fsdp2 has its own way, and does not read it; remove it")
         if self.type == "fsdp2" and self.lora is not None:
             raise ValueError("train.lora: train.type fsdp2 trains all weights; set train.type=single, or remove it")
+        if self.memory is not None and self.device == "cpu":
+            raise ValueError("train.memory: is a share of a GPU's memory; remove it, or set train.device")
         if self.share is not None and self.device == "cpu":
             raise ValueError("train.share: is a share of a GPU's multiprocessors; name the GPU, as train.device=cuda:0")
         if self.offload != "none" and self.device == "cpu":
@@ -640,20 +694,33 @@ class WeightSettings(Settings):
 
     type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
     """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
-    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake` is not there yet, and
-    refused."""
+    trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake`: a Mooncake store has
+    them, and each machine with engines keeps a copy in its memory."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     address: Address = "127.0.0.1:0"
     """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    delta: Literal["auto", "off"] = "auto"
+    """`tcp`: send only what changed of a bucket, where that is less than half of it, measured for each; or never."""
+    master: Address | None = None
+    """`mooncake`: its master, `host:port`."""
+    metadata: str = "P2PHANDSHAKE"
+    """`mooncake`: the address of its metadata service, where it has one."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """`mooncake`: how bytes travel."""
+    devices: str = ""
+    """`mooncake`: the network cards for `rdma`, as Mooncake names them. Default: those that it finds."""
+    segment_mb: Annotated[int, Field(ge=0)] = 0
+    """`mooncake`: memory that each machine with engines adds to the store, for at least two versions in all. Default:
+    none, as the store has machines of its own."""
     bucket_mb: Count = 1024
 
     @model_validator(mode="after")
-    def _is_there(self) -> Self:
-        if self.type == "mooncake":
-            raise ValueError("weights.type: there is no store of type mooncake yet; set weights.type to tcp")
+    def _has_master(self) -> Self:
+        if self.type == "mooncake" and self.master is None:
+            raise ValueError("weights.master: mooncake needs the address of its master, as master: 10.0.0.1:50051")
         return self
 
 

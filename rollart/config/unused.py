@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from rollart.config.job import Job
+    from rollart.config.settings import RewardSettings
 
 
 def unused(job: "Job") -> list[str]:
@@ -27,15 +28,20 @@ def unused(job: "Job") -> list[str]:
 
 def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     """Place, its settings, keys, whether they are read in this job, and what they need to be."""
-    ray, http = job.cluster.type == "ray", job.rewards.type == "http"
-    yield "rewards", job.rewards, "url concurrency", http, "rewards.type http"
-    yield "rewards", job.rewards, "call_cost", http, "rewards.type http: local workers are paid by the hour"
-    yield "rewards", job.rewards, "workers environment", not http, "rewards.type local"
+    ray = job.cluster.type == "ray"
+    serverless = any(reward.type == "http" for reward in job.asked_rewards.values())
+    asked = "rewards" in job.asked_rewards
+    yield "rewards", job.rewards, " ".join(type(job.rewards).model_fields), asked, "a task without rewards of its own"
+    yield "rewards", job.rewards, "function name weight", False, "a task: give it in tasks.N.rewards"
+    yield from _reward_rows("rewards", job.rewards)
     spare = job.rollout.spare_groups > 0 or job.rollout.staleness == 0
     yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
     tcp = job.weights.type == "tcp"
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
-    yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
+    yield "weights", job.weights, "address bind delta", tcp, "weights.type tcp"
+    mooncake = job.weights.type == "mooncake"
+    yield "weights", job.weights, "master metadata protocol segment_mb", mooncake, "weights.type mooncake"
+    yield "weights", job.weights, "devices", job.weights.protocol == "rdma", "weights.protocol rdma"
     yield "cluster", job.cluster, "address wait_s", ray, "cluster.type ray"
     yield "cluster", job.cluster, "check", ray and job.cluster.address is not None, "cluster.type ray and an address"
     local = job.cluster.type == "local"
@@ -53,6 +59,8 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         place = f"tasks.{position}"
         yield place, task, "weight", task.quota is None, "no quota, which is the task's share"
         yield place, task, "top_p top_k", task.temperature > 0, "a temperature above 0"
+        for number, reward in enumerate(task.rewards):
+            yield from _reward_rows(f"{place}.rewards.{number}", reward)
         found = {job.isolation(task, pool) for pool in job.pools if pool.slots}
         boxed, needs = bool(found & {"sandbox", "container"}), "isolation sandbox or container"
         yield place, task, "warm", boxed, needs
@@ -72,11 +80,22 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             yield (
                 place,
                 engines,
-                "kv_tokens memory step_tokens keep_kv draft_tokens cores",
+                "kv_tokens memory step_tokens draft_tokens cores",
                 embedded,
                 "engines.type embedded",
             )
+            yield place, engines, "keep_kv", engines.type != "sglang", "engines.type embedded or vllm"
             yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
-    yield "sim.reward", job.sim.reward, "cold_start_s idle_s", http, "rewards.type http"
+    yield "sim.reward", job.sim.reward, "cold_start_s idle_s", serverless, "rewards.type http"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"
+
+
+def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
+    local, judge = reward.type == "local", reward.type == "judge"
+    yield place, reward, "url concurrency", not local, "type http or judge"
+    yield place, reward, "call_cost", not local, "type http or judge: local workers are paid by the hour"
+    yield place, reward, "cost", not judge, "type local or http: a judge is paid by the call"
+    yield place, reward, "workers environment function", local, "type local"
+    yield place, reward, "model rubric votes", judge, "type judge"
+    yield place, reward, "hedge", reward.type == "http", "type http"

@@ -1,6 +1,7 @@
 """One attempt at a trajectory, under way: what it has said, where it is, and how it is stopped."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollart.config.settings import TaskSettings
@@ -61,6 +62,12 @@ class Run:
             )
             if self.notes is not None and self.last_engine is not None:
                 self.notes.turn(self.last_engine.pool, waited_s)
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the turns in this order."""
+        self.turns = [self.turns[at] for at in places]
+        if self.notes is not None:
+            self.notes.reorder(places)
 
     def stop(self, status: Status, reason: str) -> None:
         """End it now: its request is aborted, its environment closed, its reward dropped."""

@@ -2,8 +2,9 @@
 
 An agent sends its whole conversation each time. What of it the model has seen and said before is found by its
 messages, and stands for the very tokens that were rendered and sampled then; only what is new becomes tokens. Where
-the agent rewrote its history nothing is found, and a new prefix begins. Several conversations may take turns: one that
-goes on after another begins a new prefix as well, which holds its old tokens as they were.
+the agent rewrote its history nothing is found, and a new prefix begins. Several conversations may take turns. While
+they play, one that goes on after another is a new prefix, which holds its old tokens as they were; at the end
+`by_conversation` puts its turns together again.
 """
 
 import hashlib
@@ -25,6 +26,17 @@ class _Point(NamedTuple):
     prefix: Prefix
     said: Tokens
     """The answer."""
+    turn: int
+    """In which it was given."""
+
+
+class _Link(NamedTuple):
+    """A turn that goes on with a conversation."""
+
+    after: int
+    """The turn that it follows."""
+    new: Tokens
+    """What was said since."""
 
 
 class Chat:
@@ -34,16 +46,23 @@ class Chat:
         self._session = session
         self._points: dict[bytes, _Point] = {}
         """By the digest of all messages up to and with the answer."""
+        self._links: dict[int, _Link] = {}
+        """By turn."""
         self.answered_s = session.manager.loop.time()
 
     async def answer(self, request: ChatRequest) -> ChatAnswer | None:
         """The next message of this conversation; None when turns or context have run out. Raises JobError where the
         chat template refuses it."""
         session, run = self._session, self._session.run
+        for param in request.ignored:
+            session.manager.warn_once(
+                f"task {run.task.domain}: its agent asks for {param}, which is not taken from it: the job says how its "
+                f"model samples (tasks.temperature and so on)"
+            )
         digests = list(_digests(request.tools, request.messages))
         known, point = self._longest(digests)
         new = request.messages[known:]
-        context = session.tokenizer.render(
+        rendered = context = session.tokenizer.render(
             new, fresh=point is None, after=None if point is None else point.said, tools=request.tools
         )
         fresh = point is None or point.prefix is not run.prefix
@@ -61,10 +80,14 @@ class Chat:
             replace(call, id=f"call_{len(run.turns)}_{number}") for number, call in enumerate(message.tool_calls)
         )
         message = replace(message, tool_calls=calls)
+        if calls and not request.tools:  # who offers no tools expects words
+            message = replace(message, content=session.tokenizer.decode(completion.tokens), tool_calls=())
         if run.notes is not None:
             run.notes.text = session.tokenizer.decode(completion.tokens)
         *_, digest = _digests((), [message], start=digests[-1])
-        self._points[digest] = _Point(run.prefix, completion.tokens)
+        self._points[digest] = _Point(run.prefix, completion.tokens, len(run.turns))
+        if point is not None:
+            self._links[len(run.turns)] = _Link(point.turn, rendered)
         return ChatAnswer(
             message=message,
             completion=completion,
@@ -75,6 +98,24 @@ class Chat:
             if request.logprobs
             else (),
         )
+
+    def by_conversation(self) -> None:
+        """Put the turns of each conversation one after another, so that it is one prefix; their tokens stay the same.
+        Of several that go on from the same answer, the first follows it."""
+        run = self._session.run
+        run.settle()
+        chains: list[list[int]] = []
+        chain_of: dict[int, list[int]] = {}
+        for at, turn in enumerate(run.turns):
+            link = self._links.get(at)
+            chain = chain_of[link.after] if link is not None else None
+            if link is not None and chain is not None and chain[-1] == link.after:
+                run.turns[at] = replace(turn, context=link.new, fresh=False)
+            else:
+                chains.append(chain := [])
+            chain.append(at)
+            chain_of[at] = chain
+        run.reorder([at for chain in chains for at in chain])
 
     def _longest(self, digests: Sequence[bytes]) -> tuple[int, _Point | None]:
         """How many of the messages are known, and the point after them."""

@@ -16,12 +16,12 @@ from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.notes import Notes
 from rollart.control.render import delta
+from rollart.control.scoring import Scorer
 from rollart.control.waits import WaitList, Waits
 from rollart.control.world import World
-from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, RewardError, boundary
+from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, boundary
 from rollart.events import schema
 from rollart.policy.admission import is_stale
-from rollart.policy.redundancy import backoff_s
 from rollart.ports import Env, Tokenizer
 from rollart.types import (
     SCORED,
@@ -196,27 +196,22 @@ class EnvManager:
         self._log = context.log
         self.loop = asyncio.get_running_loop()
         self._host = world.host
-        self._rewards = world.rewards
         self._recorder = world.recorder
         self._agents = world.agents
         self._agent = TurnAgent()
         self.tokenizer = world.tokenizer
         self.fleet = fleet
         self.proxy = proxy
+        self._warned: set[str] = set()
         self._samplings: dict[tuple[str, float], Sampling] = {}
-        self._retries, self._backoff_s = job.rewards.retries, job.rewards.backoff_s
         self.live = job.rollout.recheck == "live"
         """A run's age is looked at before each turn."""
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
         self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
         self._closing = waits.on("env.close", limits.step_s)
-        self._scoring = waits.on("reward", job.rewards.timeout_s if alone else None)
-        self._queueing = waits.on("a reward slot")
-        rewards_at_once = job.rewards.workers if job.rewards.type == "local" else job.rewards.concurrency
         self.movement = Movement()
-        self._scorers = asyncio.Semaphore(rewards_at_once)
-        """Waiting for one's turn does not count towards the limit of a reward call."""
+        self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
 
     async def run(self, run: Run) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
@@ -233,7 +228,7 @@ class EnvManager:
             run.enter()
             status = await self._play(run)
             reason = ""
-            score = await self._score(run, status)
+            score = await self._scorer.score(run, self._trajectory(run, status, "", None))
         except BoundaryError as error:
             status, reason, kind = Status.FAILED, f"{type(error).__name__}: {error}", kind_of_failure(error)
         except asyncio.CancelledError:
@@ -264,6 +259,12 @@ class EnvManager:
             raise EnvError("the environment ended before the model said anything")
         return status
 
+    def warn_once(self, text: str) -> None:
+        """Where each trajectory would say the same."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._context.warn(text)
+
     def env_calls(self, run: Run) -> EnvCalls:
         return self._calls[run.settings.name]
 
@@ -287,44 +288,6 @@ class EnvManager:
         if as_usual:
             self._samplings[key] = sampling
         return sampling
-
-    async def _score(self, run: Run, status: Status) -> Score:
-        """The reward, asked for the moment the trajectory ends; again after a back-off where that may help."""
-        trajectory = self._trajectory(run, status, "", None)
-        run.stage = "reward"
-        tries = 1
-        asked_s = self.loop.time()
-        while True:
-            await self._queueing.guard(run.key, self._scorers.acquire())
-            self.movement.moved(run.mover)
-            began_s = run.mover.moved_s
-            try:
-                with boundary(RewardError, "reward"):
-                    score = _checked_score(await self._scoring.guard(run.key, self._rewards.score(trajectory)))
-                break
-            except RewardError as error:
-                run.cause = self._log.emit(schema.RewardFailed(id=run.key, reason=str(error), cause=run.cause))
-                if tries > self._retries or not error.retryable:
-                    raise
-            finally:
-                self._scorers.release()
-                if run.notes is not None:
-                    run.notes.scoring(asked_s, began_s, self.loop.time())
-            await asyncio.sleep(backoff_s(self._backoff_s, tries))
-            tries += 1
-        run.cause = self._log.emit(
-            schema.Reward(
-                id=run.key,
-                value=score.value,
-                s=round(self.loop.time() - began_s, 6),
-                busy_s=round(score.busy_s, 6),
-                cold_s=round(score.cold_start_s, 6),
-                tries=tries,
-                parts=dict(score.parts),
-                cause=run.cause,
-            ),
-        )
-        return score
 
     async def _close(self, run: Run, env: Env) -> None:
         try:
@@ -397,12 +360,3 @@ def _checked_status(status: object) -> Status:
     if not isinstance(status, Status) or status not in SCORED:
         raise AgentError(f"play returned {status!r}; return Status.DONE or Status.TRUNCATED")
     return status
-
-
-def _checked_score(score: object) -> Score:
-    """So may a reward function."""
-    if not isinstance(score, Score):
-        raise RewardError(f"returned {type(score).__name__}, not a Score", retryable=False)
-    if not math.isfinite(score.value):
-        raise RewardError(f"returned {score.value}, which is not a finite number", retryable=False)
-    return score

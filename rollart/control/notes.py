@@ -3,6 +3,7 @@
 A turn is noted where it is booked (`Run.settle`): by then the environment was given the answer, or never will be.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollart.types import Message, Played, Trajectory, TurnNote
@@ -26,9 +27,14 @@ class Notes:
         self.shown = ()
         self.text = ""
 
-    def scoring(self, asked_s: float, began_s: float, ended_s: float) -> None:
-        """One reward call is over, good or bad; the trajectory waited for it since `asked_s`."""
-        self.reward_s += ended_s - began_s
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the turns in this order."""
+        self._turns = [self._turns[at] for at in places]
+
+    def scoring(self, asked_s: float, spent_s: float, ended_s: float) -> None:
+        """A reward call is over, good or bad: one of `spent_s` in all, asked for since `asked_s`. Of several rewards
+        at a time the longest counts."""
+        self.reward_s = max(self.reward_s, spent_s)
         self.queue_s = ended_s - asked_s - self.reward_s
 
     def played(self, trajectory: Trajectory, *, evaluation: bool) -> Played:

@@ -26,8 +26,8 @@ class ProgramAgent:
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
         door = await self._gateway.open(session.run.id)
+        game = _Game(session, door)
         try:
-            game = _Game(session, door)
             while not observation.done:
                 if observation.truncated:
                     return Status.TRUNCATED
@@ -40,6 +40,7 @@ class ProgramAgent:
                     raise
         finally:
             door.close()
+            game.chat.by_conversation()
         return Status.DONE
 
 
@@ -49,7 +50,7 @@ class _Game:
     def __init__(self, session: Session, door: Door) -> None:
         self._session = session
         self._door = door
-        self._chat = Chat(session)
+        self.chat = Chat(session)
         self.cut_off = False
         """It was refused an answer, since turns or context had run out."""
         self._refused = 0
@@ -72,13 +73,13 @@ class _Game:
                 task.cancel()
             await asyncio.gather(playing, asking, return_exceptions=True)
         observation = checked(playing.result())
-        session.stepped(observation, self._chat.answered_s)
+        session.stepped(observation, self.chat.answered_s)
         return observation
 
     async def _answer(self, call: ChatCall) -> None:
         run, most = self._session.run, self._session.manager.job.model.context_tokens
         try:
-            answer = await self._chat.answer(call.request)
+            answer = await self.chat.answer(call.request)
         except JobError as error:
             self._refuse(call, "invalid_request", str(error))
             return

@@ -1,6 +1,6 @@
 """What a coordinator is given: everything outside the control plane, behind ports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,14 @@ class World:
     engines: tuple[EngineSpec, ...]
     host: EnvHost
     rewards: RewardBackend
+    """Of the tasks that have none of their own."""
     tokenizer: Tokenizer
     task_sets: Mapping[str, TaskSet]
     store: WeightStore
     journal: Journal
     affinity: Affinity
+    task_rewards: Mapping[str, Sequence[RewardBackend]] = field(default_factory=dict)
+    """By task, in the order of its `rewards`."""
     agents: "Mapping[str, Agent]" = field(default_factory=dict)
     """By task: who plays it. The others are played turn by turn: render, generate, step."""
     further_engines: tuple[EngineSpec, ...] = ()

@@ -86,8 +86,14 @@ class DisaggregatedServer:
     async def resume(self) -> None:
         await asyncio.gather(*(server.resume() for server in self._all))
 
-    async def load(self, folder: Path, version: WeightVersion) -> None:
-        await asyncio.gather(*(server.load(folder, version) for server in self._all))
+    async def hold(self) -> dict[str, int]:
+        raise NotImplementedError  # `check_supported` lets no `keep_kv` through
+
+    async def stage(self, files: Sequence[Path], version: WeightVersion) -> None:
+        await asyncio.gather(*(server.stage(files, version) for server in self._all))
+
+    async def load(self, version: WeightVersion) -> None:
+        await asyncio.gather(*(server.load(version) for server in self._all))
 
     async def score(self, tokens: list[int]) -> list[list[float]]:
         return [row for server in self._all for row in await server.score(tokens)]

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config.settings import EngineSettings
+from rollart.config.settings import EngineSettings, LoraSettings
 from rollart.engines import disaggregated, sglang, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine, RemoteSettings
+from rollart.engines.staged import Ahead, StagedFiles, Store
 from rollart.engines.stops import StopFinder
 from rollart.errors import EngineError
-from rollart.types import WeightManifest, WeightVersion
 
 PYTHON_VARIABLES = {"vllm": "ROLLART_VLLM_PYTHON", "sglang": "ROLLART_SGLANG_PYTHON"}
 """Where the interpreter that has the server is named, if not in the job."""
@@ -44,15 +44,13 @@ class ServerSettings:
     stop_tokens: tuple[int, ...] = ()
     """End an answer, beside those that the model's files name."""
     start_s: float = 600.0
+    lora: LoraSettings | None = None
+    """Versions are adapters; None where they are whole models."""
 
 
-async def launch(
-    settings: ServerSettings,
-    *,
-    fetch: Callable[[WeightManifest], object],
-    folder: Callable[[WeightVersion], Path],
-) -> RemoteEngine:
-    """Raises EngineError, with the server's last words where it did not start."""
+async def launch(settings: ServerSettings, store: Store, ahead: Ahead) -> RemoteEngine:
+    """Raises EngineError, with the server's last words where it did not start. Versions come from `store`, through
+    `ahead`."""
     model, config = _model(settings.model)
     max_context = min(settings.context_tokens, int(config.get("max_position_embeddings") or settings.context_tokens))
     server = await _server(settings, model, max_context)
@@ -70,14 +68,13 @@ async def launch(
             server,
             RemoteSettings(
                 engine_id=settings.engine_id,
-                model=model,
                 max_context=max_context,
                 vocab_size=int(config["vocab_size"]),
                 eos=eos | set(settings.stop_tokens),
                 dtype=settings.engines.dtype,
+                keep_kv=settings.engines.keep_kv,
             ),
-            fetch=fetch,
-            folder=folder,
+            StagedFiles(settings.engine_id, model, store, ahead),
             stops=StopFinder(decode),
         )
     except BaseException:
@@ -88,7 +85,9 @@ async def launch(
 async def _server(settings: ServerSettings, model: Path, max_context: int) -> AnyServer:
     if settings.engines.url is not None:
         http = Http(settings.engines.url, os.environ.get(TOKEN_VARIABLE))
-        return vllm.VllmServer(http) if settings.engines.type == "vllm" else sglang.SglangServer(http)
+        if settings.engines.type == "sglang":
+            return sglang.SglangServer(http)
+        return vllm.VllmServer(http, adapters=settings.lora is not None)
     if settings.engines.type == "sglang":
         port, token = free_port(), secrets.token_urlsafe(24)
         line = sglang.command(
@@ -137,10 +136,12 @@ async def _vllm(
         max_context=max_context,
         gpus=gpus,
         cpu=settings.cpu,
+        lora=settings.lora,
     )
-    environment = vllm.environment(token, settings.engines.threads, cpu=settings.cpu) | variables
+    adapters = settings.lora is not None
+    environment = vllm.environment(token, settings.engines.threads, cpu=settings.cpu, adapters=adapters) | variables
     http, process = await _start(settings, name, [*line, *more], environment, port, token)
-    return vllm.VllmServer(http, process, gives=name.startswith("prefill"))
+    return vllm.VllmServer(http, process, gives=name.startswith("prefill"), adapters=adapters)
 
 
 def server_python(kind: str, asked: str | None) -> str:

@@ -1,23 +1,27 @@
 """`rollart.ports.Engine` over an inference server: what vLLM and SGLang have in common.
 
-A completion is made of segments, each sampled under one version. A swap cuts the segments in flight short, keeping the
-tokens they have, lets the server load the new weights from their folder, has it prove that it serves them, and sends
-prompt + tokens again. So spans are true: no segment ever runs over a swap.
+A completion is made of segments. A coming version is made ready in the server while it serves. A swap cuts the segments
+in flight short, keeping the tokens they have, lets the server change to the new weights, and sends prompt + tokens
+again. With `keep_kv` segments are not cut: the server stops between two steps, says how many tokens each has, and goes
+on with the cache it has. Both ways each token's version is known by its place. Beside that work the server proves that
+it serves the new weights; until it has, no answer leaves.
 
-Invariants: nothing is in flight in the server while its weights change; after a swap its log-probabilities of the
-manifest's probe are the trainer's; a swap that fails leaves the version before it serving, or the engine lost.
+Invariants: nothing is computed in the server while its weights change; after a swap its log-probabilities of the
+manifest's probe are the trainer's; a swap that fails leaves the version before it serving, and takes back what was
+sampled since, or the engine is lost.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rollart.engines.embedded.segments import EngineSeconds, Piece, RequestProgress, Segment, segment_seed, wrong_in
 from rollart.engines.proof import PRECISIONS, Proven, judge
+from rollart.engines.staged import StagedFiles
 from rollart.engines.stops import StopFinder
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
 from rollart.types import (
@@ -49,8 +53,15 @@ class Server(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load(self, folder: Path, version: WeightVersion) -> None:
-        """Take the weights of this Hugging Face directory, and forget every cache. Raises WeightError."""
+    async def hold(self) -> dict[str, int]:
+        """Stop between two steps, with everything in flight as it is, until `resume`; the tokens that each segment
+        which was begun has by then, by its id."""
+
+    async def stage(self, files: Sequence[Path], version: WeightVersion) -> None:
+        """Make weights ready while serving. The files may change once they are loaded. Raises WeightError."""
+
+    async def load(self, version: WeightVersion) -> None:
+        """Serve what was staged, and forget every cache of what was served before. Raises WeightError."""
 
     async def score(self, tokens: list[int]) -> list[list[float]]:
         """Log-probability of each token but the first, temperature 1: a row from each process behind it."""
@@ -63,43 +74,46 @@ class RemoteSettings:
     """What an engine must know of the model that its server serves."""
 
     engine_id: str
-    model: Path
-    """The initial weights."""
     max_context: int
     vocab_size: int
     eos: frozenset[int]
     dtype: str = "float32"
+    keep_kv: bool = False
 
 
 class RemoteEngine:
-    """One server as an engine. `fetch` checks a version's digests; `folder` says where its files are."""
+    """One server as an engine. `files` says what it loads versions from."""
 
     def __init__(
-        self,
-        server: Server,
-        settings: RemoteSettings,
-        *,
-        fetch: Callable[[WeightManifest], object],
-        folder: Callable[[WeightVersion], Path],
-        stops: StopFinder | None = None,
+        self, server: Server, settings: RemoteSettings, files: StagedFiles, *, stops: StopFinder | None = None
     ) -> None:
         self._server = server
         self._settings = settings
         self._id = settings.engine_id
-        self._fetch = fetch
-        self._folder = folder
+        self._files = files
         self._stops = stops
         self._eos = tuple(sorted(settings.eos))
         self.version: WeightVersion = 0
-        self._loaded = settings.model
-        self._probe: Probe | None = None
+        self._served: WeightManifest | None = None
         """Of the version served; None while that is the initial one."""
+        self._staging: asyncio.Task[None] | None = None
+        """Makes a coming version ready in the server."""
+        self._awaited: WeightVersion | None = None
+        """The version that the task above is at."""
+        self._staged: WeightManifest | None = None
+        """Of the version that is ready there, or that the task above has found and is at."""
+        self._fetched_s = 0.0
+        """What finding its files took."""
         self._proven: list[Proven | None] = []
         """What is known of each process behind the server since the last swap."""
         self._calls: dict[str, RequestProgress] = {}
         self._open = asyncio.Event()
         """Closed while weights change: no segment starts."""
         self._open.set()
+        self._settled = asyncio.Event()
+        """Closed until new weights are proven: no answer leaves."""
+        self._settled.set()
+        self._unproven: WeightVersion | None = None
         self._swapping = asyncio.Lock()
         self._share = EngineSeconds()
         self._pieces = 0
@@ -118,7 +132,12 @@ class RemoteEngine:
                 if self._failure is not None:
                     raise self._failure
                 finish = Finish.ABORT if call.aborted else await self._segment(call)
-                if finish is not None:
+                sampled = len(call.tokens)
+                while not self._settled.is_set():
+                    await self._settled.wait()
+                if self._failure is not None and call.spans and call.spans[-1].version == self._unproven:
+                    raise self._failure
+                if finish is not None and len(call.tokens) == sampled:
                     return call.completion(finish, self._id)
         finally:
             del self._calls[request.id]
@@ -135,28 +154,32 @@ class RemoteEngine:
         return self._pieces
 
     async def stage(self, version: WeightVersion) -> None:
-        """The server reads the files itself when it swaps; there is nothing to fetch ahead."""
+        """Returns when the server, too, needs only to change to it."""
+        if self._staging is None or self._awaited != version:
+            await self._end_staging()
+            self._awaited = version
+            self._staging = asyncio.create_task(self._prepare(version))
+        await asyncio.wait([self._staging])
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         async with self._swapping:
-            started = time.perf_counter()
             if manifest.probe is None:
                 raise WeightError(
                     f"{self._id}: version {manifest.version} came without a probe, so nothing can show that the server "
                     "serves it; publish it with one (`rollart.model.network.probe`)"
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
-                await asyncio.to_thread(self._fetch, manifest)
-            pull_s = time.perf_counter() - started
+                pull_s = await self._make_ready(manifest)
             self._open.clear()
+            self._settled.clear()
             try:
-                rebuilt = await self._halt()
-                await self._change(manifest, manifest.probe)
+                rebuilt = await self._change(manifest, manifest.probe)
             except EngineError as error:
                 self._failure = error
                 raise
             finally:
                 self._open.set()
+                self._settled.set()
         return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
 
     async def close(self) -> None:
@@ -164,7 +187,9 @@ class RemoteEngine:
         for call in self._calls.values():
             if call.task is not None:
                 call.task.cancel()
+        await self._end_staging()
         await self._server.close()
+        self._files.close()
 
     # --- segments
 
@@ -257,47 +282,117 @@ class RemoteEngine:
 
     # --- weights
 
+    async def _prepare(self, version: WeightVersion) -> None:
+        with contextlib.suppress(BoundaryError):  # the swap stages again, and says what is wrong
+            await asyncio.shield(asyncio.wrap_future(self._files.begin(version)))
+            manifest = await asyncio.to_thread(self._files.manifest, version)
+            if manifest is not None:  # or it is not awaited any more
+                await self._stage_in_server(manifest)
+
+    async def _stage_in_server(self, manifest: WeightManifest) -> None:
+        self._staged = manifest
+        try:
+            began = time.perf_counter()
+            files = await asyncio.to_thread(self._files.of, manifest)
+            self._fetched_s = time.perf_counter() - began
+            await self._server.stage(files, manifest.version)
+        except BaseException:
+            self._staged = None
+            raise
+
+    async def _make_ready(self, manifest: WeightManifest) -> float:
+        """The server needs only to change to it. Returns the seconds that bringing it to this host took."""
+        if self._staging is not None and self._staged == manifest:
+            await asyncio.wait([self._staging])
+        await self._end_staging()
+        if self._staged != manifest:
+            await self._stage_in_server(manifest)
+        return self._files.spent_s(manifest.version) + self._fetched_s
+
+    async def _end_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.cancel()
+            await asyncio.wait([self._staging])
+            self._staging = None
+
     async def _halt(self) -> int:
         """End all segments; returns how many tokens must be computed again for them."""
         running = [call for call in self._calls.values() if call.task is not None]
-        tasks = [call.task for call in running if call.task is not None]
         for call in running:
             call.cut = True
         await self._server.halt()
-        if tasks:
-            await asyncio.wait(tasks, timeout=QUIET_S)
-            for call in running:
-                if call.task is not None and not call.unspanned:
-                    call.task.cancel()  # it came after the halt, and waits in the server: nothing is lost with it
-            _, late = await asyncio.wait(tasks, timeout=GRACE_S)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+        await self._ended(running)
         return sum(len(call.prompt) + len(call.tokens) for call in running if call.request.id in self._calls)
 
-    async def _change(self, manifest: WeightManifest, probe: Probe) -> None:
-        folder = self._folder(manifest.version)
+    async def _ended(self, cut: Sequence[RequestProgress]) -> None:
+        """Wait until these segments, which the server was told to end, are over."""
+        tasks = [call.task for call in cut if call.task is not None]
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=QUIET_S)
+        for call in cut:
+            if call.task is not None and len(call.tokens) == call.segment_start:
+                call.task.cancel()  # it waits in the server, and has no token: nothing is lost with it
+        _, late = await asyncio.wait(tasks, timeout=GRACE_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    async def _hold(self, version: WeightVersion) -> int:
+        """Stop between two steps; what is in flight will go on under `version`. Nothing is computed again for it."""
+        running = [call for call in self._calls.values() if call.task is not None]
+        sampled = await self._server.hold()
+        begun = [call for call in running if call.segment_id in sampled]
+        for call in begun:
+            call.turn_at(sampled[call.segment_id], version)
+        # One that the server does not know has ended there, or has not begun.
+        others = [call for call in running if call.segment_id not in sampled and call.task is not None]
+        for call in others:
+            call.cut = True
+            await self._server.abort(call.segment_id)
+        await self._ended(others)
+        return 0
+
+    async def _change(self, manifest: WeightManifest, probe: Probe) -> int:
+        """Sampling goes on as soon as the weights are in; what is sampled stays here until they are proven. Returns how
+        many tokens are computed again."""
+        before = self.version
+        rebuilt = await (self._hold(manifest.version) if self._settings.keep_kv else self._halt())
+        self.version = self._unproven = manifest.version
+        self._staged = None
         try:
-            await self._server.load(folder, manifest.version)
+            await self._server.load(manifest.version)
             await self._server.resume()
+            self._open.set()
             self._proven = await self._prove(manifest.version, probe)
         except (WeightError, RequestError) as error:
-            await self._go_back(str(error))
+            self._open.clear()
+            await self._go_back(before, str(error))
             raise WeightError(str(error)) from error
-        self.version, self._loaded, self._probe = manifest.version, folder, probe
+        self._served, self._unproven = manifest, None
+        return rebuilt
 
-    async def _go_back(self, reason: str) -> None:
-        """Serve what was served before. Raises EngineError where that is not to be had."""
+    async def _go_back(self, before: WeightVersion, reason: str) -> None:
+        """Serve what was served before, and take back what was sampled since. Raises EngineError where that is not to
+        be had."""
+        wrong, self.version = self.version, before
         try:
-            await self._server.load(self._loaded, self.version)
+            await self._halt()
+            await asyncio.sleep(0)  # those whose segments ended close their spans
+            for call in self._calls.values():
+                call.take_back(wrong)
+            served = self._served
+            files = await asyncio.to_thread(self._files.of, served) if served is not None else self._files.initial()
+            await self._server.stage(files, before)
+            await self._server.load(before)
             await self._server.resume()
-            if self._probe is not None:
-                await self._prove(self.version, self._probe)
+            if served is not None and served.probe is not None:
+                await self._prove(before, served.probe)
+            self._unproven = None
         except BoundaryError as error:
             raise EngineError(
-                f"{self._id}: neither new weights ({reason}) nor those of version {self.version} could be loaded: "
-                f"{error}"
+                f"{self._id}: neither new weights ({reason}) nor those of version {before} could be loaded: {error}"
             ) from error
 
     async def _prove(self, version: WeightVersion, probe: Probe) -> "list[Proven | None]":
@@ -314,8 +409,7 @@ class RemoteEngine:
             raise WeightError(
                 f"{self._id}: loaded version {version}, but its log-probabilities are {verdict.off:.3g} from the "
                 f"trainer's (root mean square; allowed: {precision.limit:g}), so it does not serve these weights. "
-                "Servers are known to reload some kinds of model wrongly, such as tied embeddings and mixtures of "
-                "experts: use another kind, or embedded engines"
+                "A server may load some kinds of model wrongly: use another kind, or embedded engines"
             )
         if verdict.stuck:
             raise EngineError(

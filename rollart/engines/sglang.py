@@ -8,7 +8,7 @@ server that speaks the same protocol (`tests/engines/fake_sglang.py`).
 """
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class SglangServer:
     def __init__(self, http: Http, process: ServerProcess | None = None) -> None:
         self._http = http
         self._process = process
+        self._staged = Path()
 
     async def context_tokens(self) -> int | None:
         """How long prompt and answer may be, where the server says."""
@@ -73,11 +74,18 @@ class SglangServer:
     async def resume(self) -> None:
         await self._http.post("/continue_generation")
 
-    async def load(self, folder: Path, version: WeightVersion) -> None:
-        body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+    async def hold(self) -> dict[str, int]:
+        raise NotImplementedError  # `check_supported` lets no `keep_kv` through: SGLang does not say where it stopped
+
+    async def stage(self, files: Sequence[Path], version: WeightVersion) -> None:
+        """It has no call that reads ahead: the folder is read as it loads, from memory where the store is in memory."""
+        self._staged = files[0].parent
+
+    async def load(self, version: WeightVersion) -> None:
+        body = {"model_path": str(self._staged), "flush_cache": True, "weight_version": str(version)}
         answer = await self._http.post("/update_weights_from_disk", body)
         if not answer.get("success"):
-            raise WeightError(f"{self._http.url}: could not load {folder}: {answer.get('message')}")
+            raise WeightError(f"{self._http.url}: could not load {self._staged}: {answer.get('message')}")
         await self._http.post("/flush_cache")
 
     async def score(self, tokens: list[int]) -> list[list[float]]:

@@ -2,25 +2,37 @@
 
 Tokens go in and out of `/v1/completions`; the rest are the control calls of its development mode. Log-probabilities
 are asked for as processed, so that the temperature is in them. vLLM's own key guards `/v1` only; ours guards every path
-(`in_server/rollart_access.py`, which runs in the server). Each request's cache is salted with the version, so
-that no prefix of older weights is ever found, whatever the reset of the cache did.
+(`in_server/rollart_access.py`, which runs in the server). New weights are taken from files of its host by our worker
+extension (`in_server/rollart_weights.py`); adapters by vLLM's own calls, under a name with the version. Each request's
+cache is salted with the version, so that no prefix of older weights is ever found, whatever the reset of the cache did.
 
 Nothing here imports vLLM: it has an interpreter of its own.
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollart.config.settings import LoraSettings
 from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
+from rollart.engines.staged import paths_of
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
 from rollart.types import Finish, WeightVersion
 
-ACCESS = Path(__file__).parent / "in_server" / "rollart_access.py"
-"""The server imports this file, and nothing else of ours."""
+IN_SERVER = Path(__file__).parent / "in_server"
+"""The server imports two files of this folder, and nothing else of ours."""
+ACCESS, WEIGHTS = "rollart_access.TokenOnly", "rollart_weights.RollartWeights"
+READY_S = 0.02
+"""How often a server is asked whether a version is ready."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM takes as the largest of an adapter."""
+REQUEST = re.compile(r"cmpl-(.*)-0-[0-9a-f]{8}")
+"""vLLM's own name for the only prompt of a completion call."""
 MODEL = "policy"
 """The name the server knows the model by."""
 LOGPROBS = "processed_logprobs"
@@ -38,7 +50,16 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
 def command(
-    python: str, model: str, *, port: int, dtype: str, max_batch: int, max_context: int, gpus: int, cpu: bool
+    python: str,
+    model: str,
+    *,
+    port: int,
+    dtype: str,
+    max_batch: int,
+    max_context: int,
+    gpus: int,
+    cpu: bool,
+    lora: LoraSettings | None = None,
 ) -> list[str]:
     """The server's command line. The token is not on it: others could read that."""
     return [
@@ -49,8 +70,19 @@ def command(
         *("--tensor-parallel-size", str(gpus)),
         *("--logprobs-mode", LOGPROBS, "--generation-config", "vllm"),
         *("--stream-interval", str(STREAM_INTERVAL), "--enable-prompt-tokens-details"),
-        *("--middleware", f"{ACCESS.stem}.TokenOnly"),
+        *("--middleware", ACCESS, "--worker-extension-cls", WEIGHTS),
+        *(_with_adapters(lora) if lora is not None else []),
         *(_on_a_cpu(max_context) if cpu else []),
+    ]
+
+
+def _with_adapters(lora: LoraSettings) -> list[str]:
+    """Two at a time: the one that is served, and the next. Only where adapters are trained: vLLM's own for the output
+    layer dies where a prompt is scored."""
+    return [
+        *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"),
+        *("--max-lora-rank", str(min((allowed for allowed in RANKS if allowed >= lora.rank), default=lora.rank))),
+        *("--lora-target-modules", *lora.targets),
     ]
 
 
@@ -59,11 +91,11 @@ def _on_a_cpu(max_context: int) -> list[str]:
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context, 2048))]
 
 
-def environment(token: str, threads: int, *, cpu: bool) -> dict[str, str]:
+def environment(token: str, threads: int, *, cpu: bool, adapters: bool = False) -> dict[str, str]:
     """Control calls on, everything that speaks to the outside off; a CPU build takes its threads from here."""
     return {
         "ROLLART_SERVER_TOKEN": token,
-        "PYTHONPATH": str(ACCESS.parent),
+        "PYTHONPATH": str(IN_SERVER),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -71,6 +103,7 @@ def environment(token: str, threads: int, *, cpu: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
         **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
     }
 
@@ -78,11 +111,19 @@ def environment(token: str, threads: int, *, cpu: bool) -> dict[str, str]:
 class VllmServer:
     """The HTTP interface of one vLLM server (0.32; older ones lack some of the control calls)."""
 
-    def __init__(self, http: Http, process: ServerProcess | None = None, *, gives: bool = False) -> None:
-        """`gives`: it computes prompts for another server, and may hold their cache until that one has fetched it."""
+    def __init__(
+        self, http: Http, process: ServerProcess | None = None, *, gives: bool = False, adapters: bool = False
+    ) -> None:
+        """`gives`: it computes prompts for another server, and may hold their cache until that one has fetched it.
+        `adapters`: versions are adapters of the model that it was started with."""
         self._http = http
         self._process = process
         self._gives = gives
+        self._adapters = adapters
+        self._held = False
+        """What is in flight waits in the server, with its cache."""
+        self._model = MODEL
+        """What requests name: the model, or an adapter of it."""
 
     async def context_tokens(self) -> int:
         """How long prompt and answer may be. Raises EngineError for a server that was not started as we need it."""
@@ -93,6 +134,11 @@ class VllmServer:
                 f"{self._http.url}: this server has no control calls; start it with VLLM_SERVER_DEV_MODE=1"
             ) from None
         config = info["vllm_config"]["model_config"]
+        if info["vllm_config"]["parallel_config"].get("worker_extension_cls") != WEIGHTS:
+            raise EngineError(
+                f"{self._http.url}: this server cannot be given weights; start it with PYTHONPATH={IN_SERVER} and "
+                f"--worker-extension-cls {WEIGHTS}"
+            )
         if config["logprobs_mode"] != LOGPROBS:
             raise EngineError(
                 f"{self._http.url}: this server gives {config['logprobs_mode']}, which leave the temperature out; "
@@ -102,7 +148,7 @@ class VllmServer:
 
     async def prefill(self, segment: Segment) -> dict[str, Any] | None:
         """Compute the prompt for another server; returns how that one fetches its cache, None where it was ended."""
-        body = _body(segment) | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+        body = self._body(segment) | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
         del body["stream_options"]
         answer = await self._http.post("/v1/completions", body)
         transfer: dict[str, Any] | None = answer.get("kv_transfer_params")
@@ -110,7 +156,7 @@ class VllmServer:
 
     async def stream(self, segment: Segment, transfer: dict[str, Any] | None = None) -> AsyncGenerator[Piece, None]:
         """`transfer`: where the prompt's cache lies, as another server's `prefill` said."""
-        body = _body(segment) | ({"kv_transfer_params": transfer} if transfer else {})
+        body = self._body(segment) | ({"kv_transfer_params": transfer} if transfer else {})
         taken, counted = 0, None
         async with contextlib.aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
@@ -130,20 +176,62 @@ class VllmServer:
 
     async def halt(self) -> None:
         await self._http.post("/pause?mode=abort&clear_cache=true")
+        self._held = False
 
     async def resume(self) -> None:
         await self._http.post("/resume")
 
-    async def load(self, folder: Path, version: WeightVersion) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._http.post("/collective_rpc", body)
+    async def hold(self) -> dict[str, int]:
+        await self._http.post("/pause?mode=keep&clear_cache=false")
+        self._held = True
+        sampled: dict[str, int] = {}
+        for name, tokens in (await self._rpc("rollart_sampled"))[0].items():
+            if found := REQUEST.fullmatch(name):
+                sampled[found[1]] = tokens
+        return sampled
+
+    async def stage(self, files: Sequence[Path], version: WeightVersion) -> None:
+        if not self._adapters:
+            await self._rpc("rollart_stage", files=paths_of(files), version=version)
+            while None in (said := await self._rpc("rollart_staged", version=version)):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(READY_S)
+            self._check(said)
+        elif version:
+            await self._unload_others()
+            body = {"lora_name": adapter_name(version), "lora_path": paths_of(files)[0]}
+            try:
+                await self._http.post("/v1/load_lora_adapter", body)
+            except RequestError as error:
+                raise WeightError(str(error)) from error
+
+    async def load(self, version: WeightVersion) -> None:
+        if not self._adapters:
+            self._check(await self._rpc("rollart_load", version=version))
+        else:
+            self._model = adapter_name(version) if version else MODEL
         answer = await self._http.post("/reset_prefix_cache")
-        # What is held for another server cannot be reset; its salt keeps it from later requests.
-        if not answer.get("success") and not self._gives:
+        # What is in flight, or held for another server, cannot be reset; its salt keeps it from later requests.
+        if not answer.get("success") and not self._gives and not self._held:
             raise WeightError(f"{self._http.url}: the cache of older weights could not be cleared")
 
+    async def _unload_others(self) -> None:
+        """Adapters that are not served, also what was staged and never loaded."""
+        for model in (await self._http.get("/v1/models"))["data"]:
+            if model["id"] not in (MODEL, self._model):
+                await self._http.post("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+
+    async def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """The answer of each process that computes."""
+        answer = await self._http.post("/collective_rpc", {"method": method, "kwargs": arguments})
+        results: list[Any] = answer["results"]
+        return results
+
+    def _check(self, said: list[str]) -> None:
+        for wrong in filter(None, said):
+            raise WeightError(f"{self._http.url}: {wrong}")
+
     async def score(self, tokens: list[int]) -> list[list[float]]:
-        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         answer = await self._http.post("/v1/completions", body)
         rows = answer["choices"][0]["prompt_logprobs"][1:]
         return [[row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows, strict=True)]]
@@ -153,34 +241,37 @@ class VllmServer:
         if self._process is not None:
             await self._process.stop()
 
+    def _body(self, segment: Segment) -> dict[str, Any]:
+        sampling = segment.sampling
+        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise RequestError(
+                f"request {segment.id}: with top_p or top_k vLLM gives log-probabilities of what they leave, and "
+                "training needs those of the whole distribution; leave them out, or use an embedded or SGLang engine"
+            )
+        return {
+            "model": self._model,
+            "request_id": segment.id,
+            "prompt": segment.prompt,
+            "max_tokens": segment.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": segment.seed,
+            "stop_token_ids": list(segment.eos),
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": f"version-{segment.version}",
+        }
 
-def _body(segment: Segment) -> dict[str, Any]:
-    sampling = segment.sampling
-    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise RequestError(
-            f"request {segment.id}: with top_p or top_k vLLM gives log-probabilities of what they leave, and training "
-            "needs those of the whole distribution; leave them out, or use an embedded or SGLang engine"
-        )
-    return {
-        "model": MODEL,
-        "request_id": segment.id,
-        "prompt": segment.prompt,
-        "max_tokens": segment.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": segment.seed,
-        "stop_token_ids": list(segment.eos),
-        "skip_special_tokens": False,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "cache_salt": f"version-{segment.version}",
-    }
+
+def adapter_name(version: WeightVersion) -> str:
+    return f"{MODEL}-v{version}"
 
 
 def _piece(event: dict[str, Any]) -> Piece | None:

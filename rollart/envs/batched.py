@@ -6,9 +6,11 @@ closes, so a dead environment does not block the others; a slow one does, which 
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from rollart.config.job import Job
+from rollart.config.settings import RewardSettings
 from rollart.ports import Env, EnvHost, RewardBackend
 from rollart.types import Endpoint, Observation, Program, Score, Task, Trajectory, TrajectoryId
 
@@ -58,15 +60,32 @@ def _set(futures: list[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def in_lockstep(job: Job, host: EnvHost, rewards: RewardBackend) -> tuple[EnvHost, RewardBackend]:
+Rewards = Callable[[RewardSettings, str], RewardBackend]
+"""The backend of these settings: the job's (for no task), or one that a task has of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What plays: environments, the job's rewards, and those that tasks have of their own."""
+
+    host: EnvHost
+    rewards: RewardBackend
+    task_rewards: dict[str, tuple[RewardBackend, ...]]
+
+
+def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> Played:
     """These, waiting for each other where the job says so."""
-    if job.rollout.stepping != "batched":
-        return host, rewards
+    batched = job.rollout.stepping == "batched"
     lockstep = Lockstep()
-    return (
-        BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks}),
-        BatchedRewards(rewards, lockstep, timeout_s=job.rewards.timeout_s),
-    )
+
+    def waiting(settings: RewardSettings, task: str = "") -> RewardBackend:
+        backend = rewards(settings, task)
+        return BatchedRewards(backend, lockstep, timeout_s=settings.timeout_s) if batched else backend
+
+    own = {task.name: tuple(waiting(reward, task.name) for reward in task.rewards) for task in job.tasks}
+    if batched:
+        host = BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks})
+    return Played(host, waiting(job.rewards), own)
 
 
 class BatchedHost:

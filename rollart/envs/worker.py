@@ -2,13 +2,19 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollart.tasks.api import Environment, TaskSet, as_observation, text_of
 from rollart.tasks.load import load_task_set
 from rollart.tasks.program import answer_of
 from rollart.types import Endpoint, Observation, Program, Task
+
+
+def _is_over(observation: Observation) -> bool:
+    return observation.done or observation.truncated
 
 
 class EnvWorker:
@@ -53,8 +59,24 @@ class EnvWorker:
         return self._said(self._environment.step(action))
 
     def play(self, program: Program, endpoint: Endpoint) -> Observation:
-        """Step with the answer of a program to what was said last."""
-        return self.step(self._finished(answer_of(program, endpoint, self._shown)))
+        """Let a program answer what was said last. It may step itself; its answer, where it has one, is the last step.
+        Returns what the environment said at the end, with the rewards of all its steps."""
+        steps: list[Observation] = []
+
+        def step(action: str) -> str | None:
+            if steps and _is_over(steps[-1]):
+                raise ValueError("the episode is over")
+            steps.append(self.step(action))
+            return None if _is_over(steps[-1]) else self._shown
+
+        answer = self._finished(answer_of(program, endpoint, self._shown, step))
+        if answer is not None and not (steps and _is_over(steps[-1])):
+            step(answer)
+        if not steps:
+            raise TypeError(f"{program.function} returned None, and made no step; return its answer, a string")
+        last, reward = steps[-1], math.fsum(observation.reward for observation in steps)
+        gave_up = answer is None and not _is_over(last)
+        return replace(last, reward=reward, truncated=last.truncated or gave_up)
 
     def close(self) -> None:
         environment, self._environment = self._environment, None

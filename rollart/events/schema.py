@@ -106,6 +106,17 @@ class RewardCost(Value):
     """Of one call."""
 
 
+class RewardFacts(Value):
+    """One reward of a task that has its own."""
+
+    type: str
+    """`type` of it."""
+    workers: int | None
+    """Reserved for it; null where functions are called."""
+    cost: RewardCost
+    """What it costs."""
+
+
 class Change(msgspec.Struct, array_like=True, gc=False):
     """One setting that a resumed run has otherwise, as a pair: `[before, after]`."""
 
@@ -200,11 +211,13 @@ class Run(Event, tag="run", kw_only=True):
     train: TrainFacts
     """What trains."""
     rewards: str
-    """`rewards.type`."""
+    """The types of all rewards."""
     reward_workers: int | None
     """Reserved for scoring; null where functions are called."""
     reward_cost: RewardCost
     """What scoring costs."""
+    task_rewards: dict[str, dict[str, RewardFacts]] = {}
+    """By task and name: the rewards of tasks that have their own."""
     store_full_s: float
     """`limits.store_full_s`."""
     breaks: bool
@@ -515,10 +528,23 @@ class Refused(Event, tag="refused", kw_only=True):
     """What is wrong with it."""
 
 
+class RewardCall(Value):
+    """The call of one of several rewards that was answered."""
+
+    s: float
+    """Seconds from the call to the answer."""
+    busy_s: float
+    """Seconds the function itself ran, 0 where the backend does not know."""
+    cold_s: float
+    """Seconds of starting a function instance."""
+    tries: int
+    """Calls it took."""
+
+
 class Reward(Event, tag="reward", kw_only=True):
     """An attempt is scored.
 
-    By: control/env_manager
+    By: control/scoring
     Cause: the attempt's last event
     """
 
@@ -536,12 +562,15 @@ class Reward(Event, tag="reward", kw_only=True):
     """Calls it took."""
     parts: Mapping[str, float] = {}
     """Its named parts, only where the function gave any."""
+    calls: list[RewardCall] = []
+    """Of a task with rewards of its own: each, in the order of `tasks.N.rewards`. `s` and `tries` are then those of the
+    slowest."""
 
 
 class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """One try to score failed; tried again up to `rewards.retries` times.
 
-    By: control/env_manager
+    By: control/scoring
     Cause: the attempt's last event
     """
 
@@ -549,6 +578,8 @@ class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """Of the attempt."""
     reason: str
     """Why."""
+    reward: str = ""
+    """Which, of a task with rewards of its own."""
 
 
 class End(Event, tag="end", kw_only=True):

@@ -9,22 +9,26 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
-from rollart.config.settings import EngineSettings, PoolSettings, TaskSettings
+from rollart.config.settings import EngineSettings, PoolSettings, RewardSettings, TaskSettings
 from rollart.control.draw import draw
-from rollart.errors import BoundaryError, JobError, install
+from rollart.errors import BoundaryError, JobError, WeightError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
 from rollart.types import Task, TrajectoryId
+from rollart.workers.variables import for_children
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -75,11 +79,12 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, _refuse_pythons, _refuse_weights_path):
+    for check in (check_trackers, _refuse_pythons, _refuse_weights_path, _refuse_functions):
         look(check, job)
     found += unsupported(job)
     look(partial(refuse_unplaceable, trains=trains), job)
-    look(_refuse_reward_url, job)
+    for place, reward in job.asked_rewards.items():
+        look(_refuse_reward, place, reward)
     evaluates = not trains or job.evaluation.first or job.evaluation.every > 0
     sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
     if trains:
@@ -141,9 +146,9 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
         )
-    if server and job.train.lora is not None:
+    if engines.type == "sglang" and job.train.lora is not None:
         yield (
-            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
+            f"train.lora: sglang engines (pool {pool.name!r}) are not given adapters yet; set engines.type to vllm or "
             "embedded, or remove train.lora"
         )
     if engines.most is not None and cluster != "ray":
@@ -158,16 +163,10 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.device: {engines.device}, but the pool's hardware is cpu, where a server computes on none; "
             "remove it, or name the hardware"
         )
-    if server and job.train.lora is not None:
-        yield (
-            f"train.lora: {engines.type} engines (pool {pool.name!r}) are not given adapters yet; set engines.type to "
-            "embedded, or remove train.lora"
-        )
-    if server and job.weights.type != "files":
-        yield (
-            f"weights.type: {engines.type} engines (pool {pool.name!r}) load new weights as files; "
-            "set weights.type=files"
-        )
+    if engines.type == "vllm" and job.train.lora is not None and engines.keep_kv:
+        yield (f"{key}.keep_kv: a request to vLLM keeps the adapter that it began with; remove it, or train.lora")
+    if server and engines.prefill is not None and engines.keep_kv:
+        yield f"{key}.keep_kv: servers that prefill apart cannot keep what is in flight; remove it, or engines.prefill"
 
 
 def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
@@ -208,7 +207,8 @@ def _variable_problems(job: Job) -> Iterator[str]:
                 f"{key}: environments of isolation inline run in this process, and see all its variables; remove it, "
                 "or set isolation to process"
             )
-    here = {**(asked if job.cluster.type != "ray" else {}), "rewards.environment": job.rewards.environment}
+    scoring = {f"{place}.environment": reward.environment for place, reward in job.asked_rewards.items()}
+    here = {**(asked if job.cluster.type != "ray" else {}), **scoring}
     for key, name in ((key, name) for key, names in here.items() for name in names):
         if name not in os.environ:
             yield f"{key}: {name} is not set here; set it (export {name}=...), or remove it"
@@ -242,6 +242,30 @@ def _agent_problems(job: Job) -> Iterator[str]:
             )
         if agent.command and not on_ray and shutil.which(agent.command[0]) is None:
             yield f"{key}.command: {agent.command[0]} is not a program that can be run here; install it, or correct it"
+
+
+def _refuse_functions(job: Job) -> None:
+    """Agents' functions that cannot be loaded: tried in a process of its own, since an agent library may be large."""
+    code = "import sys; from rollart.tasks.load import load_function; load_function(sys.argv[1])"
+    for position, task in enumerate(job.tasks if job.cluster.type != "ray" else ()):
+        if task.agent is None or not task.agent.function:
+            continue
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment = for_children(os.environ, task.environment) | {"PYTHONPATH": paths}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, task.agent.function],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TRIAL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode:
+            *_, last = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+            raise JobError(f"tasks.{position}.agent.function: {last.removeprefix('rollart.errors.JobError: ')}")
 
 
 def agent_class(use: str) -> "Callable[[], Agent]":
@@ -279,12 +303,11 @@ def _model_config(job: Job) -> Mapping[str, Any]:
 
 
 def refuse_mixtures_on_servers(job: Job) -> None:
-    """The trainer publishes experts fused, under names that servers do not read; vLLM also reloads them wrongly."""
-    kinds = [engines.type for _, engines in job.engines if engines.type != "embedded"]
-    if kinds and experts_in(_model_config(job)).num:
+    """What SGLang reads of a mixture could not be tried; vLLM's own names are proven."""
+    if any(engines.type == "sglang" for _, engines in job.engines) and experts_in(_model_config(job)).num:
         raise JobError(
-            f"model.path: {job.model.path} is a mixture of experts, which {kinds[0]} engines cannot take new weights "
-            "of yet; give another model, or set engines.type to embedded"
+            f"model.path: {job.model.path} is a mixture of experts, which was not tried with sglang engines; give "
+            "another model, or set engines.type to vllm or embedded"
         )
 
 
@@ -329,25 +352,28 @@ def _refuse_architecture(job: Job, *, trains: bool) -> None:
     from transformers import AutoConfig
 
     from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import prove_packed_architecture
+    from rollart.model.network import prove_packed_architecture, window_of
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
-        prove_packed_architecture(config)
+        prove_packed_architecture(config, job.model.context_tokens)
         if any(engines.type == "embedded" for _, engines in job.engines):
-            prove_steps_architecture(config)
+            prove_steps_architecture(config, job.model.context_tokens)
         if trains:
             _refuse_for_the_trainer(job, config)
     except JobError as error:
-        raise JobError(f"model.path: {job.model.path}: {error}") from None
+        window = window_of(config)
+        windowed = window is not None and window < job.model.context_tokens
+        hint = f"; or set model.context_tokens to its window, {window}, or less: there it may leave nothing out"
+        raise JobError(f"model.path: {job.model.path}: {error}{hint if windowed else ''}") from None
 
 
 def _refuse_for_the_trainer(job: Job, config: "PreTrainedConfig") -> None:
     from rollart.model.network import empty_model, prove_packed_architecture
 
-    prove_packed_architecture(config)
+    prove_packed_architecture(config, job.model.context_tokens)
     if job.train.type == "fsdp2":
-        empty_model(config)
+        empty_model(config, job.model.context_tokens)
 
 
 def _saved_params(job: Job) -> int:
@@ -396,7 +422,8 @@ def _tokenizer(job: Job) -> "ChatTokenizer":
     from rollart.model.tokenizer import ChatTokenizer
 
     try:
-        return ChatTokenizer(job.model.path)  # raises where there is no tokenizer, or no chat template
+        # raises where there is no tokenizer, or no chat template
+        return ChatTokenizer(job.model.path, job.model.chat_template, job.model.chat_template_args)
     except JobError:
         raise
     except Exception as error:  # the boundary to transformers
@@ -513,7 +540,7 @@ async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: EnvHost) 
         observation = await env.reset()
     finally:
         await env.close()
-    return len(tokenizer.render(observation.messages, fresh=True))
+    return len(tokenizer.render(observation.messages, fresh=True, tools=observation.tools))
 
 
 def _one_line(error: BaseException) -> str:
@@ -524,17 +551,25 @@ def _one_line(error: BaseException) -> str:
 # --- what is around it ----------------------------------------------------------------------------------------------
 
 
-def _refuse_reward_url(job: Job) -> None:
-    if job.rewards.type != "http":
+def _refuse_reward(place: str, reward: RewardSettings) -> None:
+    """A function that is not there, or an address where nobody answers."""
+    if reward.function is not None:
+        from rollart.tasks.load import load_reward
+
+        try:
+            load_reward(reward.function)
+        except JobError as error:
+            raise JobError(f"{place}.function: {error}") from None
+    if reward.url is None:
         return
     from rollart.rewards.http import unreachable
 
-    assert job.rewards.url is not None
-    why = unreachable(job.rewards.url)
+    why = unreachable(reward.url)
     if why is not None:
+        start = "`rollart reward serve`" if reward.type == "http" else "a server of the model"
         raise JobError(
-            f"rewards.url: {job.rewards.url} cannot be reached ({why}); start what answers there, such as "
-            "`rollart reward serve`, or correct the address"
+            f"{place}.url: {reward.url} cannot be reached ({why}); start what answers there, such as {start}, or "
+            "correct the address"
         )
 
 
@@ -563,6 +598,15 @@ def _try_out(out: Path) -> bool:
 
 
 def _refuse_weights_path(job: Job) -> None:
+    if job.weights.type == "mooncake":
+        from rollart.store.mooncake_client import refuse_unreachable
+
+        if find_spec("mooncake") is None:
+            raise JobError(f"weights.type: mooncake is not installed here; {install('mooncake')}")
+        try:
+            refuse_unreachable(job.weights.master or "")
+        except WeightError as error:
+            raise JobError(str(error)) from None
     if job.weights.type == "files" and job.weights.path is not None:
         _try_place("weights.path", Path(job.weights.path))
 

@@ -17,7 +17,7 @@ import orjson
 
 from rollart.append import AppendFile
 from rollart.config.job import Job
-from rollart.config.settings import PoolSettings
+from rollart.config.settings import PoolSettings, RewardSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
 from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
@@ -210,7 +210,7 @@ def rare_collections() -> Iterator[None]:
 def facts(job: Job, clock: str) -> schema.Run:
     """What readers of the events need to know about the job."""
     target = task_shares(job)
-    train_pool = job.train_pool
+    train_pool, shared = job.train_pool, _reward_facts(job.rewards)
     return schema.Run(
         name=job.name,
         mode=job.mode,
@@ -249,11 +249,24 @@ def facts(job: Job, clock: str) -> schema.Run:
             gpus=job.train.gpus,
             cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
         ),
-        rewards=job.rewards.type,
-        reward_workers=job.rewards.workers if job.rewards.type == "local" else None,
-        reward_cost=schema.RewardCost(hour=job.rewards.cost, call=job.rewards.call_cost),
+        rewards=", ".join(sorted({reward.type for reward in job.asked_rewards.values()})),
+        reward_workers=shared.workers if "rewards" in job.asked_rewards else 0,
+        reward_cost=shared.cost,
+        task_rewards={
+            task.name: {reward.label: _reward_facts(reward) for reward in task.rewards}
+            for task in job.tasks
+            if task.rewards
+        },
         store_full_s=job.limits.store_full_s,
         breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
+    )
+
+
+def _reward_facts(reward: RewardSettings) -> schema.RewardFacts:
+    return schema.RewardFacts(
+        type=reward.type,
+        workers=reward.workers if reward.type == "local" else None,
+        cost=schema.RewardCost(hour=reward.cost, call=reward.call_cost),
     )
 
 

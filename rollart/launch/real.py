@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
+from rollart.config.settings import RewardSettings
 from rollart.control.env_manager import Agent
 from rollart.control.program import ProgramAgent
 from rollart.control.world import World
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
     from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
+    from rollart.rewards.judge import JudgeRewards
     from rollart.rewards.local import LocalRewards
     from rollart.tasks.api import TaskSet
+
+    Rewards = HttpRewards | JudgeRewards | LocalRewards
 
 STORES = "stores.jsonl"
 """In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
@@ -74,7 +78,7 @@ def real_world(
     model_path = Path(job.model.path)
     task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
-    tokenizer = ChatTokenizer(model_path)
+    tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
     where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in _stores_before(out, where)]
@@ -96,16 +100,22 @@ def real_world(
     )
     gateway = _gateway(job)
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
-    scorer = _rewards(job, functions, tokenizer.decode, setup.log_dir, lost)
+    scorers: list[Rewards] = []
+
+    def rewards(settings: RewardSettings, task: str) -> "Rewards":
+        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost))
+        return scorers[-1]
+
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
-    host, rewards = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, scorer)
+    played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
     async def close() -> None:
         if gateway is not None:
             await gateway.close()
         await rooms.close()
         await cluster.close()
-        await scorer.close()
+        for scorer in scorers:
+            await scorer.close()
         for run in [*before, store]:  # a dying trainer may still have written after the first time
             run.close()
         (out / STORES).unlink(missing_ok=True)
@@ -114,8 +124,9 @@ def real_world(
     world = World(
         cluster=cluster,
         engines=engine_specs(job),
-        host=host,
-        rewards=rewards,
+        host=played.host,
+        rewards=played.rewards,
+        task_rewards=played.task_rewards,
         tokenizer=tokenizer,
         task_sets=task_sets,
         store=store,
@@ -218,14 +229,27 @@ def _agents(job: Job, gateway: "HttpGateway | None") -> "dict[str, Agent]":
 
 
 def _rewards(
-    job: Job, functions: Mapping[str, str], decode: "Decode", log_dir: Path, lost: Lost | None
-) -> "HttpRewards | LocalRewards":
+    settings: RewardSettings,
+    task: str,
+    functions: Mapping[str, str],
+    decode: "Decode",
+    log_dir: Path,
+    lost: Lost | None,
+) -> "Rewards":
+    """Who scores: of one task, or for all tasks that have no rewards of their own."""
     from rollart.rewards.http import HttpRewards
+    from rollart.rewards.judge import JudgeRewards
     from rollart.rewards.local import LocalRewards
 
-    if job.rewards.type == "http":
-        return HttpRewards(job.rewards, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
-    return LocalRewards(job.rewards, functions, decode, log_dir, lost)
+    match settings.type:
+        case "http":
+            return HttpRewards(settings, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
+        case "judge":
+            return JudgeRewards(settings, decode, os.environ.get("ROLLART_JUDGE_TOKEN"))
+        case "local":
+            own = {task: settings.function or functions[task]} if task else functions
+            name = f"reward-{task}-{settings.label}" if task else "reward"
+            return LocalRewards(settings, own, decode, log_dir, lost, name=name)
 
 
 def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:

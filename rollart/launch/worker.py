@@ -114,6 +114,7 @@ def _make_run_directory(setup: WorkerSetup) -> None:
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
     from rollart.store.open import open_store
+    from rollart.store.prefetch import FetchAhead
 
     job, pool = setup.job, setup.own_pool
     store = open_store(setup.store, site=pool.site)
@@ -121,7 +122,6 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
     if pool.engines.type == "embedded":
         from rollart.engines.embedded.engine import EmbeddedEngine
         from rollart.engines.embedded.threaded import ThreadedEngine
-        from rollart.store.prefetch import FetchAhead
 
         core = EmbeddedEngine.from_directory(
             job.model.path,
@@ -134,20 +134,19 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         ahead = FetchAhead(store)
         return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
     from rollart.engines.launch import ServerSettings, launch
-    from rollart.store.files import FileStore
 
-    assert isinstance(store, FileStore)  # `check_supported` lets no other through
     server = ServerSettings(
         engines=pool.engines,
         engine_id=setup.name,
-        model=store.initial(),
+        model=Path(job.model.path),
         context_tokens=job.model.context_tokens,
         log_dir=setup.log_dir,
         cpu=pool.hardware == "cpu",
         stop_tokens=setup.stop_tokens,
         start_s=job.limits.start_s,
+        lora=job.train.lora,
     )
-    return await launch(server, fetch=store.fetch, folder=store.folder)
+    return await launch(server, store, FetchAhead(store))
 
 
 async def _ranked_trainer(

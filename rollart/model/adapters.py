@@ -152,6 +152,19 @@ def merge_adapters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def write_adapters(folder: Path, model: PreTrainedModel, lora: Lora, base: str) -> None:
     """As peft does. `base` is where the model was read from."""
+    _write_peft(folder, adapter_tensors(model), lora, base)
+
+
+def write_adapter_tensors(folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
+    """As `write_adapters`, of what travels at a swap."""
+    firsts = {name.removesuffix(A): tensor for name, tensor in tensors.items() if name.endswith(A)}
+    rank = len(next(iter(firsts.values())))
+    targets = tuple(sorted({name.rpartition(".")[2] for name in firsts}))
+    lora = Lora(rank=rank, alpha=float(tensors[SCALING]) * rank, targets=targets)
+    _write_peft(folder, tensors, lora, base)
+
+
+def _write_peft(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -169,11 +182,8 @@ def write_adapters(folder: Path, model: PreTrainedModel, lora: Lora, base: str) 
         "use_rslora": False,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors: dict[str, Tensor] = {}
-    for name, layer in _adapted(model):
-        tensors[f"{PREFIX}{name}{A}.weight"] = layer.lora_A.detach().cpu().contiguous()
-        tensors[f"{PREFIX}{name}{B}.weight"] = layer.lora_B.detach().cpu().contiguous()
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    named = {f"{PREFIX}{name}.weight": tensor.cpu().contiguous() for name, tensor in tensors.items() if name != SCALING}
+    save_file(named, folder / WEIGHTS, {"format": "pt"})
 
 
 def read_adapters(folder: Path) -> tuple[Lora, dict[str, Tensor]]:

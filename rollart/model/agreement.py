@@ -81,18 +81,22 @@ def prove(model: PreTrainedModel, ours: Ours, *, what: str, instead: str, cause:
     )
 
 
-def prove_architecture(config: PreTrainedConfig, way: str, prove_one: Callable[[PreTrainedModel], None]) -> None:
+def prove_architecture(
+    config: PreTrainedConfig, way: str, prove_one: Callable[[PreTrainedModel], None], *, within: bool = False
+) -> None:
     """`prove_one` on a reduced model of this architecture, once in a process for each `way`.
 
+    `within`: the model's sliding window reaches as far as its longest sequence, and so does that of the reduced one.
     An architecture that cannot be reduced is left to be proven by its own weights alone.
     """
+    way += " within" if within else ""
     written = {key: value for key, value in config.to_dict().items() if key not in BESIDE}
     key = way, json.dumps(written, sort_keys=True, default=str)
     if key not in _faults:
         _faults[key] = ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what an architecture says of a model that nobody asked for
-            small = reduced_model(config)
+            small = reduced_model(config, max(LENGTHS)) if within else reduced_model(config)
             try:
                 if small is not None:
                     prove_one(small)

@@ -1,6 +1,6 @@
 """A Hugging Face directory without its network: tensors that are read when they are asked for, and the other files.
 
-Called by the trainers, for their checkpoints, and by the file store.
+Called by the trainers, for their checkpoints, by the file store, and where a server's files are made.
 """
 
 import shutil
@@ -43,6 +43,13 @@ class StoredTensors(Mapping[str, Tensor]):
         tensor = self[name]
         del self._paths[name]
         return tensor
+
+
+def unit_of(name: str) -> str:
+    """The layer a tensor belongs to: its name up to the first number."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: number + 1])
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ Shapes in names: T flat tokens, F those of them that are computed, S scored ones
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -38,6 +39,9 @@ from rollart.types import Probe
 
 ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
+WITHIN = "rollart-within-windows"
+"""And the same for models whose sliding windows reach further than any sequence that they will see: there a window
+leaves nothing out."""
 PROBE_SEQUENCES, PROBE_LENGTH = 32, 64
 """Of the sequences by which two processes compare their weights: many tokens, as each has an error of its own; short
 ones, since a server holds the logits of a whole prompt at once."""
@@ -85,7 +89,27 @@ def _attention(
     return out_THD.unsqueeze(0), None
 
 
+def _attention_within(*arguments: Any, sliding_window: int | None = None, **others: Any) -> tuple[Tensor, None]:
+    return _attention(*arguments, **others)
+
+
 AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(WITHIN, _attention_within)
+
+
+def window_of(config: PreTrainedConfig) -> int | None:
+    """A model's sliding window, in tokens, where it has one."""
+    try:
+        window = getattr(config.get_text_config(), "sliding_window", None)
+    except ValueError:  # of several texts
+        return None
+    return window if isinstance(window, int) else None
+
+
+def fits_windows(config: PreTrainedConfig, context_tokens: int | None) -> bool:
+    """Whether a model has a sliding window, and no sequence of so many tokens reaches beyond it."""
+    window = window_of(config)
+    return window is not None and context_tokens is not None and max(context_tokens, PROBE_LENGTH) <= window
 
 
 def device_named(name: str, number: int = 0) -> torch.device:
@@ -95,28 +119,32 @@ def device_named(name: str, number: int = 0) -> torch.device:
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    context_tokens: int | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM directory, in evaluation mode; where it holds adapters (peft), the model that they
-    are of, with them merged into it. JobError for what we would compute wrongly."""
+    are of, with them merged into it. `context_tokens`: the longest sequence that it will see, where that is known.
+    JobError for what we would compute wrongly."""
     path = Path(path)
     source = base_of(path) if has_adapters(path) else path
-    prove_packed_architecture(AutoConfig.from_pretrained(str(source)))
+    prove_packed_architecture(AutoConfig.from_pretrained(str(source)), context_tokens)
     model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
-    adopted = adopt(model)
+    adopted = adopt(model, context_tokens)
     if has_adapters(path):
         merge_adapters_(adopted, read_adapters(path)[1])
         forget_base(adopted)
     return adopted
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, context_tokens: int | None = None) -> PreTrainedModel:
     """A model of ours without weights, float32 on the meta device, to be sharded layer by layer.
 
     JobError for what we would compute wrongly, and for one whose layers are not found.
     """
-    prove_packed_architecture(config)
+    prove_packed_architecture(config, context_tokens)
     if reduced_model(config) is None:
         raise JobError(
             f"{config.model_type}: no reduced model of it can be made to prove that it is computed rightly, and "
@@ -130,37 +158,38 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
             f"{config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of its base "
             "model); train it with train.type=single, or choose another model"
         )
-    prepare(model)
+    prepare(model, within=fits_windows(config, context_tokens))
     return model
 
 
-def adopt(model: PreTrainedModel) -> PreTrainedModel:
+def adopt(model: PreTrainedModel, context_tokens: int | None = None) -> PreTrainedModel:
     """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
-    prove_packed_architecture(model.config)
-    _prove_packed(model)
+    prove_packed_architecture(model.config, context_tokens)
+    _prove_packed(model, within=fits_windows(model.config, context_tokens))
     return model
 
 
-def prove_packed_architecture(config: PreTrainedConfig) -> None:
+def prove_packed_architecture(config: PreTrainedConfig, context_tokens: int | None = None) -> None:
     """JobError where models of this kind come out wrong in a packed batch. Reads no weights, and takes a moment."""
-    prove_architecture(config, "packed", _prove_packed)
+    within = fits_windows(config, context_tokens)
+    prove_architecture(config, "packed", partial(_prove_packed, within=within), within=within)
 
 
-def prepare(model: PreTrainedModel) -> None:
-    """Let a model run our attention, and nothing at random."""
+def prepare(model: PreTrainedModel, *, within: bool = False) -> None:
+    """Let a model run our attention, and nothing at random. `within`: its windows reach further than its sequences."""
     config: Any = model.config
     if getattr(config, "attention_dropout", 0.0):
         config.attention_dropout = 0.0
         for module in model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0  # type: ignore[assignment]  # nn.Module types its attributes as tensors
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(WITHIN if within else ATTENTION)
     model.train(False)
 
 
-def _prove_packed(model: PreTrainedModel) -> None:
+def _prove_packed(model: PreTrainedModel, *, within: bool) -> None:
     """A model's packed log-probabilities are those that transformers gives for each sequence alone, or JobError."""
-    prepare(model)
+    prepare(model, within=within)
 
     @torch.no_grad()
     def packed(sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -174,8 +203,10 @@ def _prove_packed(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _known_cause(model: PreTrainedModel) -> str:
     """What of this model is known to go wrong, in words; "" where nothing is."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if others := sorted(kinds - {"full_attention"}):
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    within = config._attn_implementation == WITHIN
+    if others := sorted(kinds - {"full_attention", *(["sliding_attention"] if within else [])}):
         return f"it has layers of kind {', '.join(others)}, and only full attention is computed rightly"
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:

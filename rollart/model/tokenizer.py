@@ -8,8 +8,10 @@ It begins with what closes the assistant's turn, of which the model has normally
 """
 
 import json
+import logging
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +21,8 @@ from rollart.chat import form_of, read
 from rollart.errors import JobError
 from rollart.types import NO_TOKENS, Message, Tokens, Tool
 
+log = logging.getLogger(__name__)
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -27,6 +31,10 @@ MARK = "XROLLARTX"
 CACHE_BYTES = 64_000_000
 """Of each cache. Short tasks show the same texts again and again; a cached rendering costs a microsecond instead of
 200."""
+GENERATION = r"{%-?\s*(end)?generation\s*-?%}"
+"""Marks of transformers' own in a template, which Jinja does not know."""
+TOKENIZERS = frozenset({"bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"})
+"""What transformers gives every template."""
 ENTRY_BYTES = 500
 """What an entry takes beside its text and tokens, about."""
 
@@ -61,22 +69,33 @@ class TextCache(Generic[K, V]):
 class ChatTokenizer:
     """Renders messages to tokens and tokens to text, as the model directory says."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, template: str = "", arguments: Mapping[str, Any] | None = None) -> None:
+        """`template`: instead of the tokenizer's own, a file or the text itself; `arguments`: more that it reads."""
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
             raise JobError(f"model.path: {path} holds no tokenizer that transformers can load: {error}") from error
+        if template:
+            self._tokenizer.chat_template = _template_text(template)
         if not self._tokenizer.chat_template:
-            raise JobError(f"model.path: the tokenizer in {path} has no chat template; use an instruct model")
+            raise JobError(
+                f"model.path: the tokenizer in {path} has no chat template; use an instruct model, or give one as "
+                "model.chat_template"
+            )
+        self._arguments = dict(arguments or {})
+        if self._arguments:
+            _refuse_arguments(self._arguments, self._tokenizer.chat_template)
         closing = self._after_mark([_assistant(MARK)], add_generation_prompt=False)
         self._closing = self.encode(closing)
         if not len(self._closing):
-            raise JobError(f"model.path: the chat template in {path} does not close the assistant's turn")
+            given = "model.chat_template: the template" if template else f"model.path: the chat template in {path}"
+            raise JobError(f"{given} does not close the assistant's turn; let it end what an assistant says by a token")
         self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
             CACHE_BYTES
         )
+        self._told_of_lost_tools = False
         self._form = form_of(str(self._tokenizer.chat_template))
         self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
@@ -130,12 +149,25 @@ class ChatTokenizer:
             return NO_TOKENS
         said = [_as_dict(message) for message in messages]
         if fresh:
-            tokens = self.encode(self._template(said, add_generation_prompt=True, tools=tools))
+            text = self._template(said, add_generation_prompt=True, tools=tools)
+            self._tell_of_lost_tools(text, tools)
+            tokens = self.encode(text)
         else:
             tokens = self.encode(self._after_mark([_assistant(MARK), *said], add_generation_prompt=True))
             tokens = tokens[1:] if closed else tokens
         tokens.flags.writeable = False
         return tokens
+
+    def _tell_of_lost_tools(self, text: str, tools: Sequence[Tool]) -> None:
+        """Once: a model that is not told of its tools will hardly call them."""
+        lost = [tool.name for tool in tools if tool.name not in text]
+        if lost and not self._told_of_lost_tools:
+            self._told_of_lost_tools = True
+            log.warning(
+                "model.path: its chat template has no place for tools, so the model is not told of %s; say in the "
+                "prompt what they are and how they are called, or use a model that was trained with tools",
+                ", ".join(lost),
+            )
 
     def _after_mark(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         probe = [{"role": "user", "content": "."}, *messages]
@@ -156,6 +188,7 @@ class ChatTokenizer:
                     tools=[_as_schema(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
+                    **self._arguments,
                 )
             )
         except TemplateError as error:
@@ -165,6 +198,46 @@ class ChatTokenizer:
     def encode(self, text: str) -> Tokens:
         """The tokens of a text as it stands, with no template around it."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""What templates read and we, or the tokenizer, fill in."""
+
+
+def _template_text(given: str) -> str:
+    """A template, or the file that holds it. Raises JobError."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if "{" not in given:
+        try:
+            given = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(
+                f"model.chat_template: {given} cannot be read ({error}); name a file of Jinja, or write the template"
+            ) from None
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", given))
+    except TemplateSyntaxError as error:
+        raise JobError(f"model.chat_template: line {error.lineno} is not Jinja ({error.message}); correct it") from None
+    return given
+
+
+def _refuse_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+    """Those that the template does not read: nothing would come of them."""
+    from jinja2 import Environment, meta
+
+    text = str(template["default"] if isinstance(template, dict) and "default" in template else template)
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", text))
+    read = meta.find_undeclared_variables(parsed)
+    for name in arguments:
+        if name in OURS:
+            raise JobError(f"model.chat_template_args.{name}: is filled in for every conversation; remove it")
+        if name not in read:
+            known = ", ".join(sorted(read - OURS - TOKENIZERS)) or "none beside the usual"
+            raise JobError(
+                f"model.chat_template_args.{name}: the chat template does not read it; it reads {known}; correct or "
+                "remove it"
+            )
 
 
 def _assistant(content: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class Frame:
                 reward=trajectory.reward,
                 parts={as_utf8(name): value for name, value in trajectory.reward_parts.items()},
                 born=trajectory.born,
-                newest=turns[-1].completion.spans[-1].version if turns else None,
+                newest=max((turn.completion.spans[-1].version for turn in turns), default=None),
                 turns=len(turns),
                 tokens=count,
                 times=times,

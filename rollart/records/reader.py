@@ -91,8 +91,14 @@ class ReadTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """What the environment said last."""
 
     def to_json(self) -> dict[str, object]:
-        whole: dict[str, object] = msgspec.to_builtins(self, enc_hook=_as_list)
-        return {**self.head.to_json(), "turns": whole["turns"], "left": whole["left"]}
+        whole: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_as_list)
+        turns = [{**turn, "shown": _as_kept(turn["shown"])} for turn in whole["turns"]]
+        return {**self.head.to_json(), "turns": turns, "left": _as_kept(whole["left"])}
+
+
+def _as_kept(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Of messages a record has the role and the text."""
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _as_list(array: Any) -> list[float]:

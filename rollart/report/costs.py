@@ -64,9 +64,8 @@ class CostFold:
         """By attempt: the engine that runs its call, and that engine's `share_s` when the call was sent."""
         self._train = schema.TrainFacts(pool="", gpus=0, cost=0.0)
         self._trainer_paid = 0.0
-        self._reward_workers = 0
-        """Reserved; 0 where functions are called."""
-        self._reward_cost = schema.RewardCost(hour=0.0, call=0.0)
+        self._rewards: dict[tuple[str, str], schema.RewardFacts] = {}
+        """By task and name; those of the job under empty ones."""
         self._rewards_paid = 0.0
         """Seconds times price: of functions and calls, and of workers up to the last change of the job."""
         self._changed_s = 0.0
@@ -81,8 +80,11 @@ class CostFold:
         self._rewards_paid = self._paid_for_rewards(now_s)
         self._changed_s = now_s
         self._train = job.train
-        self._reward_workers = job.reward_workers or 0
-        self._reward_cost = job.reward_cost
+        shared = schema.RewardFacts(type=job.rewards, workers=job.reward_workers, cost=job.reward_cost)
+        self._rewards = {
+            ("", ""): shared,
+            **{(task, name): facts for task, own in job.task_rewards.items() for name, facts in own.items()},
+        }
         for name, now in job.pools.items():
             pool = self._pools.setdefault(name, _Pool())
             pool.engines, pool.gpus, pool.cost = now.engines, now.gpus, now.cost
@@ -130,17 +132,21 @@ class CostFold:
 
     # --- rewards ----------------------------------------------------------------------------------------------
 
-    def reward(self, event: schema.Reward) -> None:
-        """A call that gave a score."""
-        self._reward_called(event.busy_s + event.cold_s if event.busy_s else event.s)
+    def reward(self, event: schema.Reward, task: str) -> None:
+        """A call that gave a score, or one for each reward of the task's own."""
+        own = [facts for (name, _), facts in self._rewards.items() if name == task]
+        for facts, call in zip(own, event.calls, strict=False) if event.calls else [(self._rewards["", ""], event)]:
+            self._reward_called(facts, call.busy_s + call.cold_s if call.busy_s else call.s)
 
-    def reward_failed(self) -> None:
+    def reward_failed(self, event: schema.RewardFailed, task: str) -> None:
         """A call that failed: how long it ran is not known."""
-        self._reward_called(0.0)
+        facts = self._rewards.get((task, event.reward) if event.reward else ("", ""))
+        if facts is not None:
+            self._reward_called(facts, 0.0)
 
-    def _reward_called(self, ran_s: float) -> None:
-        if not self._reward_workers:
-            self._rewards_paid += ran_s * self._reward_cost.hour + HOUR_S * self._reward_cost.call
+    def _reward_called(self, facts: schema.RewardFacts, ran_s: float) -> None:
+        if facts.workers is None:
+            self._rewards_paid += ran_s * facts.cost.hour + HOUR_S * facts.cost.call
 
     # --- figures ----------------------------------------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class CostFold:
         return self._trainer_paid + rate * (now_s - self._changed_s)
 
     def _paid_for_rewards(self, now_s: float) -> float:
-        rate = self._reward_workers * self._reward_cost.hour
+        rate = sum((facts.workers or 0) * facts.cost.hour for facts in self._rewards.values())
         return self._rewards_paid + rate * (now_s - self._changed_s)
 
 

@@ -289,15 +289,16 @@ class SummaryFold(Fold):
         self.row = {"step": event.step, "time_s": event.t, **self._metrics.row()}
 
     def _on_reward(self, event: schema.Reward) -> None:
-        self._rewards.scored(event)
-        self._costs.reward(event)
         work = self._live.get(event.id)
+        self._rewards.scored(event)
+        self._costs.reward(event, work.task if work is not None else "")
         if work is not None:
             work.parts = event.parts
 
     def _on_reward_failed(self, event: schema.RewardFailed) -> None:
         self._rewards.failed += 1
-        self._costs.reward_failed()
+        work = self._live.get(event.id)
+        self._costs.reward_failed(event, work.task if work is not None else "")
         self._failures.add("reward", event.id, event.reason)
 
     def _on_worker_lost(self, event: schema.WorkerLost) -> None:

@@ -182,13 +182,15 @@ class RewardFold:
         self._seconds = self._cold_start_s = 0.0
 
     def scored(self, event: schema.Reward) -> None:
-        self._calls += 1
-        self._seconds += event.busy_s or event.s - event.cold_s
-        self._cold_starts += event.cold_s > 0
-        self._cold_start_s += event.cold_s
+        for call in event.calls or (event,):
+            self._calls += 1
+            self._seconds += call.busy_s or call.s - call.cold_s
+            self._cold_starts += call.cold_s > 0
+            self._cold_start_s += call.cold_s
 
     def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
-        workers = job.reward_workers if job else None
+        facts = [facts for own in job.task_rewards.values() for facts in own.values()] if job else []
+        workers = (job.reward_workers or 0) + sum(each.workers or 0 for each in facts) if job else 0
         return summary.Rewards(
             type=job.rewards if job else None,
             calls=self._calls,

@@ -124,7 +124,7 @@ class Weights(Figures, frozen=True):
 
 class Rewards(Figures, frozen=True):
     type: str | None
-    """`local` or `http`."""
+    """`local`, `http` or `judge`; all that the job has."""
     calls: Calls
     """That gave a score."""
     failed: Calls

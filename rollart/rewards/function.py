@@ -4,11 +4,14 @@
 
 Several functions, one for each domain: `ROLLART_REWARD_FUNCTION="maths=my_maths:score,lake=my_lake:score"`.
 Where ROLLART_REWARD_TOKEN is set, callers must show it as a bearer token.
+`lambda_handler` is the same for AWS Lambda, called by name or by its own URL.
 Answers: 200 with the reward; 400 for what is not an episode, 401 without the token, 422 where the function returned
 nonsense (all three: do not try again); 500 where it raised.
 """
 
+import base64
 import hmac
+import json
 import os
 import time
 from typing import Any
@@ -68,7 +71,30 @@ _services: list[RewardService] = []
 
 def handle(request: Any) -> Answer:
     """The function that functions-framework calls with a Flask request."""
+    return _service().answer(request.get_json(silent=True), request.headers.get("Authorization", ""))
+
+
+def lambda_handler(event: Any, context: object) -> dict[str, Any]:
+    """The function that AWS Lambda calls, with an event as its URLs make them."""
+    headers = {str(name).lower(): str(value) for name, value in (event.get("headers") or {}).items()}
+    text = event.get("body") or ""
+    if event.get("isBase64Encoded"):
+        text = base64.b64decode(text).decode(errors="replace")
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    answer, status, said = _service().answer(body, headers.get("authorization", ""))
+    return {
+        "statusCode": status,
+        "headers": {"Content-Type": "application/json", **said},
+        "body": json.dumps(answer),
+    }
+
+
+def _service() -> RewardService:
+    """Made at the first call, from the environment."""
     if not _services:
         functions = parse_functions(os.environ[FUNCTION_VARIABLE])
         _services.append(RewardService(functions, os.environ.get(TOKEN_VARIABLE, "")))
-    return _services[0].answer(request.get_json(silent=True), request.headers.get("Authorization", ""))
+    return _services[0]

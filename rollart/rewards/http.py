@@ -1,54 +1,69 @@
 """A RewardBackend behind any URL: one POST of an episode's JSON for each trajectory, answered with its reward.
 
-The header `Idempotency-Key` holds the trajectory's id. Whether an error is worth another try is said in the error;
-trying again is the caller's business.
+`lambda://NAME` is an AWS Lambda function, `fc://HOST/PATH` the HTTPS trigger of Alibaba's Function Compute. The header
+`Idempotency-Key` holds the trajectory's id. Whether an error is worth another try is said in the error; trying again is
+the caller's business.
 """
 
 import asyncio
 import ipaddress
+import json
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from rollart.config.settings import RewardSettings
-from rollart.errors import RewardError
+from rollart.errors import JobError, RewardError
+from rollart.rewards.aws import FAILED_HEADER, SCHEME, LambdaFunction, event_of
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
+from rollart.rewards.pace import Hedge, Places
 from rollart.types import Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
 LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
-_WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+TOO_MUCH = frozenset({429, 503})
+"""The platform's words for more calls than it takes."""
+WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HttpRewards:
-    """Calls the function at `rewards.url`, at most `rewards.concurrency` calls at a time."""
+    """Calls the function at `rewards.url`, at most `rewards.concurrency` calls at a time, and fewer for a while after
+    the platform said that it is too much."""
 
     def __init__(self, settings: RewardSettings, decode: Decode, token: str | None = None) -> None:
         assert settings.url is not None
         self._url = settings.url
+        self._lambda = LambdaFunction(self._url) if self._url.startswith(SCHEME) else None
+        self._token = token
         self._decode = decode
         self._timeout_s = settings.timeout_s
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._places = Places(settings.concurrency)
+        self._hedge = Hedge(settings.hedge) if settings.hedge is not None else None
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.timeout_s),
             limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            trust_env=not is_loopback(urlsplit(self._url).hostname or ""),  # no proxy between us and ourselves
+            trust_env=not is_loopback(urlsplit(self._address).hostname or ""),  # no proxy between us and ourselves
         )
+
+    @property
+    def _address(self) -> str:
+        return self._lambda.url if self._lambda is not None else https(self._url)
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the call; waiting for one's turn does not count."""
         body = episode_of(trajectory, self._decode).to_json()
-        async with self._slots:
+        call = partial(self._post, body, str(trajectory.id))
+        async with self._places.one():
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    response = await self._client.post(
-                        self._url, json=body, headers={"Idempotency-Key": str(trajectory.id)}
-                    )
+                    status, text, headers = await (self._hedge.ask(call) if self._hedge else call())
             except (TimeoutError, httpx.TimeoutException):
+                self._places.too_much()
                 raise RewardError(f"{self._url}: no answer within {self._timeout_s:g} s") from None
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise RewardError(f"{self._url}: {error}", retryable=False) from error
@@ -56,22 +71,48 @@ class HttpRewards:
                 raise RewardError(f"{self._url}: {type(error).__name__}: {error}") from error
             except (TypeError, ValueError) as error:  # the payload holds what JSON cannot
                 raise RewardError(f"{self._url}: the episode cannot be sent: {error}", retryable=False) from error
-        if response.status_code != 200:
+        if status in TOO_MUCH:
+            self._places.too_much()
+        if status != 200:
             raise RewardError(
-                f"{self._url}: answered {response.status_code}: {response.text.strip()[:500]}",
-                retryable=response.status_code in _WORTH_A_RETRY,
+                f"{self._url}: answered {status}: {text.strip()[:500]}", retryable=status in WORTH_A_RETRY
             )
+        self._places.went_well()
         try:
-            return score_from_json(_json(response), cold_start_s=_cold_start_s(response))
+            return score_from_json(_json(text), cold_start_s=_cold_start_s(headers))
         except ValueError as error:
             raise RewardError(f"{self._url}: {error}", retryable=False) from error
+
+    async def _post(self, episode: Mapping[str, Any], key: str) -> tuple[int, str, Mapping[str, str]]:
+        """Status, body and headers that the function answered with."""
+        shown = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if self._lambda is None:
+            headers = {**shown, "Idempotency-Key": key}
+            response = await self._client.post(self._address, json=episode, headers=headers)
+            return response.status_code, response.text, response.headers
+        event = event_of(episode, {**shown, "Idempotency-Key": key})
+        response = await self._client.post(self._address, content=event, headers=self._lambda.headers(event))
+        if response.status_code != 200 or FAILED_HEADER in response.headers:
+            return max(response.status_code, 500), response.text, {}
+        answer = _json(response.text)
+        if not isinstance(answer, dict) or not isinstance(answer.get("statusCode"), int):
+            raise ValueError(f"is no function of `rollart reward build lambda`: it answered {response.text[:200]!r}")
+        return answer["statusCode"], str(answer.get("body", "")), answer.get("headers") or {}
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
 def unreachable(url: str) -> str | None:
-    """Why nobody can be asked at this address, or None. Any answer will do, and a late one too."""
+    """Why nobody can be asked at this address, or None. Any answer will do, and a late one too. A Lambda function is
+    not asked: that would be a call of it."""
+    if url.startswith(SCHEME):
+        try:
+            LambdaFunction(url)
+        except JobError as error:
+            return str(error)
+        return None
+    url = https(url)
     try:
         trust_env = not is_loopback(urlsplit(url).hostname or "")
         with httpx.Client(timeout=LOOK_S, trust_env=trust_env) as client:
@@ -91,15 +132,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _json(response: httpx.Response) -> Any:
+def https(url: str) -> str:
+    """The address that a URL of a job stands for."""
+    return f"https://{url.removeprefix('fc://')}" if url.startswith("fc://") else url
+
+
+def _json(text: str) -> Any:
     try:
-        return response.json()
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"answered no JSON: {response.text.strip()[:200]!r}") from error
+        raise ValueError(f"answered no JSON: {text.strip()[:200]!r}") from error
 
 
-def _cold_start_s(response: httpx.Response) -> float:
+def _cold_start_s(headers: Mapping[str, str]) -> float:
     try:
-        return max(0.0, float(response.headers.get(COLD_START_HEADER, 0)))
+        return max(0.0, float(headers.get(COLD_START_HEADER, 0)))
     except ValueError:
         return 0.0

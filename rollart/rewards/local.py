@@ -23,12 +23,15 @@ class LocalRewards:
         decode: Decode,
         log_dir: Path,
         lost: Lost | None = None,
+        *,
+        name: str = "reward",
     ) -> None:
+        """`name`: of its processes."""
         self._functions = dict(functions)
         self._decode = decode
         self._timeout_s = settings.timeout_s
         self.pool = ProcessPool(
-            "reward",
+            name,
             "rollart.rewards.worker:RewardWorker",
             self._functions,
             size=settings.workers,

@@ -20,17 +20,18 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
-from rollart.store.digests import digest_of, name_of, new_digest
-from rollart.store.format import Bytes, laid_out, pieces, tensors_of
+from rollart.store.digests import name_of, new_digest
+from rollart.store.format import Bytes, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
     drop_before,
     folder_name,
+    pulled_s,
     read_index,
     read_manifest,
 )
-from rollart.store.media import Medium, Memory
+from rollart.store.media import Medium, Memory, digest_at
 from rollart.store.owner import Claim, claim
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
@@ -53,7 +54,7 @@ class MappedFile:
         """Of the bytes at this bucket's place, taken once."""
         place = (bucket.start, bucket.num_bytes)
         if place not in self._seen:
-            self._seen[place] = digest_of(self._raw[bucket.start : bucket.start + bucket.num_bytes])
+            self._seen[place] = digest_at(self._raw, *place)
         return self._seen[place]
 
     def looked_at(self, bucket: Bucket) -> bool:
@@ -88,7 +89,7 @@ class BucketStore:
         with boundary(WeightError, what), writing(what), _whole_or_gone(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             index, places = Writer(folder), dict[str, str]()
-            for number, members in enumerate(self._split(tensors), 1):
+            for number, members in enumerate(split(tensors, self.bucket_bytes), 1):
                 # The number of files is not in their names: it is known when the last tensor has come.
                 path = folder / f"model-{number:05d}.safetensors"
                 places |= dict.fromkeys(members, path.name)
@@ -140,6 +141,10 @@ class BucketStore:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(drop_before, self.directory, self._medium, version)
 
+    def pulled_s(self, version: WeightVersion) -> float:
+        """Seconds that its transfer to this host took; 0 where it is read where it was written."""
+        return pulled_s(self.folder(version))
+
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""
         self._claim = self._claim or claim(self.directory)
@@ -163,34 +168,15 @@ class BucketStore:
     def _write(self, path: Path, members: Mapping[str, Tensor]) -> Iterator[Bucket]:
         """Write one file; each of its buckets as it is whole."""
         head, ordered = laid_out(members)
-        num_bytes = len(head) + sum(tensor.nbytes for tensor in ordered)
-        name, at, start, digest = f"{path.parent.name}/{path.name}", 0, 0, new_digest()
-        sliced = num_bytes - len(head) > self.bucket_bytes
-        with self._medium.writing(path, num_bytes) as put:
-            for piece in pieces(head, ordered):
-                while len(piece):
-                    room = start + self.bucket_bytes - at if sliced else len(piece)
-                    part, piece = piece[:room], piece[room:]
-                    put(at, part)
-                    digest.update(part)
-                    at += len(part)
-                    if at == num_bytes or (sliced and at - start == self.bucket_bytes):
-                        yield Bucket(name=name, num_bytes=at - start, digest=name_of(digest), start=start)
-                        start, digest = at, new_digest()
-
-    def _split(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
-        huggingface_hub wants all sizes first, which needs all tensors."""
-        members: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in tensors.items():
-            if members and size + tensor.nbytes > self.bucket_bytes:
-                yield members
-                members, size = {}, 0
-            members[name] = tensor
-            size += tensor.nbytes
-        if members:
-            yield members
+        name = f"{path.parent.name}/{path.name}"
+        with self._medium.writing(path, len(head) + sum(tensor.nbytes for tensor in ordered)) as put:
+            for start, parts in sliced(head, ordered, self.bucket_bytes):
+                digest, end = new_digest(), start
+                for at, piece in parts:
+                    put(at, piece)
+                    digest.update(piece)
+                    end = at + len(piece)
+                yield Bucket(name=name, num_bytes=end - start, digest=name_of(digest), start=start)
 
     def _checked(self, name: str, buckets: Sequence[Bucket]) -> MappedFile:
         """The file, if its bytes are what the manifest says; or WeightError."""
@@ -229,6 +215,21 @@ class BucketStore:
             wait_s *= 2
             with suppress(OSError):
                 os.listdir((self.directory / name).parent)  # or a client's cache may go on without it
+
+
+def split(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
+    huggingface_hub wants all sizes first, which needs all tensors."""
+    members: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if members and size + tensor.nbytes > bucket_bytes:
+            yield members
+            members, size = {}, 0
+        members[name] = tensor
+        size += tensor.nbytes
+    if members:
+        yield members
 
 
 @contextmanager

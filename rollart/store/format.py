@@ -9,6 +9,7 @@ item's size.
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,31 @@ def laid_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     return LENGTH.pack(len(header)) + header, [tensors[name] for name in order]
 
 
-def pieces(head: bytes, tensors: Sequence[Tensor]) -> Iterator[Bytes]:
-    """The bytes of a file in order, in views that a processor's cache can hold."""
-    yield np.frombuffer(head, dtype=np.uint8)
-    for tensor in tensors:
-        if tensor.numel():
-            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            for at in range(0, len(raw), CHUNK_BYTES):
-                yield raw[at : at + CHUNK_BYTES]
+def sliced(
+    head: bytes, tensors: Sequence[Tensor], bucket_bytes: int
+) -> Iterator[tuple[int, Iterator[tuple[int, Bytes]]]]:
+    """The bytes of a file, bucket by bucket: where each begins, and its bytes in pieces that a processor's cache can
+    hold, each with its place in the file. A file is one bucket unless its tensors are larger than that."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    limit = bucket_bytes if num_bytes > bucket_bytes else len(head) + num_bytes
+    for number, parts in groupby(_pieces(head, tensors, limit), lambda part: part[0] // limit):
+        yield number * limit, parts
+
+
+def _pieces(head: bytes, tensors: Sequence[Tensor], limit: int) -> Iterator[tuple[int, Bytes]]:
+    """None crosses a multiple of `limit`."""
+    at = 0
+    for raw in (np.frombuffer(head, dtype=np.uint8), *map(_raw, tensors)):
+        done = 0
+        while done < len(raw):
+            size = min(CHUNK_BYTES, len(raw) - done, limit - at % limit)
+            yield at, raw[done : done + size]
+            at, done = at + size, done + size
+
+
+def _raw(tensor: Tensor) -> Bytes:
+    raw: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
 
 
 def tensors_of(raw: Bytes) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +27,8 @@ from rollart.errors import WeightError
 from rollart.store.index import drop_before
 from rollart.store.link import Link
 from rollart.store.media import Memory
-from rollart.store.mirror import Mirror
+from rollart.store.mirror import Mirror, Source
+from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, MooncakeSource, way_to
 from rollart.store.owner import claim, is_owned, is_used, remove_left_behind, users_file
 from rollart.store.serve import Server
 
@@ -53,8 +53,11 @@ class HostSetup:
     bind: str = ""
     """`host:port` to serve at; empty: a mirror, which serves at the address from which it reaches its source."""
     source: str = ""
-    """`host:port` that a mirror follows."""
+    """`host:port` that a mirror follows; with `mooncake`, the Mooncake master."""
+    mooncake: dict[str, Any] | None = None
+    """A mirror of a Mooncake store: a `MooncakeSetup`. It serves nobody: the others ask the store too."""
     site: str = ""
+    deltas: bool = False
     linger_s: float = LINGER_S
 
 
@@ -62,7 +65,7 @@ class HostUser:
     """A process's use of the host's copy: keeps it there, and starts who looks after it where nobody does."""
 
     def __init__(self, setup: HostSetup) -> None:
-        self._setup = setup
+        self.setup = setup
         self._directory = Path(setup.directory)
         self._users: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -130,7 +133,7 @@ class HostUser:
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(asdict(self._setup)).encode())
+            pipe.write(json.dumps(asdict(self.setup)).encode())
         threading.Thread(
             target=self._process.wait, name="rollart-host-end", daemon=True
         ).start()  # or it stays a zombie
@@ -167,6 +170,9 @@ class Host:
             await self._serve()
             await self._watch()
             await self._server.stop()
+        except WeightError as error:
+            self._say({"error": str(error)})
+            await asyncio.sleep(2 * LOOK_S)  # for who waits for it to read
         finally:
             if self._mirror is not None:
                 self._mirror.stopped.set()
@@ -175,7 +181,11 @@ class Host:
 
     async def _serve(self) -> None:
         setup = self._setup
-        host, _, port = (setup.bind or f"{_way_to(setup.source)}:0").rpartition(":")
+        if setup.mooncake is not None:
+            self._follow(MooncakeSource(MooncakeClient(MooncakeSetup(**setup.mooncake))))
+            self._say({"pid": os.getpid(), "port": 0})
+            return
+        host, _, port = (setup.bind or f"{way_to(setup.source)}:0").rpartition(":")
         until_s = time.monotonic() + START_S
         while True:
             try:
@@ -188,19 +198,24 @@ class Host:
                     raise
             await asyncio.sleep(LOOK_S)
         if setup.source:
-            loop = asyncio.get_running_loop()
-            self._mirror = Mirror(
-                self._directory, Link(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}")
+            self._follow(
+                Link(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}", deltas=setup.deltas)
             )
-            mirror = self._mirror
+        self._say({"pid": os.getpid(), "port": serving_at})
 
-            def follow() -> None:
+    def _follow(self, source: Source) -> None:
+        """Feed the copy, in a thread; its end is the run's."""
+        loop, mirror = asyncio.get_running_loop(), Mirror(self._directory, source)
+        self._mirror = mirror
+
+        def follow() -> None:
+            try:
                 mirror.run()
+            finally:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._over.set)
 
-            threading.Thread(target=follow, name="rollart-mirror", daemon=True).start()
-        self._say({"pid": os.getpid(), "port": serving_at})
+        threading.Thread(target=follow, name="rollart-mirror", daemon=True).start()
 
     async def _watch(self) -> None:
         """Return when the run is over, or nobody has used this for a while."""
@@ -223,22 +238,6 @@ class Host:
         hidden = self._directory / f".{READY}"
         hidden.write_text(json.dumps(what))
         os.replace(hidden, self._directory / READY)
-
-
-def _follow(mirror: Mirror, loop: asyncio.AbstractEventLoop, over: asyncio.Event) -> None:
-    try:
-        mirror.run()
-    finally:
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(over.set)
-
-
-def _way_to(address: str) -> str:
-    """This host's address on the way to another. Nothing is sent."""
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
 
 
 def main() -> None:

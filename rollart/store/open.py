@@ -34,9 +34,32 @@ def open_store(setup: StoreSetup, *, site: str = "", pushes: bool = False) -> Bu
             from rollart.store.tcp import TcpStore
 
             store = TcpStore(
-                setup.run_id, weights.address, setup.token, bind=weights.bind, site=site, bucket_bytes=bucket_bytes
+                setup.run_id,
+                weights.address,
+                setup.token,
+                bind=weights.bind,
+                site=site,
+                deltas=weights.delta == "auto",
+                bucket_bytes=bucket_bytes,
             )
             if pushes:
                 store.serve()
             return store
+        case "mooncake":
+            from rollart.store.mooncake import MooncakeStore
+            from rollart.store.mooncake_client import MooncakeSetup
+
+            assert weights.master is not None
+            where = MooncakeSetup(
+                master=weights.master,
+                run_id=setup.run_id,
+                metadata=weights.metadata,
+                protocol=weights.protocol,
+                devices=weights.devices,
+                segment_bytes=weights.segment_mb * 1_000_000,
+            )
+            in_mooncake = MooncakeStore(where, bucket_bytes=bucket_bytes)
+            if pushes:
+                in_mooncake.connect()
+            return in_mooncake
     raise ValueError(f"no such weight store: {setup.weights.type}")

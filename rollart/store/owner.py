@@ -88,10 +88,14 @@ def remove_left_behind(root: Path = ROOT) -> None:
     """Free the memory that runs left which were killed and never resumed. What a live run owns or uses stays."""
     for lock in sorted(root.glob(f"{PREFIX}*{LOCK}")):
         store = lock.with_name(lock.name.removesuffix(LOCK))
-        if is_used(store):
-            continue
-        owned = claim(store)
-        if owned is not None:
-            shutil.rmtree(store, ignore_errors=True)
-            users_file(store).unlink(missing_ok=True)
-            owned.release()
+        if not is_used(store):
+            remove_store(store)
+
+
+def remove_store(store: Path) -> None:
+    """Remove one that nobody owns."""
+    owned = claim(store)
+    if owned is not None:
+        shutil.rmtree(store, ignore_errors=True)
+        users_file(store).unlink(missing_ok=True)
+        owned.release()

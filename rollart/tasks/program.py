@@ -1,5 +1,8 @@
 """Runs an agent's program where its environment is: a function in this process, or a command.
 
+A function of one parameter is given what the environment says, and returns its answer. One of two is also given `step`,
+with which it plays the episode itself.
+
 The program finds the model where OpenAI's clients look: OPENAI_BASE_URL, OPENAI_API_KEY; and its name in OPENAI_MODEL.
 They are of this episode only. What it answers is what the environment is given; where it fails, so does the episode.
 """
@@ -10,7 +13,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.tasks.load import load_function
@@ -24,24 +28,40 @@ CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_
 """Name files that may not be there in a sandbox."""
 
 
-def answer_of(program: Program, endpoint: Endpoint, shown: str) -> str | Awaitable[str]:
-    """What the program answers to what the environment has said."""
+Step = Callable[[str], str | None]
+"""Steps the environment: what it then says, None where the episode is over."""
+
+
+def answer_of(program: Program, endpoint: Endpoint, shown: str, step: Step) -> str | Awaitable[str | None] | None:
+    """What the program answers to what the environment has said; None where it has made its steps itself."""
     os.environ |= variables(endpoint)
     for name in CERTIFICATES:  # a client would fail over what it does not need here
         if name in os.environ and not os.access(os.environ[name], os.R_OK):
             del os.environ[name]
     if program.command:
         return _printed(program.command, shown)
-    answer = load_function(program.function)(shown)
+    function = load_function(program.function)
+    answer = function(shown, step) if _takes_step(function) else function(shown)
     return _awaited(program, answer) if inspect.isawaitable(answer) else _text(program, answer)
 
 
-async def _awaited(program: Program, answer: Awaitable[object]) -> str:
+def _takes_step(function: Callable[..., Any]) -> bool:
+    """Whether it has a second parameter that must be given."""
+    needed = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(needed) > 1
+
+
+async def _awaited(program: Program, answer: Awaitable[object]) -> str | None:
     return _text(program, await answer)
 
 
-def _text(program: Program, answer: object) -> str:
-    if not isinstance(answer, str):
+def _text(program: Program, answer: object) -> str | None:
+    if answer is not None and not isinstance(answer, str):
         raise TypeError(f"{program.function} returned {type(answer).__name__}; return its answer, a string")
     return answer
 
@@ -71,7 +91,9 @@ def _printed(command: tuple[str, ...], shown: str) -> str:
     with tempfile.TemporaryFile() as given:
         given.write(shown.encode("utf-8", "replace"))
         given.seek(0)
-        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE)
+        # PYTHONPATH is how this worker finds RollArt; another Python would find the wrong packages there.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, env=environment)
     with process:
         assert process.stdout is not None
         said = process.stdout.read(MAX_ANSWER_BYTES + 1)

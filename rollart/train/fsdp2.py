@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollart.errors import StoreFull, TrainerError, writing
 from rollart.model.compiled import forget_compiled, run_layers
-from rollart.model.directory import INDEX, copy_other_files
+from rollart.model.directory import INDEX, copy_other_files, unit_of
 from rollart.model.network import (
     PROBE_LENGTH,
     PROBE_SEQUENCES,
@@ -263,7 +263,7 @@ class ShardedTrainer:
 
     def _new_network(self, config: PreTrainedConfig, *, bf16: bool) -> ShardedNetwork:
         """This rank's shards of a model, whose weights are whatever was in memory."""
-        network = empty_model(config)
+        network = empty_model(config, self._settings.job.model.context_tokens)
         sharded = ShardedNetwork(network, self._mesh, bf16=bf16)
         sharded.to_empty(device=self._device)
         network.tie_weights()
@@ -389,7 +389,7 @@ def _files(tensors: Gathered, stem: str) -> dict[str, list[str]]:
     """The tensors of each file. A layer is never split: some models' weights are renamed together when saved."""
     layers: dict[str, list[str]] = {}
     for name in tensors:
-        layers.setdefault(_unit(name), []).append(name)
+        layers.setdefault(unit_of(name), []).append(name)
     sizes = {unit: sum(map(tensors.num_bytes, names)) for unit, names in layers.items()}
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=FILE_BYTES
@@ -397,13 +397,6 @@ def _files(tensors: Gathered, stem: str) -> dict[str, list[str]]:
     return {
         file: [name for unit in units for name in layers[unit]] for file, units in split.filename_to_tensors.items()
     }
-
-
-def _unit(name: str) -> str:
-    """The layer a tensor belongs to: its name up to the first number."""
-    words = name.split(".")
-    number = next((place for place, word in enumerate(words) if word.isdigit()), len(words))
-    return ".".join(words[: number + 1])
 
 
 def _write_model(folder: Path, network: PreTrainedModel, tensors: Gathered, dtype: torch.dtype) -> None:

@@ -44,7 +44,7 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.learner import Learner, Scorer
-from rollart.train.memory import compiles, recomputed_layers
+from rollart.train.memory import compiles, keep_to_share, recomputed_layers
 from rollart.train.offload import HostCopy
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
@@ -76,6 +76,7 @@ class SingleTrainer:
         self._settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
         self._device = device_named(self._train.device)
+        keep_to_share(self._train, self._device)
         self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
@@ -193,7 +194,7 @@ class SingleTrainer:
 
     def _load_network(self, path: Path) -> PreTrainedModel:
         dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
-        return load_model(path, dtype, self._device)
+        return load_model(path, dtype, self._device, self._settings.job.model.context_tokens)
 
     def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""

@@ -96,7 +96,7 @@ class TestSglangEngine(EngineContract):
                     log_dir=self.log_dir,
                 )
                 store = self.versions.store
-                await play_on(await launch(settings, fetch=store.fetch, folder=store.folder), self.versions, 4, work)
+                await play_on(await launch(settings, store, FetchAhead(store)), self.versions, 4, work)
 
         asyncio.run(awaited())
 

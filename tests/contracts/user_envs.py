@@ -88,6 +88,20 @@ class UserEnvHostContract(EnvHostContract):
 
         run(work)
 
+    def test_a_program_may_step_by_itself(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            async with self.host(tmp_path, 1) as host:
+                for name, said, over in (("play_through", "count  1 2", True), ("play_once", "one 1", False)):
+                    env = await host.open(task("count"), ID)
+                    await env.reset()
+                    last = await env.play(Program(function=f"{TASKS}:{name}"), ENDPOINT)
+                    assert (last.messages[0].content, last.done, last.truncated) == (said, over, not over)
+                    assert last.reward == (1.0 if over else 0.5), "of all its steps"
+                    await env.close()
+
+        if self.runs_programs:
+            run(work)
+
     def test_a_program_answers_in_the_place_of_the_model(self, tmp_path: Path) -> None:
         async def work() -> None:
             async with self.host(tmp_path, 1) as host:
@@ -99,7 +113,9 @@ class UserEnvHostContract(EnvHostContract):
                     return
                 first = await env.play(Program(function=f"{TASKS}:shout"), ENDPOINT)
                 assert first.messages[0].content == "COUNT  secret 1", "it was given what the environment said"
-                last = await env.play(Program(command=("sh", "-c", 'echo "$(cat) $OPENAI_BASE_URL"')), ENDPOINT)
+                last = await env.play(
+                    Program(command=("sh", "-c", 'echo "$(cat) $OPENAI_BASE_URL$PYTHONPATH"')), ENDPOINT
+                )
                 assert (last.messages[0].content, last.done) == (f"COUNT  secret 1 {ENDPOINT.url} 2", True)
                 await env.close()
 
@@ -108,7 +124,8 @@ class UserEnvHostContract(EnvHostContract):
     @pytest.mark.parametrize(
         ("program", "text"),
         [
-            (Program(function=f"{TASKS}:mumble"), "mumble returned NoneType; return its answer, a string"),
+            (Program(function=f"{TASKS}:mumble"), "mumble returned int; return its answer, a string"),
+            (Program(function=f"{TASKS}:leave"), "leave returned None, and made no step"),
             (Program(function=f"{TASKS}:nobody"), "has no nobody"),
             (Program(command=("sh", "-c", "exit 3")), "sh exited with status 3"),
             (Program(command=("sh", "-c", "kill -9 $$")), "sh was ended by SIGKILL"),

@@ -24,7 +24,7 @@ from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.launch.driver import facts
 from rollart.launch.pools import build_affinity, engine_specs
-from rollart.ports import Engine, Env, Recorder, Trainer
+from rollart.ports import Engine, Env, Recorder, RewardBackend, Trainer
 from rollart.report.audit import Audit
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.trainer import SimJournal
@@ -368,6 +368,8 @@ class Scene:
     reset_s: float = 1.0
     step_s: float = 1.0
     reward_s: float = 0.5
+    task_rewards: dict[str, tuple[RewardBackend, ...]] = field(default_factory=dict)
+    """Of tasks that have their own."""
     turns: int = 2
     agent: Agent | None = None
     recorder: Recorder | None = None
@@ -483,6 +485,7 @@ class Scene:
             engines=engine_specs(self.job),
             host=self,
             rewards=self,
+            task_rewards=self.task_rewards,
             tokenizer=Words(),
             task_sets={task.name: Tasks(task.name, self) for task in self.job.tasks},
             store=self,

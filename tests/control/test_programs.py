@@ -21,10 +21,11 @@ from rollart.types import (
     Sample,
     Task,
     Tool,
+    ToolCall,
     TrajectoryId,
 )
 from tests.control.invariant import check_first_invariant
-from tests.control.scene import Played, Scene, ScriptedEnv, for_ever, scene_job
+from tests.control.scene import Played, Scene, ScriptedEnv, Words, for_ever, scene_job
 
 BAD = TrajectoryId("g1", 1, 0)
 LOOK = Tool(name="look", description="", parameters="{}")
@@ -181,19 +182,35 @@ async def tries_again(door: Door) -> None:
     await door.ask(user("main"), said, user("or that"))
 
 
-@pytest.mark.parametrize("script", [asks_a_sub_agent, tries_again])
-def test_one_that_goes_on_after_another_keeps_its_tokens_and_none_is_trained_on_twice(script: Script) -> None:
+async def has_two_conversations(door: Door) -> None:
+    """In turn, and one of them is forked."""
+    one, two = [user("one")], [user("two")]
+    for _ in range(3):
+        one += [await door.ask(*one), user("go on")]
+        two += [await door.ask(*two), user("go on")]
+    await door.ask(*one[:2], user("otherwise"))
+
+
+@pytest.mark.parametrize(
+    ("script", "turns"),
+    [(asks_a_sub_agent, [2, 1]), (tries_again, [2, 1]), (has_two_conversations, [3, 3, 1])],
+)
+def test_one_that_goes_on_after_another_keeps_its_tokens_and_none_is_trained_on_twice(
+    script: Script, turns: list[int]
+) -> None:
     scene, _ = program_scene(script)
     played = scene.play()
     assert played.finished, played.error
     assert not played.violations
     samples = [sample for batch in scene.journal.all.values() for sample in batch.samples]
     calls = [said for said in scene.said if said.request.session == "g1.0.0"]
-    assert calls[2].prompt[: len(calls[0].prompt) + 3] == calls[0].prompt + calls[0].tokens
-    trained = [token for one in of_trajectory(samples, TrajectoryId("g1", 0, 0)) for token in one.tokens[one.mask]]
+    mine = of_trajectory(samples, TrajectoryId("g1", 0, 0))
+    trained = [token for sample in mine for token in sample.tokens[sample.mask]]
     assert sorted(trained) == sorted(token for call in calls for token in call.tokens)
     whole = [call.prompt + call.tokens for call in calls]
-    assert all(sample.tokens.tolist() in whole for sample in of_trajectory(samples, TrajectoryId("g1", 0, 0)))
+    assert all(sample.tokens.tolist() in whole for sample in mine), "each is what the engine saw"
+    assert [int(sample.mask.sum()) // 3 for sample in mine] == turns, "a conversation is one sample"
+    assert len({float(sample.advantages[sample.mask][0]) for sample in mine}) == 1
 
 
 def check_only_it_failed(played: Played, reason: str) -> None:
@@ -372,3 +389,34 @@ def test_an_environment_that_is_not_over_is_played_again() -> None:
     assert played.finished
     assert {event.turns for event in played.ends("done")} == {4}
     assert played.of(schema.Finished)
+
+
+@pytest.mark.parametrize(("tools", "calls"), [((), 0), ((LOOK,), 1)])
+def test_calls_are_given_to_who_offers_tools(
+    tools: tuple[Tool, ...], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ToolCall(id="call_0", name="look", arguments="{}")
+    monkeypatch.setattr(Words, "parse", lambda self, tokens: Message(role="assistant", content="", tool_calls=(call,)))
+    said: list[Message] = []
+
+    async def asks(door: Door) -> None:
+        answer = await door.ask(user("a"), tools=tools)
+        said.append(answer)
+        await door.ask(user("a"), answer, user("b"), tools=tools)
+
+    scene, _ = program_scene(asks)
+    assert scene.play().finished
+    assert {len(message.tool_calls) for message in said} == {calls}
+    assert all(message.tool_calls or message.content for message in said)
+    assert {len(of_trajectory(check_first_invariant(scene), TrajectoryId("g1", 0, 0)))} == {1}
+
+
+def test_what_is_not_taken_from_an_agent_is_said_once() -> None:
+    async def asks(door: Door) -> None:
+        await door.ask(user("a"), ignored=("temperature", "seed"))
+
+    scene, _ = program_scene(asks)
+    played = scene.play()
+    assert played.finished
+    told = [event.text for event in played.of(schema.Warning) if "its agent asks for" in event.text]
+    assert [text.split("asks for ")[1].split(",")[0] for text in told] == ["temperature", "seed"]

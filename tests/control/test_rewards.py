@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from rollart.config.job import Job
 from rollart.errors import RewardError
 from rollart.events import schema
 from rollart.launch.driver import metric_rows
@@ -185,3 +186,80 @@ def test_named_parts_of_a_reward_are_metrics_of_their_task() -> None:
 
 def test_rewards_without_parts_say_nothing_of_them() -> None:
     assert all(not event.parts for event in Scene().play().of(schema.Reward))
+
+
+class Own:
+    """A reward of a task's own, which takes its time, and can be told to fail."""
+
+    def __init__(self, value: float, seconds: float = 1.0) -> None:
+        self.value = value
+        self.seconds = seconds
+        self.asked: list[tuple[str, float]] = []
+        self.errors: list[RewardError] = []
+        self.ended = 0
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        self.asked.append((str(trajectory.id), asyncio.get_running_loop().time()))
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.ended += 1
+        if str(trajectory.id) == BAD and self.errors:
+            raise self.errors.pop()
+        varied = trajectory.id.member * self.value
+        return Score(value=varied, parts={"style": 0.125}, busy_s=self.seconds)
+
+    def times(self, key: str) -> list[float]:
+        return [at_s for who, at_s in self.asked if who == key]
+
+
+def two_rewards(**second: object) -> Job:
+    """A task with two rewards, beside one that has the job's."""
+    own = [{"name": "rules", "workers": 64}, {"name": "style", "weight": 0.5, "workers": 64, **second}]
+    tasks = [{"name": "b", "group_size": 2}, {"name": "a", "group_size": 2, "rewards": own}]
+    return scene_job(tasks=tasks, rollout__groups_per_step=4)
+
+
+def test_the_rewards_of_a_task_are_asked_at_once_and_summed_by_weight() -> None:
+    rules, style = Own(1.0), Own(4.0, seconds=3.0)
+    played = Scene(two_rewards(), reward_s=0.0, task_rewards={"a": (rules, style)}).play()
+    assert played.finished, played.error
+    of_a = {event.id for event in played.of(schema.End) if event.task.startswith("a/")}
+    seen = [event for event in played.of(schema.Reward) if event.id in of_a]
+    assert {event.value for event in seen} == {0.0, 1.0 + 0.5 * 4.0}
+    assert {(event.s, event.busy_s, len(event.calls)) for event in seen} == {(3.0, 4.0, 2)}
+    best = next(event for event in seen if event.value)
+    assert best.parts == {"rules": 1.0, "rules/style": 0.125, "style": 2.0, "style/style": 0.125}
+    assert rules.asked == style.asked, "both at once"
+    assert not of_a & {event.id for event in played.of(schema.Reward) if not event.calls}, "and not the job's as well"
+
+
+def test_only_the_reward_that_failed_is_asked_again() -> None:
+    rules, style = Own(1.0), Own(1.0)
+    style.errors = [RewardError("busy"), RewardError("busy")]
+    played = Scene(two_rewards(backoff_s=4.0), task_rewards={"a": (rules, style)}).play()
+    assert played.finished, played.error
+    assert len(rules.times(BAD)) == 1
+    assert gaps(style.times(BAD)) == [5.0, 9.0]
+    assert played.one(schema.Reward, id=BAD).calls[1].tries == 3
+    assert {event.reward for event in played.of(schema.RewardFailed)} == {"style"}
+
+
+def test_one_reward_that_cannot_be_had_fails_the_attempt_and_ends_the_others() -> None:
+    rules, style = Own(1.0, seconds=20.0), Own(1.0)
+    style.errors = [RewardError("no such rubric", retryable=False)]
+    scene = Scene(two_rewards(), task_rewards={"a": (rules, style)})
+    played = scene.play()
+    check_only_it_failed(scene, played, "no such rubric")
+    (asked_s,) = rules.times(BAD)
+    assert played.ends("failed")[0].t == pytest.approx(asked_s + 1.0), "not after what the other one takes"
+    assert rules.ended == len(rules.asked), "what was under way was ended"
+
+
+def test_each_reward_has_its_own_limit_and_its_own_places() -> None:
+    rules, style = Own(1.0), Own(1.0, seconds=5.0)
+    played = Scene(two_rewards(timeout_s=6.0, workers=1), task_rewards={"a": (rules, style)}).play()
+    assert played.finished, played.error
+    starts = sorted(at_s for _, at_s in style.asked)
+    assert all(gap >= 5.0 for gap in gaps(starts)), "one at a time; waiting for that is not the call's time"
+    assert len({at_s for _, at_s in rules.asked}) < len(rules.asked)

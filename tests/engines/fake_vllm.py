@@ -9,9 +9,15 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+EXTENDED = {"worker_extension_cls": "rollart_weights.RollartWeights"}
 ANSWERS = {
     "/health": {},
-    "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096}}},
+    "/server_info": {
+        "vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
+            "parallel_config": EXTENDED,
+        }
+    },
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -153,3 +154,18 @@ def check(asked: GenerateRequest, got: Completion, models: Mapping[int, PreTrain
             clear = (best[:, 0] - best[:, 1] > CLEAR_LEAD).numpy()
             assert (logits.argmax(-1) == chosen[:, 0]).numpy()[clear].all()
         first += count
+
+
+def check_kept(asked: GenerateRequest, got: Completion, models: Mapping[int, PreTrainedModel]) -> None:
+    """As `check`, of an engine that kept its cache: each span's model goes on over keys and values of those before."""
+    sequence = torch.from_numpy(np.concatenate([asked.tokens(), got.tokens]).astype(np.int64))
+    cache, done, expected = DynamicCache(), 0, []
+    end = asked.prompt_tokens - 1
+    for version, count in got.spans:
+        end += count
+        with torch.no_grad():
+            logits = models[version](input_ids=sequence[None, done:end], past_key_values=cache, use_cache=True).logits
+        chosen = sequence[end - count + 1 : end + 1, None]
+        expected.append(logits[0, -count:].log_softmax(-1).gather(1, chosen)[:, 0].numpy())
+        done = end
+    np.testing.assert_allclose(got.logprobs, np.concatenate(expected), atol=TOLERANCE, rtol=0)

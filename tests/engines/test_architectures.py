@@ -25,7 +25,14 @@ from rollart.engines.embedded.engine import EmbeddedEngine, make_backend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.errors import JobError
 from rollart.model.agreement import prove
-from rollart.model.network import _known_cause, adopt, load_model, packed_logprobs, prove_packed_architecture
+from rollart.model.network import (
+    _known_cause,
+    _prove_packed,
+    adopt,
+    load_model,
+    packed_logprobs,
+    prove_packed_architecture,
+)
 from rollart.model.reduced import VOCAB, WINDOW, reduced
 from scripts.model_table import KINDS, PAGE, VERSION, Row, default_config, examine, render
 from tests.engines.reference import drain, our_model, plain_model, request
@@ -33,20 +40,25 @@ from tests.engines.reference import drain, our_model, plain_model, request
 GATE = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gemma", "glm4", "phi3"),  # right
     *("deepseek_v3", "diffllama"),  # right in the trainer only
-    *("mistral", "gemma2", "cohere", "gpt_oss", "bloom", "mamba", "lfm2", "llama4_text", "qwen3_next"),  # refused
+    *("mistral", "gemma3_text"),  # right within their window
+    *("gemma2", "cohere", "gpt_oss", "bloom", "mamba", "lfm2", "llama4_text", "qwen3_next"),  # refused
     *("bert", "bert-generation"),  # refused: they look ahead
 )
 """The families that are looked at in every run of the tests; the slow ones look at all."""
 LENGTHS = [45, 9, 70, 30]
+REACH = 96
+"""A window that reaches further than these, and what is sampled after them."""
 TOLERANCE = 1e-3
 
 
-def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedModel:
     """Other weights than those that the proof is made on, as transformers runs them."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
-        model: PreTrainedModel = auto.from_config(reduced(config), dtype=torch.float32, attn_implementation="eager")
+        model: PreTrainedModel = auto.from_config(
+            reduced(config, window), dtype=torch.float32, attn_implementation="eager"
+        )
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.train(False)
@@ -71,7 +83,8 @@ def check_row(row: Row) -> None:
         return
     config = default_config(row.kind)
     assert config is not None
-    plain, ours = random_model(config), adopt(random_model(config))
+    window, context = (REACH, REACH) if row.within else (WINDOW, None)
+    plain, ours = random_model(config, window), adopt(random_model(config, window), context)
     rng = np.random.default_rng(3)
     sequences = [torch.from_numpy(rng.integers(2, VOCAB, length)) for length in LENGTHS]
     with torch.no_grad():
@@ -157,6 +170,17 @@ def test_a_window_is_found_however_far_it_reaches(window: int) -> None:
     assert reduced(config).sliding_window == WINDOW
     with pytest.raises(JobError, match=r"gemma2: .*sliding"):
         prove_packed_architecture(config)
+
+
+def test_a_window_is_taken_where_no_sequence_is_longer_than_it() -> None:
+    config = default_config("mistral")
+    assert config is not None
+    assert adopt(random_model(config, REACH), REACH).config.sliding_window == REACH
+    for context in (REACH + 1, None):
+        with pytest.raises(JobError, match=r"mistral: cannot be run in a packed batch .*sliding_window"):
+            adopt(random_model(config, REACH), context)
+    with pytest.raises(JobError, match="off by"):
+        _prove_packed(random_model(config, WINDOW), within=True)  # as if no sequence were longer than 8 tokens
 
 
 def test_positions_that_depend_on_the_longest_sequence_are_refused() -> None:

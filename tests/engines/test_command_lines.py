@@ -33,9 +33,11 @@ def test_vllm() -> None:
     assert "secret" not in line
     assert variables["ROLLART_SERVER_TOKEN"] == "secret"
     assert given["--middleware"] == "rollart_access.TokenOnly"
-    assert [path.name for path in Path(variables["PYTHONPATH"]).glob("*.py")] == [
+    assert given["--worker-extension-cls"] == "rollart_weights.RollartWeights"
+    assert sorted(path.name for path in Path(variables["PYTHONPATH"]).glob("*.py")) == [
         "rollart_access.py",
         "rollart_sglang.py",
+        "rollart_weights.py",
     ], "nothing of ours but what runs in servers"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables["OMP_NUM_THREADS"] == "3"

@@ -25,6 +25,7 @@ from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
 from rollart.engines.launch import ServerSettings, launch
 from rollart.engines.vllm import VllmServer
+from rollart.store.prefetch import FetchAhead
 from rollart.types import Finish, Sampling
 from tests.engines.remote import Versions
 
@@ -56,6 +57,8 @@ class FakeVllm:
         self.calls.append((path, body))
         if path == "reset_prefix_cache":
             return JSONResponse({"success": not self._holds})
+        if path == "collective_rpc":
+            return JSONResponse({"results": [""]})
         if path != "v1/completions":
             return JSONResponse({})
         if body.get("prompt_logprobs") is not None:
@@ -107,17 +110,23 @@ def test_all_are_halted_loaded_and_asked_for_the_proof() -> None:
     prefill, decode = FakeVllm(holds=True), FakeVllm()
 
     async def work(server: DisaggregatedServer) -> None:
+        await server.stage([Path("/v/a.safetensors")], 4)
         await server.halt()
-        await server.load(Path("/v"), 4)
+        await server.load(4)
         await server.resume()
         assert await server.score([5, 6]) == [[-1.0], [-1.0]]
 
     asyncio.run(with_servers([prefill], [decode], work))
     for fake in (prefill, decode):
         assert [path for path, _ in fake.calls] == [
-            *("pause", "collective_rpc", "reset_prefix_cache", "resume", "v1/completions")
+            *("collective_rpc", "collective_rpc", "pause", "collective_rpc"),
+            *("reset_prefix_cache", "resume", "v1/completions"),
         ]
-        assert fake.calls[1][1] == {"method": "reload_weights", "kwargs": {"weights_path": "/v"}}
+        assert [fake.calls[at][1] for at in (0, 1, 3)] == [
+            {"method": "rollart_stage", "kwargs": {"files": ["/v/a.safetensors"], "version": 4}},
+            {"method": "rollart_staged", "kwargs": {"version": 4}},
+            {"method": "rollart_load", "kwargs": {"version": 4}},
+        ]
 
 
 def test_a_session_stays_with_its_servers_and_sessions_are_spread() -> None:
@@ -155,18 +164,18 @@ def test_every_server_is_started_with_its_devices_and_a_side_channel(
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent / "fake_vllm.py"} "$@"\n')
     python.chmod(0o755)
-    model = Versions(tmp_path).path
+    versions = Versions(tmp_path)
     prefill = PrefillSettings(decoders=2, connector="MyConnector")
     settings = ServerSettings(
         engines=EngineSettings(type="vllm", gpus=2, python=str(python), prefill=prefill),
         engine_id="pool-0",
-        model=model,
+        model=versions.path,
         context_tokens=64,
         log_dir=tmp_path,
     )
 
     async def work() -> None:
-        engine = await launch(settings, fetch=lambda _: None, folder=lambda _: tmp_path)
+        engine = await launch(settings, versions.store, FetchAhead(versions.store))
         await engine.close()
 
     asyncio.run(work())

@@ -19,6 +19,7 @@ from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import RemoteEngine
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
+from rollart.store.prefetch import FetchAhead
 from rollart.types import Completion, Finish
 from tests.engines.fake_sglang import KEY, FakeSglang
 from tests.engines.reference import request
@@ -54,7 +55,7 @@ def play(
         )
         async with FakeSglang(core, **fake).serving() as server:
             store = versions.store
-            engine = await launch(settings(versions, server.url, dtype=dtype), fetch=store.fetch, folder=store.folder)
+            engine = await launch(settings(versions, server.url, dtype=dtype), store, FetchAhead(store))
             try:
                 await work(engine, server)
             finally:
@@ -214,6 +215,71 @@ def test_a_server_that_does_not_load_what_it_says_is_found_out(versions: Version
     play(versions, work)
 
 
+def test_answers_wait_for_the_proof_and_what_was_sampled_before_it_failed_is_taken_back(versions: Versions) -> None:
+    """The server computes with new weights while it proves that it does; they are not those of the manifest."""
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        wrong = versions.put(3).probe
+        manifest = replace(versions.put(1), probe=wrong)
+        asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=150, seed=n) for n in range(4)]
+        tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await started(engine, *(one.id for one in asked), tokens=8)
+        score, asking = engine._server.score, asyncio.Event()
+
+        async def slowly(tokens: list[int]) -> list[list[float]]:
+            asking.set()
+            if engine.version == 1:
+                await until(lambda: all(call.task is None for call in engine._calls.values()))
+                assert not any(task.done() for task in tasks), "no answer leaves"
+            return await score(tokens)
+
+        engine._server.score = slowly  # type: ignore[method-assign]
+        with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are"):
+            await engine.swap(manifest)
+        assert asking.is_set()
+        for one, task in zip(asked, tasks, strict=True):
+            got = await task
+            assert {span.version for span in got.spans} == {0}
+            versions.check(one, got)
+
+    play(versions, work)
+
+
+def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        calls: list[str] = []
+        stage, halt = engine._server.stage, engine._server.halt
+
+        async def staging(files: Any, version: int) -> None:
+            calls.append(f"stage {version}")
+            await stage(files, version)
+
+        async def halting() -> None:
+            calls.append("halt")
+            await halt()
+
+        engine._server.stage, engine._server.halt = staging, halting  # type: ignore[method-assign]
+        staged = asyncio.ensure_future(engine.stage(1))
+        await asyncio.sleep(0.05)
+        assert calls == [], "it is not whole yet"
+        manifest = versions.put(1)
+        await staged
+        assert (calls, engine.version) == (["stage 1"], 0)
+        await engine.swap(manifest)
+        assert calls == ["stage 1", "halt"]
+        first = versions.put(2)
+        await engine.stage(2)
+        again = versions.store.push(2, versions.store.fetch(versions.put(5)), versions.put(5).probe)
+        assert again != first
+        await engine.swap(again)
+        assert calls[2:] == ["stage 2", "stage 2", "halt"], "pushed again with other bytes: staged again"
+        versions.plain[2] = versions.plain[5]
+        asked = request([5, 6, 7], max_tokens=10)
+        versions.check(asked, await engine.generate(asked))
+
+    play(versions, work)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(versions: Versions, dtype: str) -> None:
     """Each version moves log-probabilities by 0.005, far less than bfloat16 rounds; the server keeps what it has."""
@@ -263,20 +329,18 @@ def test_a_version_without_a_probe_is_refused(versions: Versions) -> None:
     play(versions, work)
 
 
-def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions, tmp_path: Path) -> None:
+def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         waiting = asyncio.ensure_future(engine.generate(request([5, 6, 7], "a/0", max_tokens=200)))
         await started(engine, "a/0", tokens=4)
         server.lose_updates = True
-        engine._loaded = tmp_path / "gone"
-        server._update = None  # type: ignore[assignment, method-assign]
         manifest = versions.put(1)
         original = engine._server.load
 
-        async def load(folder: Path, version: int) -> None:
-            if folder == tmp_path / "gone":
+        async def load(version: int) -> None:
+            if version == 0:
                 raise WeightError("no such folder")
-            await original(folder, version)
+            await original(version)
 
         engine._server.load = load  # type: ignore[method-assign]
         with pytest.raises(EngineError, match=r"neither new weights .* nor those of version 0 could be loaded"):
@@ -313,9 +377,9 @@ def test_a_wrong_key_and_a_server_that_is_not_there_are_named(
         store = versions.store
         monkeypatch.setenv(TOKEN_VARIABLE, "another")
         with pytest.raises(EngineError, match=r"answered 401"):
-            await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            await launch(settings(versions, server.url), store, FetchAhead(store))
         with pytest.raises(EngineError, match=r"http://127.0.0.1:9/get_server_info: ConnectError"):
-            await launch(settings(versions, "http://127.0.0.1:9"), fetch=store.fetch, folder=store.folder)
+            await launch(settings(versions, "http://127.0.0.1:9"), store, FetchAhead(store))
 
     play(versions, work)
 
@@ -324,7 +388,7 @@ def test_a_server_that_holds_less_than_a_trajectory_may_have_is_refused(versions
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         asked = replace(settings(versions, server.url), context_tokens=CONTEXT_TOKENS + 1)
         with pytest.raises(EngineError, match=f"holds {CONTEXT_TOKENS} tokens, less than model.context_tokens"):
-            await launch(asked, fetch=versions.store.fetch, folder=versions.store.folder)
+            await launch(asked, versions.store, FetchAhead(versions.store))
 
     play(versions, work)
 
@@ -360,7 +424,7 @@ def test_a_server_that_dies_loses_its_requests(versions: Versions) -> None:
         core = EmbeddedEngine.from_directory(str(versions.path), max_context=CONTEXT_TOKENS)
         async with FakeSglang(core).serving() as server:
             store = versions.store
-            engine = await launch(settings(versions, server.url), fetch=store.fetch, folder=store.folder)
+            engine = await launch(settings(versions, server.url), store, FetchAhead(store))
             task: asyncio.Future[Completion] = asyncio.ensure_future(
                 engine.generate(request([5, 6, 7], "a/0", max_tokens=200))
             )

@@ -57,3 +57,41 @@ def test_engine_seconds_are_divided_among_those_in_flight(monkeypatch: pytest.Mo
     third = share.enter()
     now[0] = 11.0
     assert share.leave(third) == 1.0, "nobody is charged for the time that nobody was there"
+
+
+def sampled(progress: RequestProgress, number: int) -> None:
+    progress.tokens += [9] * number
+    progress.logprobs += [-1.0] * number
+
+
+def test_a_segment_that_goes_on_over_swaps_has_a_span_for_each_version() -> None:
+    progress = call()
+    progress.next_id()
+    sampled(progress, 3)
+    progress.close_span(1)
+    progress.next_id()
+    sampled(progress, 2)
+    progress.turn_at(4, 2)  # two more are on their way
+    progress.turn_at(4, 3)  # nothing was sampled between these two
+    sampled(progress, 7)
+    progress.close_span(1)
+    assert progress.spans == [Span(1, 3 + 4), Span(3, 5)]
+    assert progress.unspanned == 0
+    progress.next_id()
+    progress.turn_at(6, 4)  # it ends before that
+    sampled(progress, 2)
+    progress.close_span(3)
+    assert progress.spans == [Span(1, 7), Span(3, 7)]
+
+
+def test_what_was_sampled_under_a_version_is_taken_back() -> None:
+    progress = call()
+    progress.next_id()
+    sampled(progress, 5)
+    progress.turn_at(3, 2)
+    progress.close_span(1)
+    progress.take_back(3)
+    assert progress.spans == [Span(1, 3), Span(2, 2)]
+    progress.take_back(2)
+    assert progress.spans == [Span(1, 3)]
+    assert len(progress.tokens) == len(progress.logprobs) == 3

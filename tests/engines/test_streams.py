@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from rollart.engines.http import Http
 from rollart.engines.remote import RemoteEngine, RemoteSettings
 from rollart.engines.sglang import SglangServer
+from rollart.engines.staged import StagedFiles
 from rollart.engines.vllm import VllmServer
 from rollart.errors import AnswerError, EngineError
+from rollart.store.files import FileStore
+from rollart.store.prefetch import FetchAhead
 from rollart.types import Completion
 from tests.engines.reference import request
 
@@ -57,7 +61,8 @@ def generate(kind: str, lines: list[str]) -> Completion:
         listener = await asyncio.start_server(serve, "127.0.0.1", 0)
         http = Http(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", None)
         server = VllmServer(http) if kind == "vllm" else SglangServer(http)
-        engine = RemoteEngine(server, RemoteSettings(**SETTINGS, model=None), fetch=print, folder=print)  # type: ignore[arg-type]
+        files = StagedFiles("e0", Path(), FileStore(Path("nothing")), FetchAhead(FileStore(Path("nothing"))))
+        engine = RemoteEngine(server, RemoteSettings(**SETTINGS), files)  # type: ignore[arg-type]
         try:
             return await engine.generate(request([5, 6, 7], max_tokens=8))
         finally:

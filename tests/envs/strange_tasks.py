@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,24 @@ async def shout(shown: str) -> str:
     return f"{shown.upper()} {os.environ['OPENAI_API_KEY']}"
 
 
-def mumble(shown: str) -> None:
+def mumble(shown: str) -> int:
     """No agent: it says nothing."""
+    return len(shown)
+
+
+def leave(shown: str) -> None:
+    """Neither a word nor a step."""
+
+
+def play_through(shown: str, step: Callable[[str], str | None]) -> None:
+    """An agent that steps by itself."""
+    said: str | None = shown
+    while said is not None:
+        said = step(said)
+
+
+def play_once(shown: str, step: Callable[[str], str | None]) -> None:
+    step("one")
 
 
 class Strange(Environment):

@@ -147,6 +147,57 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tokenizer._rendered.num_bytes <= 100_000
 
 
+THINKING = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Path:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_template_of_the_jobs_own_and_its_arguments(as_file: bool, chatml: Path) -> None:
+    (chatml / "own.jinja").write_text(THINKING)
+    template = str(chatml / "own.jinja") if as_file else THINKING
+    first = [Message(role="user", content="now?")]
+    plain, own = ChatTokenizer(chatml), ChatTokenizer(chatml, template)
+    assert own.render(first, fresh=True).tolist() == plain.render(first, fresh=True).tolist()
+    without = ChatTokenizer(chatml, template, {"enable_thinking": False})
+    text = without.decode(without.render(first, fresh=True))
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
+    later = without.decode(without.render(first, fresh=False))
+    assert later.endswith("assistant\n<think>\n\n</think>\n\n"), "every answer begins so, not only the first"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "message"),
+    [
+        (THINKING, {"enable_thinkng": False}, "does not read it; it reads enable_thinking; correct or remove it"),
+        ("", {"enable_thinking": False}, "chat_template_args.enable_thinking: .* it reads none beside the usual"),
+        (THINKING, {"messages": []}, "chat_template_args.messages: is filled in for every conversation; remove it"),
+        ("{% for x %}", {}, r"model.chat_template: line 1 is not Jinja \(.*\); correct it"),
+        ("/nowhere.jinja", {}, "model.chat_template: /nowhere.jinja cannot be read .*; name a file of Jinja"),
+        ("{{ messages[-1].content }}", {}, "model.chat_template: the template does not close the assistant's turn"),
+    ],
+)
+def test_a_template_that_would_not_do_is_refused(
+    template: str, arguments: dict[str, Any], message: str, chatml: Path
+) -> None:
+    with pytest.raises(JobError, match=message):
+        ChatTokenizer(chatml, template, arguments)
+
+
+def test_a_templates_mark_of_what_was_generated_is_known(chatml: Path) -> None:
+    prompt = "{% if add_generation_prompt %}"
+    marked = THINKING.replace(prompt, "{% generation %}{% endgeneration %}" + prompt)
+    assert ChatTokenizer(chatml, marked, {"enable_thinking": True}).end_of_turn == ChatTokenizer(chatml).end_of_turn
+
+
 # --- tools: two families of templates, in our own words -------------------------------------------------------------
 
 HERMES = """\
@@ -185,7 +236,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
-def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template: str, tmp_path: Path) -> None:
+def test_tools_calls_and_results_are_rendered_as_the_template_has_them(
+    template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fast: Any = chatml_tokenizer()
     fast.chat_template = template
     fast.save_pretrained(tmp_path)
@@ -194,6 +247,7 @@ def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template:
     first, fresh = delta(tokenizer, ask, None)
     assert fresh
     assert '"name": "add"' in tokenizer.decode(first)
+    assert not caplog.records
     assert '"name": "add"' not in tokenizer.decode(tokenizer.render(ask.messages, fresh=True)), "not without tools"
 
     sampled = np.append(tokenizer.encode(SAID[template]), tokenizer.end_of_turn).astype(np.int32)
@@ -205,3 +259,11 @@ def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template:
     after = tokenizer.render(results, fresh=False, after=sampled)
     whole = tokenizer.render((*ask.messages, answer, *results), fresh=True, tools=(ADD,))
     assert [*first, *sampled, *after] == whole.tolist(), "as if the whole conversation were rendered at once"
+
+
+def test_a_template_without_a_place_for_tools_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    for text in ("1", "2"):
+        tokenizer.render((Message(role="user", content=text),), fresh=True, tools=(ADD,))
+    assert len([record for record in caplog.records if "not told of add" in record.getMessage()]) == 1

@@ -176,7 +176,7 @@ def test_a_config_that_cannot_be_read_is_one_line(model: Path, here: Path, capsy
     assert said.startswith(f"rollart: model.path: {odd}/config.json: ")
 
 
-@pytest.mark.parametrize(("kind", "why"), [("mistral", "sliding_window"), ("bloom", "off by"), ("deepseek_v3", "keys")])
+@pytest.mark.parametrize(("kind", "why"), [("gemma2", "softcap"), ("bloom", "off by"), ("deepseek_v3", "keys")])
 def test_an_architecture_that_would_be_computed_wrongly_is_refused(
     kind: str, why: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +185,17 @@ def test_an_architecture_that_would_be_computed_wrongly_is_refused(
     (other / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 512, "num_attention_heads": 8}))
     said = lines_of(job(other), here, capsys)
     assert any(line.startswith(f"rollart: model.path: {other}: {kind}: ") and why in line for line in said)
+
+
+@pytest.mark.parametrize(("window", "taken"), [(512, True), (128, False)])
+def test_a_sliding_window_is_taken_where_the_context_fits_it(
+    window: int, taken: bool, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = other_model(model, here / "mistral", model_type="mistral", sliding_window=window)
+    said = lines_of(long(other, 256), here, capsys)
+    hint = "or set model.context_tokens to its window, 128, or less"
+    assert any("mistral: cannot be run" in line for line in said) is not taken
+    assert any(hint in line for line in said) is not taken
 
 
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256, "n_ctx": 256, "vocab_size": 512}

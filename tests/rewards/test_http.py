@@ -87,6 +87,8 @@ class Server:
 
     def __init__(self, answer: bytes, delay_s: float = 0.0) -> None:
         self.answer = answer
+        self.answers: list[bytes] = []
+        """To be given before it, one each."""
         self.delay_s = delay_s
         self.most = 0
         self.requests: list[bytes] = []
@@ -99,11 +101,13 @@ class Server:
         self.requests.append(head + await reader.readexactly(length))
         self._now += 1
         self.most = max(self.most, self._now)
-        await asyncio.sleep(self.delay_s)
-        self._now -= 1
-        writer.write(self.answer)
-        await writer.drain()
-        writer.close()
+        try:
+            await asyncio.sleep(self.delay_s)
+            self._now -= 1
+            writer.write(self.answers.pop(0) if self.answers else self.answer)
+            await writer.drain()
+        finally:
+            writer.close()
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import re
 import subprocess
@@ -22,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollart.errors import StoreFull, WeightError
 from rollart.store import index
 from rollart.store.buckets import BucketStore
-from rollart.store.files import EMBEDDING, HEAD, FileStore
+from rollart.store.files import FileStore
 from rollart.store.media import Medium, Put
 from rollart.store.shm import ShmStore
 from rollart.types import Bucket, Probe
@@ -93,29 +92,6 @@ def test_a_version_is_written_bucket_by_bucket(store: BucketStore) -> None:
     assert [float(found[name][0]) for name in lazy] == list(range(64))
 
 
-def test_an_untied_version_is_written_bucket_by_bucket(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"tie_word_embeddings": true}')
-    store = FileStore(tmp_path / "weights", bucket_bytes=1024, model_path=tmp_path / "model")
-    lazy = Lazy([EMBEDDING, *(f"layer.{index}" for index in range(63))], numel=64)
-    manifest = store.push(1, lazy)
-    assert lazy.peak <= 5
-    found = store.fetch(manifest)
-    assert torch.equal(found[HEAD], found[EMBEDDING])
-    assert len(found) == 65
-    store.close()
-
-
-def test_a_tied_model_whose_head_we_cannot_write_stays_tied(tmp_path: Path) -> None:
-    """Else a server would make up a head."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"tie_word_embeddings": true}')
-    store = FileStore(tmp_path / "weights", model_path=tmp_path / "model")
-    store.push(1, {"transformer.wte.weight": torch.zeros(3)})
-    assert json.loads((store.folder(1) / "config.json").read_text())["tie_word_embeddings"] is True
-    store.close()
-
-
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -138,7 +114,7 @@ def test_what_is_pushed_is_fetched(store: BucketStore) -> None:
 def test_another_process_reads_it_and_takes_nothing_along(store: BucketStore) -> None:
     manifest = store.push(0, weights())
     code = (
-        "import sys; from pathlib import Path; from rollart.store.files import EMBEDDING, HEAD, FileStore;"
+        "import sys; from pathlib import Path; from rollart.store.files import FileStore;"
         "from rollart.store.shm import ShmStore; at = Path(sys.argv[1]);"
         "store = ShmStore(at.name.removeprefix('rollart-')) if at.parent == Path('/dev/shm') else FileStore(at);"
         "manifest = store.manifest(0); print(float(store.fetch(manifest)['embed'].sum()))"
@@ -323,36 +299,3 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
         loaded = LlamaForCausalLM.from_pretrained(store.folder(5))
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, pushed[name])
-
-
-def test_tied_embeddings_are_written_untied(tmp_path: Path) -> None:
-    """Servers that tie reload wrongly; the folders say the same without a tie, the initial one too."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(tmp_path / "model")
-    stores = [FileStore(tmp_path / "weights", model_path=tmp_path / "model") for _ in range(2)]
-    embedding = model.state_dict()["model.embed_tokens.weight"]
-    pushed = {name: tensor + 0.5 for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    stores[0].push(1, pushed)
-    folders = [store.initial() for store in stores]
-    assert folders[0] == folders[1] != tmp_path / "model"
-    for folder, expected in ((folders[0], embedding), (stores[0].folder(1), embedding + 0.5)):
-        loaded = LlamaForCausalLM.from_pretrained(folder)
-        assert not loaded.config.tie_word_embeddings
-        assert torch.equal(loaded.lm_head.weight, expected)
-        assert torch.equal(loaded.model.embed_tokens.weight, expected)
-        assert loaded.lm_head.weight.data_ptr() != loaded.model.embed_tokens.weight.data_ptr()
-    asyncio.run(stores[0].drop_before(9))
-    assert folders[0].exists(), "a server may go back to it"
-
-
-def test_untied_models_are_served_from_their_own_directory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert FileStore(tmp_path / "weights", model_path=tmp_path).initial() == tmp_path

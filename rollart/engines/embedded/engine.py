@@ -122,13 +122,13 @@ class EmbeddedEngine:
 
         JobError for a model that would be computed wrongly: see `rollart.engines.embedded.steps`.
         """
-        prove_steps_architecture(AutoConfig.from_pretrained(path))
+        prove_steps_architecture(AutoConfig.from_pretrained(path), max_context)
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
+        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device), max_context)
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
         engine = cls(

@@ -67,6 +67,10 @@ class RequestProgress:
     spans: list[Span] = field(default_factory=list)
     task: "asyncio.Task[Finish | None] | None" = None
     segment_id: str = ""
+    segment_start: int = 0
+    """Tokens before the segment under way."""
+    turns: list[tuple[int, WeightVersion]] = field(default_factory=list)
+    """Where in the segment under way a swap fell that it went on over: tokens from here on are of this version."""
     num_segments: int = 0
     aborted: bool = False
     cut: bool = False
@@ -78,6 +82,7 @@ class RequestProgress:
     def next_id(self) -> str:
         """The first segment has the request's own id, so that its seed alone decides what it draws."""
         self.segment_id = self.request.id + (f"+{self.num_segments}" if self.num_segments else "")
+        self.segment_start = len(self.tokens)
         self.num_segments += 1
         return self.segment_id
 
@@ -86,12 +91,27 @@ class RequestProgress:
         """Tokens of the segment under way."""
         return len(self.tokens) - sum(span.length for span in self.spans)
 
+    def turn_at(self, sampled: int, version: WeightVersion) -> None:
+        """The segment under way goes on under this version: all its tokens but the first `sampled` are of it."""
+        self.turns.append((self.segment_start + sampled, version))
+
     def close_span(self, version: WeightVersion) -> None:
-        length = self.unspanned
-        if length and self.spans and self.spans[-1].version == version:
-            self.spans[-1] = Span(version, self.spans[-1].length + length)
-        elif length:
-            self.spans.append(Span(version, length))
+        """The segment, which began under `version`, is over."""
+        for turn, following in [*self.turns, (len(self.tokens), version)]:
+            done = len(self.tokens) - self.unspanned
+            length = min(turn, len(self.tokens)) - done
+            if length > 0 and self.spans and self.spans[-1].version == version:
+                self.spans[-1] = Span(version, self.spans[-1].length + length)
+            elif length > 0:
+                self.spans.append(Span(version, length))
+            version = following
+        self.turns.clear()
+
+    def take_back(self, version: WeightVersion) -> None:
+        """What was sampled under this version, the last one, was not: that version did not hold what it should."""
+        if self.spans and self.spans[-1].version == version:
+            kept = len(self.tokens) - self.spans.pop().length
+            del self.tokens[kept:], self.logprobs[kept:]
 
     def completion(self, finish: Finish, engine: str) -> Completion:
         return Completion(

@@ -18,7 +18,7 @@ from rollart.engines.embedded.sequence import Sequence as Session
 from rollart.engines.embedded.slabs import SlabBackend
 from rollart.errors import JobError
 from rollart.model.agreement import LENGTHS, logprobs, prove, prove_architecture
-from rollart.model.network import forward_hidden, prepare
+from rollart.model.network import fits_windows, forward_hidden, prepare
 from rollart.model.packed import PackedPlan
 from rollart.types import GenerateRequest, Sampling
 
@@ -95,11 +95,12 @@ def prove_steps(model: PreTrainedModel, backend: Backend) -> None:
     prove(model, in_steps, what="in steps, as the embedded engine does", instead=INSTEAD)
 
 
-def prove_steps_architecture(config: PreTrainedConfig) -> None:
+def prove_steps_architecture(config: PreTrainedConfig, context_tokens: int | None = None) -> None:
     """JobError where the embedded engine gets models of this kind wrong. Reads no weights, and takes a moment."""
+    within = fits_windows(config, context_tokens)
 
     def prove_one(model: PreTrainedModel) -> None:
-        prepare(model)
+        prepare(model, within=within)
         try:
             shape, query_heads = kept_by(model)
         except JobError:
@@ -108,7 +109,7 @@ def prove_steps_architecture(config: PreTrainedConfig) -> None:
             raise JobError(f"{config.model_type}: cannot be run in steps ({error}); {INSTEAD}") from error
         prove_steps(model, SlabBackend(model, shape, query_heads, kv_tokens=1, max_context=1, fast=False))
 
-    prove_architecture(config, "steps", prove_one)
+    prove_architecture(config, "steps", prove_one, within=within)
 
 
 def _session(name: str, tokens: np.ndarray) -> Session:

@@ -1,0 +1,49 @@
+"""A task for models with random weights, whose answers mean nothing: observations of a given length, rewards by chance.
+
+It loads engines and trainer as an agent's task does: some turns, long observations or long answers. The reward is 1 for
+about half of all answers, by their hash, so that groups have a gradient. How long answers are the job says
+(`max_tokens`), as such a model hardly ever ends one.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from rollart.tasks.api import Environment, TaskSet, observe
+from rollart.types import Observation, Task
+
+WORDS = ("lake", "stone", "river", "cloud", "lamp", "green", "seven", "north", "bread", "wheel", "paper", "glass")
+
+
+class Noise(Environment):
+    def __init__(self, seed: int, words: int, turns: int) -> None:
+        self._rng = random.Random(seed)
+        self._words, self._turns = words, turns
+        self._said: list[str] = []
+
+    def reset(self) -> str:
+        return self._shown()
+
+    def step(self, action: str) -> Observation:
+        self._said.append(action)
+        if len(self._said) < self._turns:
+            return observe(self._shown())
+        digest = hashlib.sha256("\n".join(self._said).encode()).digest()
+        return observe(reward=float(digest[0] % 2), done=True)
+
+    def _shown(self) -> str:
+        return " ".join(self._rng.choices(WORDS, k=self._words))
+
+
+class NoiseTasks(TaskSet):
+    """Two turns, observations of about 512 tokens."""
+
+    quick = True
+    words, turns = 500, 2
+
+    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+        return {"seed": rng.getrandbits(31)}
+
+    def environment(self, task: Task) -> Noise:
+        return Noise(task.payload["seed"], self.words, self.turns)

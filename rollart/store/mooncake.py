@@ -1,0 +1,171 @@
+"""Weight versions in a Mooncake store: the trainer puts buckets there, a process on each engine's host copies them.
+
+The store is a service of its own: `mooncake_master`, and the memory that `mooncake_client` processes and our hosts give
+it. `mooncake_client.py` says what its keys mean. A push lays out one bucket in registered memory while the one before
+it is on its way: two buckets, whatever the model's size. Mooncake knows no tokens: keep it on a network of your own.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rollart.errors import BoundaryError, StoreFull, WeightError, boundary
+from rollart.store.buckets import split
+from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
+from rollart.store.digests import name_of, new_digest
+from rollart.store.format import Bytes, laid_out, sliced
+from rollart.store.host import LINGER_S, HostSetup
+from rollart.store.index import MANIFESTS, folder_name
+from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, bucket_key
+from rollart.store.owner import ROOT, is_owned, remove_store
+from rollart.store.shm import folder_of
+from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
+
+STEP_BYTES = 64 * 1024 * 1024
+"""Buffers grow by multiples of this: a model that is smaller than a bucket needs no bucket of memory."""
+HEARD_S = 1.0
+"""How long a run's end stays written in the store for the hosts to see."""
+CLOSE_S = 5.0
+
+
+class MooncakeStore(CopiedStore):
+    """Versions of the run `setup.run_id`. A trainer pushes, an engine fetches, the coordinator drops and closes."""
+
+    def __init__(
+        self,
+        setup: MooncakeSetup,
+        *,
+        bucket_bytes: int = 1 << 30,
+        root: Path = ROOT,
+        patience_s: float = PATIENCE_S,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        copy = folder_of(setup.run_id + COPY, root)
+        host = HostSetup(directory=str(copy), token="", source=setup.master, mooncake=asdict(setup), linger_s=linger_s)
+        super().__init__(copy, bucket_bytes, host, patience_s=patience_s)
+        self._client_setup = replace(setup, segment_bytes=0)  # its memory is given by the host's process
+        self._client: MooncakeClient | None = None
+        self._buffers: list[Bytes] = []
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="rollart-put")
+
+    def connect(self) -> MooncakeClient:
+        """This process's own client. Raises WeightError."""
+        if self._client is None:
+            self._client = MooncakeClient(self._client_setup)
+        return self._client
+
+    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+        """Put all buckets, then the manifest. Raises StoreFull, and then removes what was put of it."""
+        push, folder = secrets.token_hex(8), folder_name(version)
+        with boundary(WeightError, f"push of version {version} to Mooncake"):
+            client = self.connect()
+            dropped, head = client.noted("dropped") or 0, client.noted("head") or {}
+            head = {at: one for at, one in head.items() if int(at) >= dropped}
+            before = head.pop(str(version), None)
+            entry: dict[str, Any] = {"push": push, "buckets": [], "sizes": {}, "manifest": None}
+            head[str(version)] = entry
+            try:
+                for bucket in self._put_all(client, push, folder, tensors, entry["sizes"]):
+                    entry["buckets"].append(bucket)
+                    client.note("head", head)
+            except BaseException as error:
+                with suppress(BoundaryError):
+                    client.remove(f"{folder}/{push}/.*")
+                    client.note("head", {at: one for at, one in head.items() if at != str(version)})
+                if isinstance(error, StoreFull):
+                    raise StoreFull(f"push of version {version} to Mooncake: {error}") from error
+                raise
+            manifest = WeightManifest(version=version, buckets=tuple(entry["buckets"]), probe=probe)
+            entry["manifest"] = MANIFESTS.dump_python(manifest)
+            client.note("head", head)
+            if before is not None:
+                client.remove(f"{folder}/{before['push']}/.*")
+        return manifest
+
+    def _put_all(
+        self, client: MooncakeClient, push: str, folder: str, tensors: Mapping[str, Tensor], sizes: dict[str, int]
+    ) -> Iterator[Bucket]:
+        """Each bucket as it is in the store. One is laid out while the one before it is put."""
+        under_way: tuple[Bucket, Future[None]] | None = None
+        try:
+            for bucket, raw in self._laid_out(folder, tensors, sizes):
+                if under_way is not None:
+                    under_way[1].result()
+                    yield under_way[0]
+                under_way = bucket, self._sender.submit(client.put, bucket_key(push, bucket), raw)
+            if under_way is not None:
+                under_way[1].result()
+                yield under_way[0]
+        finally:
+            if under_way is not None:
+                with suppress(Exception):  # the boundary of a thread: nothing may use the buffer any more
+                    under_way[1].result()
+
+    def _laid_out(
+        self, folder: str, tensors: Mapping[str, Tensor], sizes: dict[str, int]
+    ) -> Iterator[tuple[Bucket, Bytes]]:
+        """Buckets in registered memory, in two buffers by turns."""
+        turn = 0
+        for number, members in enumerate(split(tensors, self.bucket_bytes), 1):
+            head, ordered = laid_out(members)
+            name = f"model-{number:05d}.safetensors"
+            sizes[name] = num_bytes = len(head) + sum(tensor.nbytes for tensor in ordered)
+            for start, parts in sliced(head, ordered, self.bucket_bytes):
+                raw = self._buffer(
+                    turn % 2, min(num_bytes - start, max(self.bucket_bytes, len(head) + self.bucket_bytes))
+                )
+                digest, end = new_digest(), start
+                for at, piece in parts:
+                    raw[at - start : at - start + len(piece)] = piece
+                    digest.update(piece)
+                    end = at + len(piece)
+                yield Bucket(f"{folder}/{name}", end - start, name_of(digest), start), raw[: end - start]
+                turn += 1
+            members.clear()
+
+    def _buffer(self, turn: int, num_bytes: int) -> Bytes:
+        while len(self._buffers) <= turn:
+            self._buffers.append(np.zeros(0, dtype=np.uint8))
+        if len(self._buffers[turn]) < num_bytes:
+            if len(self._buffers[turn]):
+                self.connect().unregister(self._buffers[turn])
+            self._buffers[turn] = np.empty(-(-num_bytes // STEP_BYTES) * STEP_BYTES, dtype=np.uint8)
+            self.connect().register(self._buffers[turn])
+        return self._buffers[turn]
+
+    async def drop_before(self, version: WeightVersion) -> None:
+        await asyncio.to_thread(self._drop, version)
+
+    def _drop(self, version: WeightVersion) -> None:
+        with boundary(WeightError, f"drop of versions before {version}"):
+            client = self.connect()
+            client.note("dropped", version)
+            for at in client.noted("head") or {}:
+                if int(at) < version:
+                    client.remove(f"{folder_name(int(at))}/.*")
+
+    def close(self) -> None:
+        """The run is over: nothing of it stays in the store or on this host; the other hosts see that it is."""
+        with suppress(BoundaryError, OSError):
+            client = self.connect()
+            client.note("closed", True)
+            client.remove("v.*")
+            time.sleep(HEARD_S)
+            client.remove(".*")
+            client.close()
+        self._client = None
+        self._sender.shutdown()
+        self._copying.stop()
+        until_s = time.monotonic() + CLOSE_S
+        while is_owned(self._copy) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+        remove_store(self._copy)
