@@ -346,14 +346,17 @@ def test_an_abort_frees_the_server(vllm: Running) -> None:
     vllm.play(work)
 
 
-def test_nobody_is_served_without_the_token(vllm: Running) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "adapted"])
+def test_nobody_is_served_without_the_token(kind: str, request: pytest.FixtureRequest) -> None:
     """Whatever the path: each that the server lists, and some that it does not."""
+    vllm: Running = request.getfixturevalue(kind)
 
     async def work(engine: RemoteEngine) -> None:
         async with httpx.AsyncClient(trust_env=False, base_url=vllm.url, timeout=60.0) as client:
             listed = (await client.get("/openapi.json", headers=SHOWN)).json()["paths"]
             routes = [(method, path) for path, methods in listed.items() for method in methods]
             assert {("post", "/pause"), ("post", "/collective_rpc"), ("post", "/v1/completions")} <= set(routes)
+            assert (("post", "/v1/load_lora_adapter") in routes) is (kind == "adapted")
             wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer another"}, {"Authorization": KEY}]
             for method, path in [*routes, *(("get", path) for path in UNLISTED)]:
                 for headers in wrong:
