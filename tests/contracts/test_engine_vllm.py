@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 class Running:
     """A vLLM server, and how engines are attached to it."""
 
-    def __init__(self, folder: Path, **versions: Any) -> None:
+    def __init__(self, folder: Path, *, gpus: int = 1, **versions: Any) -> None:
         self.versions = Versions(folder, **versions)
         lora = self.versions.lora
         self.lora = None if lora is None else LoraSettings(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
@@ -51,7 +51,7 @@ class Running:
             dtype="float32",
             max_batch=4,
             max_context=CONTEXT_TOKENS,
-            gpus=1,
+            gpus=gpus,
             cpu=True,
             lora=self.lora,
         )
@@ -102,6 +102,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     yield from serving(tmp_path_factory, experts=True, in_memory=True)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Over two processes, each with its part of every tensor."""
+    yield from serving(tmp_path_factory, gpus=2, tied=True, in_memory=True)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +221,7 @@ async def off(engine: RemoteEngine, manifest: WeightManifest) -> float:
     return max(abs(a - b) for a, b in zip(answer, manifest.probe.logprobs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "mixture", "adapted"])
+@pytest.mark.parametrize("kind", ["vllm", "mixture", "adapted", "split"])
 def test_log_probabilities_are_the_trainers_after_each_of_many_swaps(kind: str, request: pytest.FixtureRequest) -> None:
     """Of tied embeddings, of experts, and of adapters against weights that they were merged into. So closely that the
     tolerance of a swap is not what hides a mistake."""
