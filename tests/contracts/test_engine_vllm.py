@@ -289,7 +289,8 @@ def test_with_keep_kv_requests_go_on_with_the_cache_they_have(vllm: Running) -> 
             for one, task in zip(asked, tasks, strict=True):
                 got = await task
                 check_kept(one, got, vllm.versions.plain)
-                assert got.prefill_tokens == one.prompt_tokens, "nothing was computed again"
+                if len(got.spans) > 1:  # one that was not begun at the swap may be sent again
+                    assert got.prefill_tokens == one.prompt_tokens, "nothing was computed again"
                 seen.add(tuple(span.version - round_ for span in got.spans))
             if (0, 1) in seen:
                 return
