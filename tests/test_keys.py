@@ -60,6 +60,7 @@ REAL_ONLY = (
         "weights.path",
         "weights.address",
         "weights.bind",
+        "weights.delta",
         "weights.master",
         "weights.metadata",
         "weights.protocol",

@@ -689,6 +689,8 @@ class WeightSettings(Settings):
     """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    delta: Literal["auto", "off"] = "auto"
+    """`tcp`: send only what changed of a bucket, where that is less than half of it, measured for each; or never."""
     master: Address | None = None
     """`mooncake`: its master, `host:port`."""
     metadata: str = "P2PHANDSHAKE"
