@@ -191,6 +191,7 @@ def make(path: Path, seed: int, steps: int) -> None:
     """Write the model to a directory."""
     import torch
 
+    from rollart.tasks.load import load_task_set
     from rollart_recipes.tiny import save, tiny_model
     from rollart_recipes.warmup import warm_up
 
@@ -203,7 +204,14 @@ def make(path: Path, seed: int, steps: int) -> None:
     model = tiny_model(len(tokenizer))
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
-    warm_up(model, path, seed=seed, steps=steps, tasks=["benchmarks.tool_lake:ToolLakeTasks"], progress=progress)
+    warm_up(
+        model,
+        path,
+        seed=seed,
+        steps=steps,
+        tasks=[load_task_set("benchmarks.tool_lake:ToolLakeTasks", seed=seed)],
+        progress=progress,
+    )
     save(model, path)
 
 

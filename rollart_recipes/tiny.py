@@ -7,20 +7,30 @@ A brief supervised warm-up on novices' play (`warmup.py`) teaches it the form of
 The result is an ordinary Hugging Face directory, the same for the same seed, steps and thread count.
 """
 
+import asyncio
 import itertools
+import random
+import re
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollart.errors import JobError
 from rollart.tasks import calculator_math, frozen_lake
+from rollart.tasks.api import TaskSet
 from rollart_recipes.unfinished import unfinished
-from rollart_recipes.warmup import WarmupReport, warm_up
+from rollart_recipes.warmup import WarmupReport, novice_plays, warm_up
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+SAMPLED_EPISODES = 256
+"""Of each task: what the words of its tokenizer are taken from."""
+MAX_WORDS = 512
+"""That become tokens."""
 WARMUP_STEPS = 300
 """About a minute on one core."""
 CONTEXT_TOKENS = 1024
@@ -44,21 +54,56 @@ def make_tiny(
     seed: int = 0,
     warmup_steps: int = WARMUP_STEPS,
     head_size: int = HEAD_SIZE,
+    tasks: Sequence[TaskSet] = (),
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmupReport:
-    """Write the model and its tokenizer to a directory. `progress` is called with the step and the loss."""
+    """Write the model and its tokenizer to a directory. `progress` is called with the step and the loss. `tasks`: it is
+    warmed up on these instead of the quick start's, and what they often say becomes a token each."""
     import torch
     from transformers.utils import logging as transformers_logging
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(pieces_of(tasks))
     torch.manual_seed(seed)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = tiny_model(len(tokenizer), head_size)
     with unfinished(path) as folder:
         tokenizer.save_pretrained(folder)
-        report = warm_up(model, folder, seed=seed, steps=warmup_steps, progress=progress)
+        report = warm_up(model, folder, seed=seed, steps=warmup_steps, tasks=tasks, progress=progress)
         save(model, folder)
     return report
+
+
+def pieces_of(tasks: Sequence[TaskSet]) -> list[str]:
+    """Lines, words and characters that these tasks and their novices say often, to be tokens of their own. Raises
+    JobError for a task that cannot be played so."""
+    lines: Counter[str] = Counter()
+    words: Counter[str] = Counter()
+    characters: set[str] = set()
+    for task_set in tasks:
+        task_set.prepare()
+        for index in range(SAMPLED_EPISODES):
+            for line in _episode_text(task_set, index).splitlines(keepends=True):
+                lines[line] += 1
+                words.update(re.findall(r" ?[^\W\d_]{2,}", line))
+                characters.update(line)
+    often = [line for line, count in lines.items() if count >= SAMPLED_EPISODES // 4 and len(line) > 2]
+    common = [word for word, count in words.most_common(MAX_WORDS) if count > 2]
+    return [*often, *common, *sorted(characters)]
+
+
+def _episode_text(task_set: TaskSet, index: int) -> str:
+    """All that was said in one episode of the novice."""
+    rng = random.Random(f"pieces/{task_set.domain}/{index}")
+    try:
+        turns = asyncio.run(novice_plays(task_set, task_set.warmup(index), rng))
+    except NotImplementedError:
+        raise JobError(
+            f"--task: {task_set.domain} has no player to learn the form of its answers from; write scripted() or "
+            "novice() in its task file, or take a model that has learnt to speak, such as `rollart model smollm2`"
+        ) from None
+    return "".join(f"{message.content}\n" for shown, _ in turns for message in shown) + "\n".join(
+        said for _, said in turns
+    )
 
 
 def continue_warmup(
@@ -98,8 +143,6 @@ def vocabulary(more: Sequence[str] = ()) -> list[str]:
 
 def tiny_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
     """A fast tokenizer: the text is cut at the vocabulary's longest pieces, and pieces are joined again as they are."""
-    import re
-
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

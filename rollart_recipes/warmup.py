@@ -4,6 +4,8 @@ Batches are drawn from the warm-up split of each task set, by step number: a war
 same sequence. The loss is on the model's answers only. Deterministic for a seed, a step range and a thread count.
 """
 
+import asyncio
+import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from rollart.errors import JobError
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import TaskSet, as_observation, text_of
 from rollart.tasks.load import load_task_set
-from rollart.types import Task
+from rollart.types import Message, Task
 
 TASKS = ("rollart.tasks.frozen_lake", "rollart.tasks.calculator_math")
 MAX_TURNS = 12
@@ -54,16 +56,16 @@ def warm_up(
     start_step: int = 0,
     steps: int | None = None,
     seconds: float | None = None,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[TaskSet] = (),
     progress: Callable[[int, float], None] | None = None,
 ) -> WarmupReport:
-    """Train in place for so many steps, or for so many seconds."""
+    """Train in place for so many steps, or for so many seconds, on these tasks, or on those of the quick start."""
     import torch
 
     if (steps is None) == (seconds is None):
         raise JobError("warm-up: give either steps or seconds")
     tokenizer = ChatTokenizer(tokenizer_path)
-    sets = [load_task_set(use, seed=seed) for use in tasks]
+    sets = tasks or [load_task_set(use, seed=seed) for use in TASKS]
     shelves = [Shelf(task_set, tokenizer, seed) for task_set in sets]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     model.train()
@@ -115,23 +117,35 @@ class Shelf:
 
 def demonstrate(task_set: TaskSet, task: Task, tokenizer: ChatTokenizer, rng: random.Random) -> Demonstration:
     """Let the novice play one episode, and write it down as the model would have seen and said it."""
-    env: Any = task_set.environment(task)
-    observation = as_observation(env.reset())
-    texts: list[str] = []
     tokens: list[int] = []
     mask: list[bool] = []
-    for turn in range(MAX_TURNS):
-        if observation.done or observation.truncated:
-            break
-        texts.append(text_of(observation))
-        context = tokenizer.render(observation.messages, fresh=turn == 0).tolist()
-        action = task_set.novice(task, texts, rng)
+    for turn, (shown, action) in enumerate(asyncio.run(novice_plays(task_set, task, rng))):
+        context = tokenizer.render(shown, fresh=turn == 0).tolist()
         answer = [*tokenizer.encode(action).tolist(), tokenizer.end_of_turn]
         tokens += [*context, *answer]
         mask += [False] * len(context) + [True] * len(answer)
-        observation = as_observation(env.step(action))
-    env.close()
     return Demonstration(tokens=tokens, mask=mask)
+
+
+async def novice_plays(task_set: TaskSet, task: Task, rng: random.Random) -> list[tuple[tuple[Message, ...], str]]:
+    """One episode of the novice: what it was shown and what it said, turn by turn."""
+    env = task_set.environment(task)
+    turns: list[tuple[tuple[Message, ...], str]] = []
+    texts: list[str] = []
+    try:
+        observation = as_observation(await _finished(env.reset()))
+        while len(turns) < MAX_TURNS and not (observation.done or observation.truncated):
+            texts.append(text_of(observation))
+            action = task_set.novice(task, texts, rng)
+            turns.append((observation.messages, action))
+            observation = as_observation(await _finished(env.step(action)))
+    finally:
+        await _finished(env.close())
+    return turns
+
+
+async def _finished(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _loss(model: Any, batch: Sequence[Demonstration]) -> Any:

@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 EXTRAS = {
-    "train": ("msgpack", "safetensors", "torch", "transformers"),
+    "train": ("aiohttp", "msgpack", "safetensors", "torch", "transformers", "xxhash"),
     "tasks": ("gymnasium", "msgpack", "reasoning_gym"),
+    "repair": ("mpmath", "networkx", "pytest", "toolz"),
     "datasets": ("datasets", "math_verify", "pyarrow"),
     "gem": ("gem_llm",),
     "textarena": ("textarena",),
     "openenv": ("websockets",),
     "verifiers": ("uv", "verifiers"),
     "rewards": ("functions_framework", "httpx", "msgpack"),
+    "lambda": ("botocore",),
+    "agents": ("aiohttp", "mcp", "msgpack"),
     "smollm2": ("accelerate", "gguf"),
     "logging": ("tensorboard", "wandb"),
     "ray": ("ray",),
+    "mooncake": ("mooncake_transfer_engine_non_cuda",),
 }
 """What pyproject.toml's extras bring, as it is imported."""
 

@@ -10,6 +10,7 @@ from rollart.errors import JobError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollart.tasks.api import TaskSet
     from rollart.tasks.check import Finding
 
 
@@ -25,6 +26,8 @@ def model(arguments: argparse.Namespace) -> int:
         raise JobError("--head-size: has an effect on a new tiny model only; remove it")
     if arguments.seed is not None and arguments.what != "tiny":
         raise JobError("--seed: has an effect on tiny only; remove it")
+    if arguments.task and not fresh:
+        raise JobError("--task: has an effect on a new tiny model only; remove it")
     if arguments.untied and arguments.what != "smollm2":
         raise JobError("--untied: has an effect on smollm2 only (tiny is untied anyway); remove it")
     if arguments.what == "smollm2":
@@ -51,10 +54,19 @@ def model(arguments: argparse.Namespace) -> int:
             )
         else:
             head_size = arguments.head_size or HEAD_SIZE
-            report = make_tiny(arguments.directory, seed=seed, head_size=head_size, progress=progress)
+            tasks = _task_sets(arguments.task, seed)
+            report = make_tiny(arguments.directory, seed=seed, head_size=head_size, tasks=tasks, progress=progress)
         say(f"{report.steps} steps in {report.seconds:.0f} s, loss {report.loss:.3f}")
     print(arguments.directory)
     return 0
+
+
+def _task_sets(words: "Sequence[str]", seed: int) -> "list[TaskSet]":
+    from rollart.config.load import tasks_named
+    from rollart.tasks.load import load_task_set
+
+    named = [settings for word in words for settings in tasks_named(word)]
+    return [load_task_set(one.use, one.args, seed=seed, domain=one.name) for one in named]
 
 
 def task(arguments: argparse.Namespace) -> int:

@@ -58,19 +58,24 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def task_named(word: str, given: Sequence[str] = ()) -> TaskSettings:
-    """A task as commands take it: JOB.yaml (its first task), JOB.yaml:NAME, or what `use` takes; `given` are arguments,
+    """One task as commands take it; of a job without a task's name, the first."""
+    return tasks_named(word, given)[0]
+
+
+def tasks_named(word: str, given: Sequence[str] = ()) -> tuple[TaskSettings, ...]:
+    """Tasks as commands take them: JOB.yaml (all its tasks), JOB.yaml:NAME, or what `use` takes; `given` are arguments,
     as name=value, with paths relative to the current directory. Raises JobError."""
     file, colon, name = word.rpartition(":")
     file, name = (file, name) if colon and file.endswith((".yaml", ".yml")) else (word, "")
     args = located(with_overrides({}, given), Arguments, Path.cwd())
     if not file.endswith((".yaml", ".yml")):
         stem = word.partition(":")[0].rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
-        return TaskSettings(name=stem or "task", use=located(word, Code, Path.cwd()), args=args)
+        return (TaskSettings(name=stem or "task", use=located(word, Code, Path.cwd()), args=args),)
     job = load_job(Path(file))
     found = [task for task in job.tasks if name in ("", task.name)]
     if not found:
         raise JobError(f"{word}: {file} has no task {name!r}; it has {', '.join(task.name for task in job.tasks)}")
-    return found[0].model_copy(update={"args": {**found[0].args, **args}})
+    return tuple(task.model_copy(update={"args": {**task.args, **args}}) for task in found)
 
 
 def read_yaml(path: Path, key: str, fix: str) -> Plain:
@@ -104,11 +109,20 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
         fix = "give the path of a YAML file, in a job file relative to it, in an override to the current directory"
         loaded = read_yaml(Path(sim["profile"]), "sim.profile", fix)
-        data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
+        data["sim"] = {**_merge(_of_its_tasks(loaded, data), sim), "profile": None}  # it is all here now
     try:
         return Job.model_validate(data)
     except ValidationError as error:
         raise JobError(_explain(error)) from None
+
+
+def _of_its_tasks(profile: Plain, job: Mapping[str, Any]) -> Plain:
+    """A profile may describe more tasks than a job has."""
+    tasks, wanted = profile.get("tasks"), job.get("tasks")
+    if not isinstance(tasks, Mapping) or not isinstance(wanted, list):
+        return profile
+    names = [task.get("name") for task in wanted if isinstance(task, Mapping)]
+    return {**profile, "tasks": {name: task for name, task in tasks.items() if name in names}}
 
 
 def warnings(job: Job) -> list[str]:

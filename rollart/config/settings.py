@@ -131,7 +131,12 @@ class RewardSettings(Settings):
     workers: Count = 4
     """For `local`: processes (in `rollart sim`: dedicated devices)."""
     concurrency: Count = 256
-    """For `http` and `judge`: calls under way at a time."""
+    """For `http` and `judge`: calls under way at a time. `http`: halved when the platform says that it is too much
+    (429, 503, or no answer), and raised again by what goes well."""
+    hedge: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """For `http`: a call that takes longer than this share of the last 256 did is asked a second time beside the first,
+    and the first answer counts: 0.95 costs 5 % more calls, and cuts the tail. Default: never. Not read by
+    `rollart sim`."""
     timeout_s: Positive = 30.0
     retries: Annotated[int, Field(ge=0)] = 3
     backoff_s: NonNegative = 0.5
@@ -684,6 +689,8 @@ class WeightSettings(Settings):
     """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    delta: Literal["auto", "off"] = "auto"
+    """`tcp`: send only what changed of a bucket, where that is less than half of it, measured for each; or never."""
     master: Address | None = None
     """`mooncake`: its master, `host:port`."""
     metadata: str = "P2PHANDSHAKE"

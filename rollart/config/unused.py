@@ -38,7 +38,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "rollout", job.rollout, "surplus", spare, "spare_groups, or staleness 0"
     tcp = job.weights.type == "tcp"
     yield "weights", job.weights, "path", job.weights.type == "files", "weights.type files"
-    yield "weights", job.weights, "address bind", tcp, "weights.type tcp"
+    yield "weights", job.weights, "address bind delta", tcp, "weights.type tcp"
     mooncake = job.weights.type == "mooncake"
     yield "weights", job.weights, "master metadata protocol segment_mb", mooncake, "weights.type mooncake"
     yield "weights", job.weights, "devices", job.weights.protocol == "rdma", "weights.protocol rdma"
@@ -95,3 +95,4 @@ def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, Ba
     yield place, reward, "cost", not judge, "type local or http: a judge is paid by the call"
     yield place, reward, "workers environment function", local, "type local"
     yield place, reward, "model rubric votes", judge, "type judge"
+    yield place, reward, "hedge", reward.type == "http", "type http"

@@ -54,6 +54,11 @@ class Chat:
         """The next message of this conversation; None when turns or context have run out. Raises JobError where the
         chat template refuses it."""
         session, run = self._session, self._session.run
+        for param in request.ignored:
+            session.manager.warn_once(
+                f"task {run.task.domain}: its agent asks for {param}, which is not taken from it: the job says how its "
+                f"model samples (tasks.temperature and so on)"
+            )
         digests = list(_digests(request.tools, request.messages))
         known, point = self._longest(digests)
         new = request.messages[known:]
@@ -75,6 +80,8 @@ class Chat:
             replace(call, id=f"call_{len(run.turns)}_{number}") for number, call in enumerate(message.tool_calls)
         )
         message = replace(message, tool_calls=calls)
+        if calls and not request.tools:  # who offers no tools expects words
+            message = replace(message, content=session.tokenizer.decode(completion.tokens), tool_calls=())
         if run.notes is not None:
             run.notes.text = session.tokenizer.decode(completion.tokens)
         *_, digest = _digests((), [message], start=digests[-1])

@@ -542,7 +542,7 @@ async def _prompt_tokens(task: Task, tokenizer: "ChatTokenizer", host: EnvHost) 
         observation = await env.reset()
     finally:
         await env.close()
-    return len(tokenizer.render(observation.messages, fresh=True))
+    return len(tokenizer.render(observation.messages, fresh=True, tools=observation.tools))
 
 
 def _one_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ It begins with what closes the assistant's turn, of which the model has normally
 """
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ import numpy as np
 from rollart.chat import form_of, read
 from rollart.errors import JobError
 from rollart.types import NO_TOKENS, Message, Tokens, Tool
+
+log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -92,6 +95,7 @@ class ChatTokenizer:
         self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
             CACHE_BYTES
         )
+        self._told_of_lost_tools = False
         self._form = form_of(str(self._tokenizer.chat_template))
         self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
@@ -145,12 +149,25 @@ class ChatTokenizer:
             return NO_TOKENS
         said = [_as_dict(message) for message in messages]
         if fresh:
-            tokens = self.encode(self._template(said, add_generation_prompt=True, tools=tools))
+            text = self._template(said, add_generation_prompt=True, tools=tools)
+            self._tell_of_lost_tools(text, tools)
+            tokens = self.encode(text)
         else:
             tokens = self.encode(self._after_mark([_assistant(MARK), *said], add_generation_prompt=True))
             tokens = tokens[1:] if closed else tokens
         tokens.flags.writeable = False
         return tokens
+
+    def _tell_of_lost_tools(self, text: str, tools: Sequence[Tool]) -> None:
+        """Once: a model that is not told of its tools will hardly call them."""
+        lost = [tool.name for tool in tools if tool.name not in text]
+        if lost and not self._told_of_lost_tools:
+            self._told_of_lost_tools = True
+            log.warning(
+                "model.path: its chat template has no place for tools, so the model is not told of %s; say in the "
+                "prompt what they are and how they are called, or use a model that was trained with tools",
+                ", ".join(lost),
+            )
 
     def _after_mark(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         probe = [{"role": "user", "content": "."}, *messages]

@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,17 +19,21 @@ from rollart.config.settings import RewardSettings
 from rollart.errors import JobError, RewardError
 from rollart.rewards.aws import FAILED_HEADER, SCHEME, LambdaFunction, event_of
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
+from rollart.rewards.pace import Hedge, Places
 from rollart.types import Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
 LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
+TOO_MUCH = frozenset({429, 503})
+"""The platform's words for more calls than it takes."""
 WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HttpRewards:
-    """Calls the function at `rewards.url`, at most `rewards.concurrency` calls at a time."""
+    """Calls the function at `rewards.url`, at most `rewards.concurrency` calls at a time, and fewer for a while after
+    the platform said that it is too much."""
 
     def __init__(self, settings: RewardSettings, decode: Decode, token: str | None = None) -> None:
         assert settings.url is not None
@@ -37,7 +42,8 @@ class HttpRewards:
         self._token = token
         self._decode = decode
         self._timeout_s = settings.timeout_s
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._places = Places(settings.concurrency)
+        self._hedge = Hedge(settings.hedge) if settings.hedge is not None else None
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.timeout_s),
             limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
@@ -51,11 +57,13 @@ class HttpRewards:
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the call; waiting for one's turn does not count."""
         body = episode_of(trajectory, self._decode).to_json()
-        async with self._slots:
+        call = partial(self._post, body, str(trajectory.id))
+        async with self._places.one():
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    status, text, headers = await self._post(body, str(trajectory.id))
+                    status, text, headers = await (self._hedge.ask(call) if self._hedge else call())
             except (TimeoutError, httpx.TimeoutException):
+                self._places.too_much()
                 raise RewardError(f"{self._url}: no answer within {self._timeout_s:g} s") from None
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise RewardError(f"{self._url}: {error}", retryable=False) from error
@@ -63,10 +71,13 @@ class HttpRewards:
                 raise RewardError(f"{self._url}: {type(error).__name__}: {error}") from error
             except (TypeError, ValueError) as error:  # the payload holds what JSON cannot
                 raise RewardError(f"{self._url}: the episode cannot be sent: {error}", retryable=False) from error
+        if status in TOO_MUCH:
+            self._places.too_much()
         if status != 200:
             raise RewardError(
                 f"{self._url}: answered {status}: {text.strip()[:500]}", retryable=status in WORTH_A_RETRY
             )
+        self._places.went_well()
         try:
             return score_from_json(_json(text), cold_start_s=_cold_start_s(headers))
         except ValueError as error:

@@ -121,6 +121,11 @@ class Dataset(TaskSet):
             raise NotImplementedError
         return str(solution)
 
+    def novice(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
+        """As often as not the solution of another row: the form of an answer, and not how to find it."""
+        other = self._at("train", "novice", rng.randrange(1 << 20), task.id) if rng.random() < 0.5 else task
+        return self.scripted(other, observations, rng)
+
     def warmup(self, index: int) -> Task:
         """Rows to warm a model up on are training rows: the split is the user's own."""
         return self._at("train", "warmup", index, f"{self.domain}/warmup/{index}")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -254,6 +255,14 @@ class Gymnasium(Library):
     ) -> None:
         """`actions`: what the model calls them, in the order of their numbers."""
         super().__init__(id=id, python=python, actions=actions or [], instruction=instruction, **args)
+
+    def novice(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
+        """Any of the actions that the first observation names, or that `actions` do."""
+        listed = re.match(r"Answer with one of: (.+)\.", observations[0])
+        names = self._args["actions"] or (listed.group(1).split(", ") if listed else [])
+        if not names:
+            raise NotImplementedError
+        return str(rng.choice(names))
 
 
 class ReasoningGym(Library):

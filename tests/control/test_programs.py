@@ -21,10 +21,11 @@ from rollart.types import (
     Sample,
     Task,
     Tool,
+    ToolCall,
     TrajectoryId,
 )
 from tests.control.invariant import check_first_invariant
-from tests.control.scene import Played, Scene, ScriptedEnv, for_ever, scene_job
+from tests.control.scene import Played, Scene, ScriptedEnv, Words, for_ever, scene_job
 
 BAD = TrajectoryId("g1", 1, 0)
 LOOK = Tool(name="look", description="", parameters="{}")
@@ -388,3 +389,34 @@ def test_an_environment_that_is_not_over_is_played_again() -> None:
     assert played.finished
     assert {event.turns for event in played.ends("done")} == {4}
     assert played.of(schema.Finished)
+
+
+@pytest.mark.parametrize(("tools", "calls"), [((), 0), ((LOOK,), 1)])
+def test_calls_are_given_to_who_offers_tools(
+    tools: tuple[Tool, ...], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ToolCall(id="call_0", name="look", arguments="{}")
+    monkeypatch.setattr(Words, "parse", lambda self, tokens: Message(role="assistant", content="", tool_calls=(call,)))
+    said: list[Message] = []
+
+    async def asks(door: Door) -> None:
+        answer = await door.ask(user("a"), tools=tools)
+        said.append(answer)
+        await door.ask(user("a"), answer, user("b"), tools=tools)
+
+    scene, _ = program_scene(asks)
+    assert scene.play().finished
+    assert {len(message.tool_calls) for message in said} == {calls}
+    assert all(message.tool_calls or message.content for message in said)
+    assert {len(of_trajectory(check_first_invariant(scene), TrajectoryId("g1", 0, 0)))} == {1}
+
+
+def test_what_is_not_taken_from_an_agent_is_said_once() -> None:
+    async def asks(door: Door) -> None:
+        await door.ask(user("a"), ignored=("temperature", "seed"))
+
+    scene, _ = program_scene(asks)
+    played = scene.play()
+    assert played.finished
+    told = [event.text for event in played.of(schema.Warning) if "its agent asks for" in event.text]
+    assert [text.split("asks for ")[1].split(",")[0] for text in told] == ["temperature", "seed"]

@@ -236,7 +236,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
-def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template: str, tmp_path: Path) -> None:
+def test_tools_calls_and_results_are_rendered_as_the_template_has_them(
+    template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fast: Any = chatml_tokenizer()
     fast.chat_template = template
     fast.save_pretrained(tmp_path)
@@ -245,6 +247,7 @@ def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template:
     first, fresh = delta(tokenizer, ask, None)
     assert fresh
     assert '"name": "add"' in tokenizer.decode(first)
+    assert not caplog.records
     assert '"name": "add"' not in tokenizer.decode(tokenizer.render(ask.messages, fresh=True)), "not without tools"
 
     sampled = np.append(tokenizer.encode(SAID[template]), tokenizer.end_of_turn).astype(np.int32)
@@ -256,3 +259,11 @@ def test_tools_calls_and_results_are_rendered_as_the_template_has_them(template:
     after = tokenizer.render(results, fresh=False, after=sampled)
     whole = tokenizer.render((*ask.messages, answer, *results), fresh=True, tools=(ADD,))
     assert [*first, *sampled, *after] == whole.tolist(), "as if the whole conversation were rendered at once"
+
+
+def test_a_template_without_a_place_for_tools_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chatml_tokenizer().save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    for text in ("1", "2"):
+        tokenizer.render((Message(role="user", content=text),), fresh=True, tools=(ADD,))
+    assert len([record for record in caplog.records if "not told of add" in record.getMessage()]) == 1

@@ -1,5 +1,6 @@
 """The tiny model: a normal directory, the same each time, that speaks the tasks in few tokens."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollart.cli import main
 from rollart.errors import JobError
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import as_observation
 from rollart.tasks.load import load_task_set
-from rollart_recipes.tiny import continue_warmup, make_tiny, tiny_tokenizer, vocabulary
+from rollart_recipes.tiny import continue_warmup, make_tiny, pieces_of, tiny_tokenizer, vocabulary
 from rollart_recipes.warmup import warm_up
 
 
@@ -94,6 +96,39 @@ def test_an_interrupted_one_leaves_no_directory_and_can_be_made_again(tiny: Path
     assert {found.name for found in path.iterdir()} == {found.name for found in tiny.iterdir()}
     with pytest.raises(JobError, match=r"model: is not empty; give a new directory"):
         make()
+
+
+def test_a_task_of_ones_own_is_what_it_is_warmed_up_on(tmp_path: Path) -> None:
+    rows = [{"q": f"Größe {n}: how large is it?", "a": f"it is {n} metres"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "none.py").write_text(NO_PLAYER)
+    words = [str(tmp_path / "model"), "--task"]
+    job = {"path": str(tmp_path / "rows.jsonl"), "prompt": "q", "answer": "a"}
+    own = load_task_set("rollart.tasks.dataset", job, domain="sizes")
+    pieces = pieces_of([own])
+    assert {" how", " metres", "ö", "ß"} <= set(pieces)
+    report = make_tiny(tmp_path / "model", warmup_steps=3, tasks=[own])
+    assert report.steps == 3
+    tokenizer = ChatTokenizer(tmp_path / "model")
+    text = own.task(0).payload["messages"][0]["content"]
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text, "letters that the plain one does not know"
+    assert len(tokens) < len(text) / 2
+    assert main(["model", "tiny", str(tmp_path / "other"), "--task", str(tmp_path / "none.py")]) == 2
+    assert main(["model", "smollm2", *words, "rollart.tasks.guess_number"]) == 2
+
+
+NO_PLAYER = """
+from rollart.tasks.api import Environment, TaskSet, observe
+
+class Said(Environment):
+    def reset(self): return "Say something."
+    def step(self, action): return observe(done=True)
+
+class Tasks(TaskSet):
+    def draw(self, rng): return {"n": rng.randint(0, 999)}
+    def environment(self, task): return Said()
+"""
 
 
 def test_any_ascii_text_comes_back() -> None:
