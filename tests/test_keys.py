@@ -48,6 +48,7 @@ REAL_ONLY = (
         "pools.N.isolation",
         "tasks.N.isolation",
         "tasks.N.sandbox",
+        "tasks.N.container",
         "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
