@@ -1,6 +1,6 @@
 """Writes the tables and plots of docs/evaluation.md. `python -m scripts.evaluation`, run from the repository.
 
-The table of measurements is computed; those of the paper's experiments come from docs/figures/paper.json, which
+The table of measurements is computed; those of the paper's experiments come from docs/evaluation/paper.json, which
 `python -m benchmarks.paper --json` prints.
 """
 
@@ -14,8 +14,8 @@ from benchmarks.anchors import ANCHORS, error
 from rollart.report.charts import bars
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "evaluation.md"
-FIGURES = PAGE.parent / "figures" / "paper.json"
-PLOT = PAGE.parent / "figures" / "paper-modes.svg"
+FIGURES = PAGE.parent / "evaluation" / "paper.json"
+PLOT = PAGE.parent / "evaluation" / "modes.svg"
 
 
 def anchors() -> str:
@@ -31,7 +31,7 @@ def anchors() -> str:
 
 
 def experiment(name: str) -> str:
-    """One experiment of docs/figures/paper.json as a table."""
+    """One experiment of docs/evaluation/paper.json as a table."""
     rows: list[dict[str, Any]] = json.loads(FIGURES.read_text())["experiments"][name]
     if not any("paper" in row for row in rows):
         last = "times the step" if any("times_the_step" in row for row in rows) else ""
