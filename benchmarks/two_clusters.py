@@ -27,6 +27,12 @@ from rollart.events.log import read_events
 from rollart.events.schema import Event
 
 RAY_PORT = 6379
+MASTER_PORT = 50051
+STORES: dict[str, dict[str, Any]] = {
+    "mooncake": {"type": "mooncake", "master": f"{TRAINER}:{MASTER_PORT}"},
+    "tcp": {"type": "tcp", "address": f"{TRAINER}:7700"},
+}
+"""`weights` of a job, by the name of the store."""
 PATIENT = {
     # A cut of a minute is no lost machine: the head asks each every 3 s, and gives it up after so many misses.
     "RAY_health_check_failure_threshold": "40",
@@ -38,6 +44,8 @@ PATIENT = {
     "RAY_worker_register_timeout_seconds": "180",
 }
 """Of every Ray process, on both sides. docs/ray.md says why."""
+CLIENT_TTL_S = 120
+"""A machine that Mooncake's master has not heard of for so long is lost, and what it held. Its own default is 10 s."""
 START_S = 180.0
 """How long Ray may take to start on a side."""
 SKIPPED_STEPS = 2
@@ -106,6 +114,17 @@ def two_clusters(folder: Path, rate_mbit: float, model_bytes: int) -> Iterator[T
             where = [f"--node-ip-address={side.address}", f'--resources={{"{resource}": 1}}']
             side.run(["ray", "start", *how, *where, *common], START_S, PATIENT)
         yield sides
+
+
+def weights_for(sides: TwoSides, store: str, model_bytes: int) -> dict[str, Any]:
+    """`weights` of the job, with what the store needs started: Mooncake's master is on the trainer's side, its memory,
+    for three versions, where the engines are."""
+    settings = STORES[store]
+    if store == "mooncake":
+        where = [f"--rpc_port={MASTER_PORT}", f"--rpc_address={TRAINER}", f"--client_ttl={CLIENT_TTL_S}"]
+        sides.trainer.start(["mooncake_master", *where], sides.trainer.folder / "master.log")
+        settings = {**settings, "segment_mb": 3 * model_bytes // 1_000_000 + 64}
+    return settings
 
 
 class Run:
@@ -200,7 +219,7 @@ def figures(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", default="tcp", help="weights.type (default: tcp)")
+    parser.add_argument("--store", default="tcp", choices=sorted(STORES))
     parser.add_argument("--rate", type=float, default=400.0, help="of the link, in Mbit/s (default: 400)")
     parser.add_argument("--model-mb", type=int, default=250, help="of the padded model (default: 250)")
     parser.add_argument("--steps", type=int, default=12)
@@ -214,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = given.keep or Path(tempfile.mkdtemp(prefix="rollart-two-"))
     try:
         with two_clusters(folder, given.rate, given.model_mb * 1_000_000) as sides:
-            run = Run(sides, job_for({"type": given.store}, given.steps), "run")
+            weights = weights_for(sides, given.store, given.model_mb * 1_000_000)
+            run = Run(sides, job_for(weights, given.steps), "run")
             found = {"rate_mbit": given.rate, "store": given.store, **play(run, given.steps, given.cut)}
     finally:
         if given.keep is None:

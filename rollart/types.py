@@ -180,6 +180,8 @@ class ChatRequest:
     """Beside the job's."""
     logprobs: bool = False
     """It wants to see those of the answer, each beside its token's text."""
+    ignored: tuple[str, ...] = ()
+    """What else it asks of the sampling, which is the job's to say."""
 
 
 class Endpoint(NamedTuple):

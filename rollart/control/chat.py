@@ -54,6 +54,11 @@ class Chat:
         """The next message of this conversation; None when turns or context have run out. Raises JobError where the
         chat template refuses it."""
         session, run = self._session, self._session.run
+        for param in request.ignored:
+            session.manager.warn_once(
+                f"task {run.task.domain}: its agent asks for {param}, which is not taken from it: the job says how its "
+                f"model samples (tasks.temperature and so on)"
+            )
         digests = list(_digests(request.tools, request.messages))
         known, point = self._longest(digests)
         new = request.messages[known:]

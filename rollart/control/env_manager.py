@@ -202,6 +202,7 @@ class EnvManager:
         self.tokenizer = world.tokenizer
         self.fleet = fleet
         self.proxy = proxy
+        self._warned: set[str] = set()
         self._samplings: dict[tuple[str, float], Sampling] = {}
         self.live = job.rollout.recheck == "live"
         """A run's age is looked at before each turn."""
@@ -257,6 +258,12 @@ class EnvManager:
         if not run.turns and run.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status
+
+    def warn_once(self, text: str) -> None:
+        """Where each trajectory would say the same."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._context.warn(text)
 
     def env_calls(self, run: Run) -> EnvCalls:
         return self._calls[run.settings.name]

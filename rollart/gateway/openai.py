@@ -16,6 +16,8 @@ from rollart.types import ChatAnswer, ChatRequest, Finish, Message, Tool, ToolCa
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_STOPS = 16
+THE_JOBS = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
+"""Of the sampling; not taken from a request."""
 
 
 class Refusal(Exception):
@@ -63,6 +65,7 @@ def parsed(body: bytes) -> Wanted:
         max_tokens=_max_tokens(raw),
         stop=_stops(raw.get("stop")),
         logprobs=bool(raw.get("logprobs")),
+        ignored=tuple(param for param in THE_JOBS if raw.get(param) is not None),
     )
     options = raw.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))

@@ -212,9 +212,12 @@ class HttpGateway:
             wanted = parsed(await request.read())
             answer = await door.ask(wanted.request)
         answer_id = f"chatcmpl-{request.match_info['name']}-{next(door.answers)}"
+        session = {"X-Session-ID": request.match_info["name"]}
         if not wanted.stream:
-            return web.Response(body=whole(answer, wanted, answer_id), content_type=JSON)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            return web.Response(body=whole(answer, wanted, answer_id), content_type=JSON, headers=session)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | session
+        )
         with contextlib.suppress(ConnectionResetError):  # it has hung up
             await response.prepare(request)
             for chunk in chunks(answer, wanted, answer_id):

@@ -20,17 +20,18 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
-from rollart.store.digests import digest_of, name_of, new_digest
+from rollart.store.digests import name_of, new_digest
 from rollart.store.format import Bytes, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
     drop_before,
     folder_name,
+    pulled_s,
     read_index,
     read_manifest,
 )
-from rollart.store.media import Medium, Memory
+from rollart.store.media import Medium, Memory, digest_at
 from rollart.store.owner import Claim, claim
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
@@ -53,7 +54,7 @@ class MappedFile:
         """Of the bytes at this bucket's place, taken once."""
         place = (bucket.start, bucket.num_bytes)
         if place not in self._seen:
-            self._seen[place] = digest_of(self._raw[bucket.start : bucket.start + bucket.num_bytes])
+            self._seen[place] = digest_at(self._raw, *place)
         return self._seen[place]
 
     def looked_at(self, bucket: Bucket) -> bool:
@@ -139,6 +140,10 @@ class BucketStore:
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(drop_before, self.directory, self._medium, version)
+
+    def pulled_s(self, version: WeightVersion) -> float:
+        """Seconds that its transfer to this host took; 0 where it is read where it was written."""
+        return pulled_s(self.folder(version))
 
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""

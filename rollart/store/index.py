@@ -22,6 +22,8 @@ from rollart.store.media import Medium
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 MANIFEST = "manifest.json"
+PULLED = "pulled.json"
+"""Where a version was brought from elsewhere: the seconds that its transfer took."""
 INDEX = "buckets.jsonl"
 WEIGHTS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
@@ -47,6 +49,14 @@ def versions_in(directory: Path) -> list[WeightVersion]:
     except FileNotFoundError:
         return []
     return sorted(int(found[1]) for name in names if (found := VERSION.fullmatch(name)))
+
+
+def pulled_s(folder: Path) -> float:
+    """Seconds of transfer that brought this version to this host; 0 where it was written here."""
+    try:
+        return float(json.loads((folder / PULLED).read_text()))
+    except (OSError, ValueError):
+        return 0.0
 
 
 def void(folder: Path) -> None:

@@ -71,8 +71,8 @@ class FetchAhead:
         return self._last
 
     def spent_s(self, version: WeightVersion) -> float:
-        """Seconds that went into mapping this version ahead."""
-        return self._spent_s.get(version, 0.0)
+        """Seconds that went into bringing this version to this host, and into mapping it ahead."""
+        return self._spent_s.get(version, 0.0) + self._store.pulled_s(version)
 
     def _run(self) -> None:
         while True:

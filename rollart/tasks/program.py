@@ -91,7 +91,9 @@ def _printed(command: tuple[str, ...], shown: str) -> str:
     with tempfile.TemporaryFile() as given:
         given.write(shown.encode("utf-8", "replace"))
         given.seek(0)
-        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE)
+        # PYTHONPATH is how this worker finds RollArt; another Python would find the wrong packages there.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, env=environment)
     with process:
         assert process.stdout is not None
         said = process.stdout.read(MAX_ANSWER_BYTES + 1)

@@ -113,7 +113,9 @@ class UserEnvHostContract(EnvHostContract):
                     return
                 first = await env.play(Program(function=f"{TASKS}:shout"), ENDPOINT)
                 assert first.messages[0].content == "COUNT  secret 1", "it was given what the environment said"
-                last = await env.play(Program(command=("sh", "-c", 'echo "$(cat) $OPENAI_BASE_URL"')), ENDPOINT)
+                last = await env.play(
+                    Program(command=("sh", "-c", 'echo "$(cat) $OPENAI_BASE_URL$PYTHONPATH"')), ENDPOINT
+                )
                 assert (last.messages[0].content, last.done) == (f"COUNT  secret 1 {ENDPOINT.url} 2", True)
                 await env.close()
 

@@ -409,3 +409,14 @@ def test_calls_are_given_to_who_offers_tools(
     assert {len(message.tool_calls) for message in said} == {calls}
     assert all(message.tool_calls or message.content for message in said)
     assert {len(of_trajectory(check_first_invariant(scene), TrajectoryId("g1", 0, 0)))} == {1}
+
+
+def test_what_is_not_taken_from_an_agent_is_said_once() -> None:
+    async def asks(door: Door) -> None:
+        await door.ask(user("a"), ignored=("temperature", "seed"))
+
+    scene, _ = program_scene(asks)
+    played = scene.play()
+    assert played.finished
+    told = [event.text for event in played.of(schema.Warning) if "its agent asks for" in event.text]
+    assert [text.split("asks for ")[1].split(",")[0] for text in told] == ["temperature", "seed"]

@@ -20,6 +20,7 @@ from tests.gateway.play import AGENTS, job, play
 from tests.gateway.talk_tasks import LAST, SURE
 
 SAME = 1e-5
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = {"function": f"{AGENTS}:solve"}
 """Where a test's own coroutine plays, it is never called."""
 
@@ -101,7 +102,7 @@ def test_an_agent_with_openais_client_in_its_own_process(model: Path, tmp_path: 
     program = f"{AGENTS}:solve"
     if how == "command":
         code = "import sys; from tests.gateway.some_agents import solve; print(solve(sys.stdin.read()))"
-        agent: Any = {"command": [sys.executable, "-c", code]}
+        agent: Any = {"command": ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", code]}
     else:
         agent = {"function": program}
     built_in, _ = play(job(model), tmp_path / "built-in")
@@ -200,7 +201,6 @@ def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(model: Path)
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {"with_openai": ("function", "solve"), "second_thoughts": ("use", "SecondThoughts")}
 
 

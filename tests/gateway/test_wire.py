@@ -98,7 +98,13 @@ def test_a_completion_has_words_figures_and_log_probabilities() -> None:
             model="gpt-x", messages=HELLO, max_tokens=9, stop="x", logprobs=True, temperature=0.1
         )
         assert asked == [
-            ChatRequest(messages=(Message(role="user", content="hello"),), max_tokens=9, stop=("x",), logprobs=True)
+            ChatRequest(
+                messages=(Message(role="user", content="hello"),),
+                max_tokens=9,
+                stop=("x",),
+                logprobs=True,
+                ignored=("temperature",),
+            )
         ]
         choice = said.choices[0]
         assert (said.model, choice.message.content, choice.finish_reason) == ("gpt-x", "word", "stop")

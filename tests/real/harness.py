@@ -63,6 +63,8 @@ class Run:
 
     folder: Path
     name: str
+    module: str = "rollart.cli"
+    """What is run: the command line, or a test's wrapper around it."""
     out: Path = field(init=False)
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: "subprocess.Popen[bytes] | None" = None
@@ -76,7 +78,7 @@ class Run:
         environment = {**os.environ, MARKER: self.marker, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with open(self.folder / "said", "ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollart.cli", "train", *arguments],
+                [sys.executable, "-m", self.module, "train", *arguments],
                 env=environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -174,11 +176,11 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, raw: dict[str, Any]) -> Iterator[Run]:
+def running(folder: Path, raw: dict[str, Any], module: str = "rollart.cli") -> Iterator[Run]:
     """A started job; whatever happens, nothing of it outlives the test."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(raw))
-    run = Run(folder, raw["name"])
+    run = Run(folder, raw["name"], module)
     run.start(str(path), "--out", str(run.out))
     try:
         yield run
