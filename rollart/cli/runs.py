@@ -1,4 +1,4 @@
-"""Commands that run a job: `sim`, `train`, `eval`."""
+"""Commands that run a job: `sim`, `plan`, `train`, `eval`."""
 
 import argparse
 import os
@@ -14,7 +14,16 @@ from rollart.launch.resume import Resumption, resumption
 from rollart.launch.rundir import add_control, newest_run
 from rollart.records.reader import Archive, Wanted
 from rollart.report.reading import show_trajectory
-from rollart.report.show import LiveView, show_chaos, show_eval, show_failed, show_plays, show_summary
+from rollart.report.show import (
+    LiveView,
+    show_chaos,
+    show_eval,
+    show_failed,
+    show_plan,
+    show_plays,
+    show_summary,
+    show_sweep,
+)
 
 
 def sim(arguments: argparse.Namespace) -> int:
@@ -23,8 +32,13 @@ def sim(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.overrides)
     if arguments.chaos is not None:
         return _chaos(arguments)
-    if arguments.first is not None or arguments.workers is not None:
-        raise JobError("--first and --workers: have an effect with --chaos only; add it, or remove them")
+    if arguments.sweep:
+        return _sweep(arguments)
+    if arguments.first is not None or arguments.workers is not None or arguments.plot is not None:
+        raise JobError(
+            "--first, --workers and --plot: have an effect with --chaos (--workers, --plot: --sweep) only; add it, or "
+            "remove them"
+        )
     from rollart.launch.simulation import simulate
 
     out = run_dir(arguments.out, job)
@@ -69,6 +83,55 @@ def _chaos(arguments: argparse.Namespace) -> int:
     else:
         show_chaos(report)
     return 1 if report.violations or report.deadlocks else 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from rollart.launch.sweep import run_sweep
+    from rollart.report.charts import bars
+
+    report = run_sweep(
+        arguments.job,
+        tuple(arguments.overrides),
+        arguments.sweep,
+        workers=arguments.workers or os.cpu_count() or 1,
+        progress=say,
+    )
+    if arguments.plot is not None:
+        labels = [" ".join(row.changes) for row in report.rows]
+        title = f"{arguments.job.name}: seconds a step (simulated)"
+        arguments.plot.write_text(bars(title, labels, {"mean": [row.step_s for row in report.rows]}, " s"))
+    if arguments.json:
+        print_json(report)
+    else:
+        show_sweep(report)
+    return 0 if all(row.state == "finished" for row in report.rows) else 1
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from rollart.launch.plan import make_plan
+
+    if arguments.out is not None and arguments.out.exists():
+        raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
+    report = make_plan(
+        load_job(arguments.job, arguments.overrides),
+        arguments.pools,
+        budget=arguments.budget,
+        goal=arguments.goal,
+        best=arguments.best,
+        seeds=arguments.seeds,
+        workers=arguments.workers or os.cpu_count() or 1,
+        progress=say,
+    )
+    if arguments.out is not None:
+        import yaml
+
+        head = f"# Made by `rollart plan {arguments.job}`; simulated.\n"
+        arguments.out.write_text(head + yaml.safe_dump(report.job, sort_keys=False))
+    if arguments.json:
+        print_json(report)
+    else:
+        show_plan(report)
+    return 0
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -56,8 +56,41 @@ def parser() -> argparse.ArgumentParser:
     sim.add_argument("--json", action="store_true", help="print summary.json instead of a table")
     sim.add_argument("--chaos", type=_count, metavar="N", help="draw N fault plans, run each, and check the promises")
     sim.add_argument("--first", type=int, metavar="SEED", help="with --chaos: the first plan's seed")
-    sim.add_argument("--workers", type=_count, help="with --chaos: processes (default: one per core)")
+    sim.add_argument(
+        "--sweep",
+        action="append",
+        metavar="KEY=A,B,C",
+        help="simulate the job with each of these values; given several times, with every combination",
+    )
+    sim.add_argument("--plot", type=Path, metavar="FILE", help="with --sweep: draw the step times, as SVG")
+    sim.add_argument("--workers", type=_count, help="with --chaos or --sweep: processes (default: one per core)")
     sim.set_defaults(run="runs.sim")
+
+    plan = commands.add_parser(
+        "plan",
+        help="find out how to split GPUs between training and rollout",
+        description="Predict the step time of every split of the GPUs between the trainer and the job's engine pools, "
+        "simulate the best few, and print them with their bottleneck. For jobs of mode rollart or areal. All figures "
+        "are simulated; the job's sim section says what the tasks are like.",
+        epilog='Example: rollart plan jobs/sim_32b.yaml --pools "h800=32..96,h20=0..64" --goal cost --out best.yaml',
+    )
+    _job_arguments(plan)
+    plan.add_argument(
+        "--pools",
+        required=True,
+        metavar="KIND=LOW..HIGH,...",
+        help="GPUs of each kind of hardware, the trainer's included",
+    )
+    plan.add_argument("--budget", type=float, metavar="PRICE", help="most that an hour of all of them may cost")
+    plan.add_argument(
+        "--goal", choices=["step-time", "cost"], default="step-time", help="of a step (default: step-time)"
+    )
+    plan.add_argument("--best", type=_count, default=4, metavar="N", help="splits that are simulated (default: 4)")
+    plan.add_argument("--seeds", type=_count, default=2, metavar="N", help="runs of each (default: 2)")
+    plan.add_argument("--workers", type=_count, help="processes (default: one per core)")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the best one's job file here")
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run="runs.plan")
 
     train = commands.add_parser(
         "train",

@@ -109,11 +109,20 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
     if isinstance(sim, Mapping) and isinstance(sim.get("profile"), str):
         fix = "give the path of a YAML file, in a job file relative to it, in an override to the current directory"
         loaded = read_yaml(Path(sim["profile"]), "sim.profile", fix)
-        data["sim"] = {**_merge(loaded, sim), "profile": None}  # it is all here now
+        data["sim"] = {**_merge(_of_its_tasks(loaded, data), sim), "profile": None}  # it is all here now
     try:
         return Job.model_validate(data)
     except ValidationError as error:
         raise JobError(_explain(error)) from None
+
+
+def _of_its_tasks(profile: Plain, job: Mapping[str, Any]) -> Plain:
+    """A profile may describe more tasks than a job has."""
+    tasks, wanted = profile.get("tasks"), job.get("tasks")
+    if not isinstance(tasks, Mapping) or not isinstance(wanted, list):
+        return profile
+    names = [task.get("name") for task in wanted if isinstance(task, Mapping)]
+    return {**profile, "tasks": {name: task for name, task in tasks.items() if name in names}}
 
 
 def warnings(job: Job) -> list[str]:

@@ -98,6 +98,11 @@ class SimLinkSettings(Settings):
     """Trainer to store, once for all engines."""
     pull_gb_s: Positive = 2.2
     """Store to one engine."""
+    shared_pull_gb_s: Positive | None = None
+    """All pulls together: engines that pull at the same time share it evenly. Default: no limit."""
+    blocking: bool = False
+    """A baseline: nothing else is done while weights travel. Engines and trainer stand still for the push, and the pull
+    begins only with the swap."""
 
 
 class MeasuredEngineSettings(Settings):
@@ -231,7 +236,8 @@ class SimSettings(Settings):
     """The simulated world. Read by `rollart sim` only."""
 
     profile: Place | None = None
-    """A YAML file with any of the keys below; what the job says itself wins."""
+    """A YAML file with any of the keys below; what the job says itself wins. It may describe more tasks than the job
+    has."""
     model: str = "qwen3-8b"
     """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b,
     qwen3-235b-a22b."""

@@ -34,25 +34,35 @@ from rollart.sim.trainer import SimCluster, SimJournal
 
 
 def simulate(
-    job: Job, out: Path | None = None, *, audit: bool = True, progress: Callable[[str], None] | None = None
+    job: Job,
+    out: Path | None = None,
+    *,
+    audit: bool = True,
+    progress: Callable[[str], None] | None = None,
+    ends: list[float] | None = None,
 ) -> RunResult:
-    """Run a job on the virtual clock; write its run directory where `out` is given."""
+    """Run a job on the virtual clock; write its run directory where `out` is given. `ends`: gets the time of each
+    step's end."""
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(_simulate(job, out, audit=audit, progress=progress))
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends))
     if out is not None:
         write_summary(out, result.summary)
     return result
 
 
-async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None) -> RunResult:
+async def _simulate(
+    job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None, ends: list[float] | None
+) -> RunResult:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     books = Books(job, out, audited=audit)
     try:
         if progress is not None:
             books.log.read_by(_tell(progress, job.train.steps))
+        if ends is not None:
+            books.log.read_by(_note_ends(ends))
         books.log.emit(facts(job, clock="virtual"))
         disk = Disk()
         journal = SimJournal(disk)
@@ -60,7 +70,7 @@ async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callab
         faults.start()
         faults.on("full_store", _filler(faults, disk))
         push = SimLink(job.sim.links.push_gb_s * 1e9)
-        pull = SimLink(job.sim.links.pull_gb_s * 1e9)
+        pull = SimLink(_pull_gb_s(job) * 1e9)
 
         def live() -> Life:
             killed: asyncio.Future[None] = loop.create_future()
@@ -75,6 +85,14 @@ async def _simulate(job: Job, out: Path | None, *, audit: bool, progress: Callab
     finally:
         books.close()
     return books.result(error)
+
+
+def _pull_gb_s(job: Job) -> float:
+    """Of one engine, when all pull."""
+    links = job.sim.links
+    if links.shared_pull_gb_s is None:
+        return links.pull_gb_s
+    return min(links.pull_gb_s, links.shared_pull_gb_s / sum(engines.count for _, engines in job.engines))
 
 
 def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSettings], bool]:
@@ -115,6 +133,14 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
     return read
 
 
+def _note_ends(ends: list[float]) -> Callable[[Event], None]:
+    def read(event: Event) -> None:
+        if isinstance(event, schema.StepEnd):
+            ends.append(event.t)
+
+    return read
+
+
 def simulated_world(
     job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: SimLink, pull: SimLink, disk: Disk | None = None
 ) -> World:
@@ -133,6 +159,7 @@ def simulated_world(
         dice=dice,
         store=store,
         pull=pull,
+        blocking=sim.links.blocking,
         log=log,
         faults=faults,
     )

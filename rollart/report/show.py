@@ -19,7 +19,7 @@ from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event, task_set
 from rollart.report.fold import SummaryFold
-from rollart.report.reports import ChaosReport, Pool, PoolsReport, Role
+from rollart.report.reports import ChaosReport, PlanReport, Pool, PoolsReport, Role, Split, SweepReport
 from rollart.report.summary import Play, Plays, Progress, Summary, Task
 
 DRAW_EVERY_S = 1.0
@@ -130,6 +130,52 @@ def show_chaos(report: ChaosReport) -> None:
     _print_table(None, ("fault", "fired", "during a swap"), rows)
     for failure in report.failures[:10]:
         console.print(f"seed {failure.seed}: {failure.text}", markup=False)
+
+
+def show_sweep(report: SweepReport) -> None:
+    """A row for each combination; the bar is its step time."""
+    longest = max(row.step_s for row in report.rows)
+    columns = ("changed", "step, s", "p95", "tokens/s", "cost", "stale", "")
+    rows = (
+        (
+            " ".join(row.changes),
+            f"{row.step_s:,.1f}",
+            f"{row.p95_step_s:,.1f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.cost:,.2f}",
+            str(row.stale),
+            "#" * round(30 * row.step_s / longest),
+        )
+        for row in report.rows
+    )
+    _print_table("simulated", columns, rows)
+
+
+def show_plan(report: PlanReport) -> None:
+    columns = ("train", "roll out", "step, s", "predicted", "cost of a step", "longest, as predicted")
+
+    def cells(name: str, split: Split) -> Iterable[str]:
+        spread = f" ({min(split.simulated_s):,.1f} to {max(split.simulated_s):,.1f})" if split.simulated_s else ""
+        return (
+            f"{name}{split.train_gpus}",
+            ", ".join(f"{pool} {gpus}" for pool, gpus in split.pools.items()),
+            f"{split.step_s:,.1f}{spread}",
+            f"{split.predicted_s:,.1f}",
+            f"{split.cost_of_a_step:,.2f}",
+            split.bottleneck,
+        )
+
+    rows = [cells("", split) for split in report.best] + [cells("as it is: ", report.as_it_is)]
+    _print_table(f"GPUs; simulated; the best of {report.considered} splits by {report.goal}", columns, rows)
+    where = (
+        f"{task} on {' and '.join(f'{pool} ({share:.0%})' if share < 1 else pool for pool, share in shares.items())}"
+        for task, shares in report.best[0].affinity.items()
+    )
+    Console().print(f"The first one's tasks: {', '.join(where)}.")
+    Console().print(
+        f"{report.wall_s:.0f} s. Costs are off by up to {report.model_error:.0%} where they were measured "
+        "(docs/evaluation.md); splits nearer to each other than that, and than their seeds, are alike."
+    )
 
 
 def show_eval(tasks: Mapping[str, Progress]) -> None:

@@ -110,7 +110,7 @@ class SimDisaggregated(SimEngine):
         return self._moving[0][0] if self._moving else math.inf
 
     def _plan(self) -> None:
-        if not (self.hung or self.dead or self._paused):
+        if not (self.hung or self.dead or self._paused or self._held):
             while self._moving and self._moving[0][0] <= self._loop.time() + ALMOST * 1e-3:
                 self._begin_decode(heapq.heappop(self._moving)[2])
         super()._plan()

@@ -62,6 +62,8 @@ class EngineWorld:
     dice: Dice
     store: SimStore
     pull: SimLink
+    blocking: bool
+    """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
 
@@ -150,6 +152,8 @@ class SimEngine:
         self.answered = 0
         """Calls, since it was started."""
         self._paused = False
+        self._held = False
+        """It stands still while weights are pushed: `sim.links.blocking`."""
         self._staged_s: dict[WeightVersion, float] = {}
         self._staging: asyncio.Future[None] | None = None
         self._waiting: deque[SimSequence] = deque()
@@ -230,6 +234,8 @@ class SimEngine:
 
     async def stage(self, version: WeightVersion) -> None:
         await self._alive()
+        if self._world.blocking:
+            return
         world, began_s = self._world, self._staged_s.setdefault(version, self._loop.time())
         while max(self._staged_s, default=0) <= version and self.version < version:
             try:
@@ -270,6 +276,13 @@ class SimEngine:
         self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
         world.log.emit(schema.Loaded(engine=self.spec.id, version=manifest.version, of=sorted(set(versions))))
         return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+
+    def hold(self, held: bool) -> None:
+        """Stand still, or go on."""
+        if not (self.dead or self.hung):
+            self._advance()
+            self._held = held
+            self._plan()
 
     # --- faults ---------------------------------------------------------------------------------------------
 
@@ -340,7 +353,7 @@ class SimEngine:
         if self.hung or self.dead:
             return
         self._step_s = 0.0
-        if self._paused:
+        if self._paused or self._held:
             self._cancel_timer()
             return
         while True:

@@ -117,10 +117,11 @@ class Fit:
                 self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
             case schema.Push():
                 self._pushed[event.version] = event.t
-            case schema.SwapStart():
-                self._swap_began = event.t
+            case schema.Pushed():
                 if event.version in self._pushed:
                     self._push_s.append(event.t - self._pushed[event.version])
+            case schema.SwapStart():
+                self._swap_began = event.t
             case schema.SwapEnd():
                 assert self._swap_began is not None
                 self._swap_s.append(event.t - self._swap_began)

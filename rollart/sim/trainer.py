@@ -21,6 +21,9 @@ from rollart.types import (
     WeightVersion,
 )
 
+PUSH_FIRST_S = 1e-3
+"""A step that excludes pushes lets the push of the step before it begin first."""
+
 
 class SimTrainer:
     def __init__(
@@ -35,11 +38,17 @@ class SimTrainer:
         disk: Disk,
         noted: dict[int, tuple[SetAside, ...]],
         answered: Callable[[], int],
+        blocking: bool,
+        hold: Callable[[bool], None],
     ) -> None:
         """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
-        the engines there are now."""
+        the engines there are now. `hold`: called with true when a push begins, with false when it has ended."""
         self._settings = settings
         self._answered = answered
+        self._hold = hold
+        self._at_work = asyncio.Lock()
+        """Held by a push, and by a step where these exclude each other."""
+        self._blocking = blocking
         self._costs = costs
         self._store = store
         self._push = push
@@ -79,7 +88,13 @@ class SimTrainer:
             if self._faults.take("trainer_during", f"step {batch.step}"):
                 await self._sleep(seconds / 2)
                 self.die("in the middle of a step")
-            await self._work(seconds)
+            if self._blocking:
+                await self._sleep(PUSH_FIRST_S)
+                async with self._at_work:
+                    self._check()
+                    await self._work(seconds)
+            else:
+                await self._work(seconds)
         finally:
             self.stepping = False
         self.version += 1
@@ -100,6 +115,16 @@ class SimTrainer:
             raise StartAgain("the trainer died of its data, which it has noted (simulated)")
 
     async def publish(self, version: WeightVersion) -> WeightManifest:
+        if not self._blocking:
+            return await self._publish(version)
+        async with self._at_work:
+            self._hold(True)
+            try:
+                return await self._publish(version)
+            finally:
+                self._hold(False)
+
+    async def _publish(self, version: WeightVersion) -> WeightManifest:
         self._check()
         if not max(self._restored, self.version - 1) <= version <= self.version:
             raise TrainerError(f"version {version} is not held by a trainer at {self.version} (simulated)")
@@ -230,8 +255,14 @@ class SimCluster:
             self._disk,
             self._noted,
             lambda: sum(engine.answered for engine in self.engines.values()),
+            self._world.blocking,
+            self._hold_engines,
         )
         return self.current
+
+    def _hold_engines(self, held: bool) -> None:
+        for name in sorted(self.engines):
+            self.engines[name].hold(held)
 
     async def close(self) -> None:
         """All workers end; so they do when their coordinator is killed."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
-from rollart.store.digests import digest_of, name_of, new_digest
+from rollart.store.digests import name_of, new_digest
 from rollart.store.format import Bytes, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
@@ -31,7 +31,7 @@ from rollart.store.index import (
     read_index,
     read_manifest,
 )
-from rollart.store.media import Medium, Memory
+from rollart.store.media import Medium, Memory, digest_at
 from rollart.store.owner import Claim, claim
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
@@ -54,7 +54,7 @@ class MappedFile:
         """Of the bytes at this bucket's place, taken once."""
         place = (bucket.start, bucket.num_bytes)
         if place not in self._seen:
-            self._seen[place] = digest_of(self._raw[bucket.start : bucket.start + bucket.num_bytes])
+            self._seen[place] = digest_at(self._raw, *place)
         return self._seen[place]
 
     def looked_at(self, bucket: Bucket) -> bool:

@@ -57,6 +57,7 @@ class HostSetup:
     mooncake: dict[str, Any] | None = None
     """A mirror of a Mooncake store: a `MooncakeSetup`. It serves nobody: the others ask the store too."""
     site: str = ""
+    deltas: bool = False
     linger_s: float = LINGER_S
 
 
@@ -197,7 +198,9 @@ class Host:
                     raise
             await asyncio.sleep(LOOK_S)
         if setup.source:
-            self._follow(Link(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}"))
+            self._follow(
+                Link(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}", deltas=setup.deltas)
+            )
         self._say({"pid": os.getpid(), "port": serving_at})
 
     def _follow(self, source: Source) -> None:

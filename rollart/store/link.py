@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from rollart.errors import WeightError
+from rollart.store.delta import apply
 from rollart.store.index import folder_name
 from rollart.store.media import Bytes
-from rollart.store.mirror import Came, Change, Have, News
+from rollart.store.mirror import Base, Came, Change, Have, News
 from rollart.types import Bucket, WeightVersion
 
 CONNECTIONS = 4
@@ -31,6 +32,8 @@ NEWS_S = 2.0
 """How long a question for news is left open; then it is asked again, with what is here by then."""
 GIVE_UP_S = 60.0
 """A bucket of which nothing came for so long is asked for anew."""
+DELTA_S = 60.0
+"""How long the other side may take to find out what changed of a bucket."""
 PEER_S = 300.0
 """How long another host may take to have a bucket that it is fetching itself."""
 
@@ -42,8 +45,9 @@ class NotThere(WeightError):
 class Link:
     """One host that serves weights, as `rollart.store.mirror.Source`; where it says so, others in its place."""
 
-    def __init__(self, address: str, token: str, *, site: str = "", peer: str = "") -> None:
-        """`address`: `host:port`. `peer`: where others can ask this host; empty where they cannot."""
+    def __init__(self, address: str, token: str, *, site: str = "", peer: str = "", deltas: bool = False) -> None:
+        """`address`: `host:port`. `peer`: where others can ask this host; empty where they cannot. `deltas`: ask what
+        changed, where the bucket of an older version is here."""
         self._address = address
         self._token = token
         self._site = site
@@ -51,7 +55,12 @@ class Link:
         self._own = threading.local()
         self._connections: list[http.client.HTTPConnection] = []
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="rollart-weights")
+        self._deltas = deltas
         self.from_peers_bytes = 0
+        self.delta_bytes = 0
+        """That came as deltas,"""
+        self.saved_bytes = 0
+        """and how many more the buckets have that were made of them."""
 
     # --- what a mirror asks
 
@@ -68,13 +77,14 @@ class Link:
         }
         return News([int(version) for version in answer["versions"]], changed)
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
         failed = ""
         while True:
             asked = {"push": push, "name": bucket.name, "start": bucket.start, "failed": failed}
             where = self.post("/where", asked | {"site": self._site, "peer": self.peer})["peer"] if self.peer else ""
             try:
-                self._read_from(where or self._address, push, bucket, into, came)
+                if not self._read_delta(where or self._address, push, bucket, into, came, base):
+                    self._read_from(where or self._address, push, bucket, into, came)
             except (OSError, NotThere):
                 if not where:
                     raise
@@ -123,6 +133,29 @@ class Link:
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+
+    def _read_delta(self, address: str, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None) -> bool:
+        """Make the bucket from its base and what changed. False where the other side has nothing that would pay."""
+        if base is None or not self._deltas:
+            return False
+        name, until_s = Path(bucket.name), time.monotonic() + PEER_S
+        query = f"version={int(name.parent.name[1:])}&push={push}&start={bucket.start}"
+        query += f"&base_version={base.version}&base={base.push}"
+        path = f"/deltas/{name.parent}/{quote(name.name)}?{query}"
+        while True:
+            status, body = self._ask(address, "GET", path, timeout_s=DELTA_S)
+            if status != 202 or time.monotonic() > until_s:
+                break
+        if status != 200:
+            return False
+        try:
+            apply(base.raw, body, into)
+        except ValueError:
+            return False
+        self.delta_bytes += len(body)
+        self.saved_bytes += bucket.num_bytes - len(body)
+        came(len(body))
+        return True
 
     def _read_from(self, address: str, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
         first, name = bucket.start, Path(bucket.name)

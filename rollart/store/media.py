@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rollart.store.digests import CHUNK_BYTES, digest_of, name_of, new_digest
+
 Bytes = npt.NDArray[np.uint8]
 Put = Callable[[int, Bytes], None]
 """Writes these bytes at this place."""
@@ -66,8 +68,11 @@ class Disk:
             os.close(handle)
 
     def mapped(self, path: Path) -> Bytes:
-        with open(path, "rb") as file:
-            return _bytes_of(_private(file.fileno()))
+        handle = os.open(path, os.O_RDONLY)
+        lease = _Lease(handle, by_reading=True)
+        raw = _bytes_of(_private(handle))
+        raw.lease = lease
+        return raw
 
     def retire(self, paths: Sequence[Path]) -> None:
         for path in paths:
@@ -166,7 +171,8 @@ class Memory:
 def _resize(handle: int, num_bytes: int) -> None:
     """With its memory: a page that is not to be had when it is written to would end the process."""
     os.truncate(handle, num_bytes)
-    os.posix_fallocate(handle, 0, num_bytes)
+    if os.fstat(handle).st_blocks * 512 < num_bytes:  # asking for what is there looks at every page
+        os.posix_fallocate(handle, 0, num_bytes)
 
 
 class _Leased(np.ndarray):  # type: ignore[type-arg]
@@ -178,11 +184,25 @@ class _Leased(np.ndarray):  # type: ignore[type-arg]
 class _Lease:
     """Closes a file, and with it ends the lock on it."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, *, by_reading: bool = False) -> None:
+        """`by_reading`: its mapping is new each time, so that reading it piece by piece costs less than touching it."""
+        self.handle = handle
+        self.by_reading = by_reading
 
     def __del__(self) -> None:
-        os.close(self._handle)
+        os.close(self.handle)
+
+
+def digest_at(raw: Bytes, start: int, num_bytes: int) -> str:
+    """Of a part of a file's bytes."""
+    lease: _Lease | None = getattr(raw, "lease", None)
+    if lease is None or not lease.by_reading:
+        return digest_of(raw[start : start + num_bytes])
+    digest, buffer, end = new_digest(), memoryview(bytearray(CHUNK_BYTES)), start + num_bytes
+    while start < end and (count := os.preadv(lease.handle, [buffer[: end - start]], start)):
+        digest.update(buffer[:count])
+        start += count
+    return name_of(digest)
 
 
 class _Mappings:

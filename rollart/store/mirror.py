@@ -72,14 +72,23 @@ Came = Callable[[int], None]
 """Told how many bytes have come, from any thread."""
 
 
+class Base(NamedTuple):
+    """The same bucket of an older version, which is here."""
+
+    version: WeightVersion
+    push: str
+    raw: Bytes
+
+
 class Source(Protocol):
     """Where weights come from. Raises OSError where it cannot be reached, WeightError for what it does not have."""
 
     def news(self, have: Have) -> News:
         """Waits some seconds until there is something new."""
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
-        """Fetch a bucket's bytes; says how many have come, as they do."""
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
+        """Fetch a bucket's bytes; says how many have come, as they do. Where there is a base, what changed since that
+        will do."""
 
     def small(self, version: WeightVersion, name: str) -> bytes:
         """A small file, whole."""
@@ -194,17 +203,36 @@ class Mirror:
             if self.stopped.is_set():
                 return
             into = self._place(bucket, change.sizes[Path(bucket.name).name])
-            began_s = time.monotonic()
+            base, began_s = self._base(version, bucket), time.monotonic()
             try:
-                self._source.read(change.push, bucket, into, self._came)
+                self._source.read(change.push, bucket, into, self._came, base)
             finally:
                 self._spent_s[change.push] = self._spent_s.get(change.push, 0.0) + time.monotonic() - began_s
             found = digest_of(into)
+            if found != bucket.digest and base is not None:
+                log.warning("weights: %s made from version %d is not what it should be", bucket.name, base.version)
+                self._source.read(change.push, bucket, into, self._came)
+                found = digest_of(into)
             if found != bucket.digest:
                 raise WeightError(f"weight bucket {bucket.name}: came damaged, digest {found}")
             writer.add(bucket)
         if change.others and version not in self._whole:
             self._finish(version, folder, writer, change.others)
+
+    def _base(self, version: WeightVersion, bucket: Bucket) -> Base | None:
+        """The bucket of the newest version before this one that is whole here, if it was cut the same way."""
+        at = max((at for at in self._whole if at < version), default=None)
+        if at is None:
+            return None
+        name = f"{folder_name(at)}/{Path(bucket.name).name}"
+        writer, wanted = self._writers[at], (name, bucket.start, bucket.num_bytes)
+        if not any((one.name, one.start, one.num_bytes) == wanted for one in writer.buckets):
+            return None
+        try:
+            raw = self._memory.opened(self._directory / name)
+        except OSError:
+            return None
+        return Base(at, writer.push, raw[bucket.start : bucket.start + bucket.num_bytes])
 
     def _place(self, bucket: Bucket, num_bytes: int) -> Bytes:
         path = self._directory / bucket.name

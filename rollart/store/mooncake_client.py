@@ -18,7 +18,7 @@ from typing import Any
 from rollart.errors import StoreFull, WeightError, install
 from rollart.store.index import MANIFEST, folder_name
 from rollart.store.media import Bytes
-from rollart.store.mirror import Came, Change, Have, News
+from rollart.store.mirror import Base, Came, Change, Have, News
 from rollart.types import Bucket, WeightVersion
 
 FULL = -200
@@ -186,7 +186,7 @@ class MooncakeSource:
                 changed[int(version)] = Change(push, buckets, one["sizes"], [MANIFEST] if whole else [])
         return News([int(version) for version in state], changed)
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
         self._client.register(into)
         try:
             self._client.get_into(bucket_key(push, bucket), into)

@@ -34,7 +34,13 @@ def open_store(setup: StoreSetup, *, site: str = "", pushes: bool = False) -> Bu
             from rollart.store.tcp import TcpStore
 
             store = TcpStore(
-                setup.run_id, weights.address, setup.token, bind=weights.bind, site=site, bucket_bytes=bucket_bytes
+                setup.run_id,
+                weights.address,
+                setup.token,
+                bind=weights.bind,
+                site=site,
+                deltas=weights.delta == "auto",
+                bucket_bytes=bucket_bytes,
             )
             if pushes:
                 store.serve()

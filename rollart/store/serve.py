@@ -1,9 +1,10 @@
 """A host's copy of a run's weights over HTTP: what the trainer's host has, or what another host has staged of it.
 
-`GET /files/vN/NAME` gives bytes of a file (ranges, by the kernel's sendfile), `POST /news` what has changed since the
-asker looked last (it waits until something has), `POST /where` whom to ask for a bucket, `POST /drop` and `POST /close`
-are for the run's coordinator. Every call carries the run's token. Invariant: a range that the index does not name is
-not sent. aiohttp is under it. No torch.
+`GET /files/vN/NAME` gives bytes of a file (ranges, by the kernel's sendfile), `GET /deltas/vN/NAME` what changed of a
+bucket since another version (`delta.py`), `POST /news` what has changed since the asker looked last (it waits until
+something has), `POST /where` whom to ask for a bucket; `POST /drop` and `POST /close` are for the run's coordinator.
+Every call carries the run's token. Invariant: a range that the index does not name is not sent. aiohttp is under it. No
+torch.
 
 Fan-out: the trainer's host sends each bucket once to each site. The first host of a site that asks gets it from here;
 the others are sent to that one, which lets them wait until it has the bucket. A host that fails is forgotten.
@@ -19,13 +20,17 @@ from typing import Any
 
 from aiohttp import web
 
+from rollart.store.delta import Delta, encode
 from rollart.store.index import MANIFEST, VERSION, WEIGHTS, folder_name, read_index, versions_in
+from rollart.store.media import Memory
 from rollart.types import Bucket
 
 WAIT_S = 15.0
 """How long a question for news is left open, at most."""
 COMING_S = 2.0
 """How long one for a bucket that is on its way to this host."""
+DENSITY = "X-Rollart-Density"
+"""The part of a bucket's words that changed."""
 LOOK_S = 0.02
 """How often the folder is looked at while somebody waits."""
 
@@ -51,6 +56,10 @@ class Server:
         self._coming = coming
         self._holders: dict[tuple[str, str, str, int], list[str]] = {}
         """By site, push, file and place in it: the hosts of the site that have the bucket, or will have it first."""
+        self._memory = Memory(directory)
+        self._encoding = asyncio.Lock()
+        self._deltas: dict[tuple[str, str, str, int], Delta | None] = {}
+        """By push, base, file and place in it."""
         self._seen: dict[str, list[Any]] = {}
         self._looked_s = 0.0
         self.sent_bytes = 0
@@ -64,6 +73,7 @@ class Server:
         app.add_routes(
             [
                 web.get("/files/{version}/{name}", self._file),
+                web.get("/deltas/{version}/{name}", self._delta),
                 web.post("/news", self._news),
                 web.post("/where", self._where),
                 web.post("/drop", self._dropped),
@@ -112,6 +122,39 @@ class Server:
         if not path.is_file():
             raise web.HTTPNotFound
         return web.FileResponse(path, chunk_size=1 << 20)
+
+    async def _delta(self, request: web.Request) -> web.Response:
+        """What changed of a bucket since a version that the asker has; nothing (204) where that does not pay or cannot
+        be told. Made once for all who ask."""
+        name, asked = request.match_info["name"], request.query
+        push, start, base = asked.get("push", ""), int(asked.get("start", "0")), asked.get("base", "")
+        folders = [self._directory / folder_name(int(at)) for at in (asked["version"], asked["base_version"])]
+        if not Path(name).match(WEIGHTS) or request.match_info["version"] != folders[0].name:
+            raise web.HTTPNotFound
+        await self._until(lambda: self._bucket(folders[0], push, name, start) is not None, COMING_S)
+        new, old = self._bucket(folders[0], push, name, start), self._bucket(folders[1], base, name, start)
+        if new is None and self._coming(push):
+            return web.Response(status=202)
+        if new is None or old is None or new.num_bytes != old.num_bytes:
+            return web.Response(status=204)
+        key = (push, base, name, start)
+        async with self._encoding:
+            if key not in self._deltas:
+                pushes = {one for one, _, _ in self._state().values()}
+                self._deltas = {known: delta for known, delta in self._deltas.items() if known[0] in pushes}
+                self._deltas[key] = await asyncio.to_thread(self._encode, old, new)
+        delta = self._deltas[key]
+        if delta is None or delta.data is None:
+            return web.Response(status=204, headers={DENSITY: str(delta.density) if delta is not None else ""})
+        self.sent_bytes += len(delta.data)
+        return web.Response(body=delta.data, headers={DENSITY: str(delta.density)})
+
+    def _encode(self, old: Bucket, new: Bucket) -> Delta | None:
+        try:
+            raws = [self._memory.mapped(self._directory / one.name) for one in (old, new)]
+        except OSError:
+            return None  # dropped at this moment
+        return encode(*(raw[new.start : new.start + new.num_bytes] for raw in raws))
 
     def _bucket(self, folder: Path, push: str, name: str, start: int) -> Bucket | None:
         found = read_index(folder)

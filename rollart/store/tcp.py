@@ -40,6 +40,7 @@ class TcpStore(CopiedStore):
         *,
         bind: str | None = None,
         site: str = "",
+        deltas: bool = True,
         bucket_bytes: int = 1 << 30,
         root: Path = ROOT,
         patience_s: float = PATIENCE_S,
@@ -48,7 +49,7 @@ class TcpStore(CopiedStore):
         """`address`: `host:port` where the trainer's host is reached. `bind`: where it listens, if not there."""
         self._origin = folder_of(run_id, root)
         copy = str(self._origin.with_name(self._origin.name + COPY))
-        setup = HostSetup(directory=copy, token=token, source=address, site=site, linger_s=linger_s)
+        setup = HostSetup(directory=copy, token=token, source=address, site=site, deltas=deltas, linger_s=linger_s)
         super().__init__(self._origin, bucket_bytes, setup, patience_s=patience_s)
         self._address = address
         self._token = token

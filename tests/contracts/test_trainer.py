@@ -47,6 +47,7 @@ def sim_cluster() -> tuple[SimCluster, SimStore]:
         dice=Dice(0),
         store=store,
         pull=SimLink(1e9),
+        blocking=False,
         log=log,
         faults=Faults((), log),
     )

@@ -60,6 +60,7 @@ class Bench:
             dice=Dice(0),
             store=self.store,
             pull=SimLink(10e9),
+            blocking=False,
             log=self.log,
             faults=Faults((), self.log),
         )

@@ -266,3 +266,21 @@ def test_a_plan_that_loops_for_ever_is_ended_and_one_that_was_paused_is_not(monk
             assert text in row.text
     finally:
         signal.signal(signal.SIGPROF, before)
+
+
+def test_where_transfers_block_a_step_takes_them_as_well() -> None:
+    """The push takes 4 s and the pull as long; without overlap all stands still for both."""
+    settings = ("mode=areal", "train.steps=8", "sim.links.push_gb_s=4", "sim.links.pull_gb_s=4")
+    free, blocked = (
+        finished(simulate(job(*settings, f"sim.links.blocking={blocking}"))) for blocking in ("false", "true")
+    )
+    assert blocked.weights.exposed_s > free.weights.exposed_s + 3.0
+    assert blocked.step_time_s.p50 > free.step_time_s.p50 + 2.5
+
+
+def test_engines_that_pull_at_once_share_what_the_store_gives() -> None:
+    alone, shared = (
+        finished(simulate(job("mode=sync+", "train.steps=3", "sim.links.pull_gb_s=8", *more)))
+        for more in ((), ("sim.links.shared_pull_gb_s=10",))
+    )
+    assert shared.weights.pull_s == pytest.approx(4 * alone.weights.pull_s, rel=0.01), "five engines, 2 GB/s each"

@@ -221,7 +221,7 @@ def test_a_bucket_that_came_damaged_is_fetched_again(hosts: TwoHosts, monkeypatc
     read = Link.read
     damaged: list[object] = []
 
-    def flips(self: Link, push: str, bucket: object, into: object, came: object) -> None:
+    def flips(self: Link, push: str, bucket: object, into: object, came: object, base: object = None) -> None:
         read(self, push, bucket, into, came)  # type: ignore[arg-type]
         if not damaged:
             damaged.append(bucket)
@@ -240,7 +240,7 @@ def test_the_next_mirror_goes_on_with_what_a_dead_one_brought(hosts: TwoHosts, m
     asked: list[tuple[str, int]] = []
     read = Link.read
 
-    def three(self: Link, push: str, bucket, into, came) -> None:  # type: ignore[no-untyped-def]
+    def three(self: Link, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
         if len(asked) == 3:
             raise OSError("the link is cut")
         asked.append((bucket.name, bucket.start))
@@ -255,7 +255,7 @@ def test_the_next_mirror_goes_on_with_what_a_dead_one_brought(hosts: TwoHosts, m
     (hosts.copy.directory / manifest.buckets[3].name).touch()
     asked.clear()
 
-    def all_of_it(self: Link, push: str, bucket, into, came) -> None:  # type: ignore[no-untyped-def]
+    def all_of_it(self: Link, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
         asked.append((bucket.name, bucket.start))
         read(self, push, bucket, into, came)
 
