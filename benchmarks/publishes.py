@@ -35,6 +35,8 @@ READER_S = 6.0
 PAUSE_S = 0.01
 """Between two publishes, or versions would be gone before anybody could ask for one."""
 SAMPLES = 10
+CLOSED_S = 10.0
+"""After this nothing may be left."""
 BUCKET_BYTES = 100_000
 
 READER = """
@@ -129,7 +131,9 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
         if isinstance(store, TcpStore):
             store._serving.stop()
         store.close()
-        time.sleep(2.0)
+        until_s = time.monotonic() + CLOSED_S
+        while any(path.is_file() for path in place.rglob("*")) and time.monotonic() < until_s:
+            time.sleep(0.1)
         left = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
         shutil.rmtree(place, ignore_errors=True)
     return {

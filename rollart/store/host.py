@@ -82,14 +82,23 @@ class HostUser:
         """There is a process, or one is started. Looks once in a while only."""
         if time.monotonic() - self._looked_s < LOOK_S:
             return
-        if self._users is None:
-            self._directory.parent.mkdir(parents=True, exist_ok=True)
-            self._users = os.open(users_file(self._directory), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._users, fcntl.LOCK_SH)
+        self._use()
         ours = self._process is not None and self._process.poll() is None
         if not ours and not is_owned(self._directory):
             self._start()
         self._looked_s = time.monotonic()
+
+    def _use(self) -> None:
+        """Hold the lock that says that somebody uses the copy; anew where a process that ended removed its file."""
+        path = users_file(self._directory)
+        if self._users is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._users), path.stat()):
+                    return
+            os.close(self._users)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._users = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def wait(self) -> int:
         """Until it serves; returns the port. Raises WeightError with what it says is wrong."""
@@ -225,7 +234,7 @@ class Host:
                 used_s = time.monotonic()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), LOOK_S)
-                await asyncio.sleep(LOOK_S)  # for those who are still to hear that it is over
+                await self._server.all_told()
                 return
 
     def _drop(self, before: int) -> None:

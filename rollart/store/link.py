@@ -66,7 +66,7 @@ class Link:
 
     def news(self, have: Have) -> News:
         known = {str(version): list(state) for version, state in have.items()}
-        answer = self.post("/news", {"have": known, "wait_s": NEWS_S}, timeout_s=NEWS_S + STALL_S)
+        answer = self.post("/news", {"have": known, "wait_s": NEWS_S, "peer": self.peer}, timeout_s=NEWS_S + STALL_S)
         if answer.get("closed"):
             return News((), {}, closed=True)
         changed = {

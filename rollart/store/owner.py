@@ -51,17 +51,7 @@ def claim(store: Path) -> Claim | None:
 
 def is_owned(store: Path) -> bool:
     """Whether a live process owns it."""
-    try:
-        handle = os.open(store.with_name(store.name + LOCK), os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return _is_locked(store.with_name(store.name + LOCK), fcntl.LOCK_SH)
 
 
 def users_file(store: Path) -> Path:
@@ -71,12 +61,17 @@ def users_file(store: Path) -> Path:
 
 def is_used(store: Path) -> bool:
     """Whether a live process uses it."""
+    return _is_locked(users_file(store), fcntl.LOCK_EX)
+
+
+def _is_locked(path: Path, how: int) -> bool:
+    """Whether somebody holds a lock that keeps others from this one."""
     try:
-        handle = os.open(users_file(store), os.O_RDWR | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

@@ -31,6 +31,8 @@ COMING_S = 2.0
 """How long one for a bucket that is on its way to this host."""
 DENSITY = "X-Rollart-Density"
 """The part of a bucket's words that changed."""
+ASKS_S, TELL_S = 10.0, 3.0
+"""A host that has not asked for so long is gone; and how long to stay at most to tell those that are not."""
 LOOK_S = 0.02
 """How often the folder is looked at while somebody waits."""
 
@@ -62,6 +64,8 @@ class Server:
         """By push, base, file and place in it."""
         self._seen: dict[str, list[Any]] = {}
         self._looked_s = 0.0
+        self._askers: dict[str, float] = {}
+        """When each host last asked for news; not there any more: those that were told that the run is over."""
         self.sent_bytes = 0
         """Of buckets."""
         self.closed = False
@@ -86,6 +90,10 @@ class Server:
         await site.start()
         assert site._server is not None
         return int(site._server.sockets[0].getsockname()[1])  # type: ignore[attr-defined]
+
+    async def all_told(self) -> None:
+        """Until every host that asks has heard that the run is over, or long enough for that."""
+        await self._until(lambda: all(time.monotonic() - at_s > ASKS_S for at_s in self._askers.values()), TELL_S)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -168,8 +176,10 @@ class Server:
         asked = await request.json()
         have: dict[str, list[Any]] = asked["have"]
         self._forget()
+        self._askers[asked["peer"]] = time.monotonic()
         await self._until(lambda: self.closed or self._state() != have, float(asked["wait_s"]))
         if self.closed:
+            self._askers.pop(asked["peer"], None)
             return web.json_response({"closed": True})
         state = self._state()
         changed = {}

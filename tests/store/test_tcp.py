@@ -23,7 +23,7 @@ from rollart.store.index import drop_before, read_manifest
 from rollart.store.link import Link
 from rollart.store.media import Memory
 from rollart.store.mirror import Mirror
-from rollart.store.owner import is_owned
+from rollart.store.owner import is_owned, is_used, users_file
 from rollart.store.serve import Server
 from rollart.store.shm import ShmStore
 from rollart.store.tcp import TcpStore
@@ -350,7 +350,8 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 
 
 def store_on(root: Path, port: int, **more: float) -> TcpStore:
-    return TcpStore("x", f"127.0.0.1:{port}", TOKEN, bucket_bytes=1024, root=root, linger_s=1.0, **more)  # type: ignore[arg-type]
+    settings = {"linger_s": 1.0} | more
+    return TcpStore("x", f"127.0.0.1:{port}", TOKEN, bucket_bytes=1024, root=root, **settings)  # type: ignore[arg-type]
 
 
 def pid_of(directory: Path) -> int:
@@ -402,6 +403,16 @@ def test_a_host_removes_what_it_has_when_nobody_uses_it(shm: Path) -> None:
     eventually(lambda: not list((shm / "a").iterdir()))
 
 
+def test_who_uses_a_copy_is_seen_also_after_its_file_was_removed(shm: Path) -> None:
+    """By a process that ended at the very moment at which another user came."""
+    store = store_on(shm / "a", 0, linger_s=4.0)
+    store.push(1, weights(1))
+    users_file(store.directory).unlink()
+    eventually(lambda: is_used(store.directory))
+    store._serving.stop()
+    store.close()
+
+
 def test_a_trainer_that_is_not_reached_is_named(shm: Path) -> None:
     port = free_port()
     trainer = ShmStore("y", root=shm / "a")
@@ -414,7 +425,7 @@ def test_a_trainer_that_is_not_reached_is_named(shm: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_named(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.store.host.START_S", 1.5)
+    monkeypatch.setattr("rollart.store.host.START_S", 6.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         trainer = store_on(shm / "a", taken.getsockname()[1])
         with pytest.raises(WeightError, match=r"cannot listen at 127.0.0.1:.*in use"):
