@@ -2,8 +2,8 @@
 
 Every row has the paper's figure, ours and their ratio. `calibrated`: token counts, latencies and the trainer's
 efficiency in jobs/profiles/paper.yaml were chosen by it (A and B), or a link's rate (one push, one pull). All others
-use the same constants; but some assumptions were made after they were seen: docs/evaluation.md lists these. What the paper
-does not say and had to be chosen is under `assumed`.
+use the same constants; but some assumptions were made after they were seen: docs/evaluation.md lists these. What the
+paper does not say and had to be chosen is under `assumed`.
 """
 
 import statistics
