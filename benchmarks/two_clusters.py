@@ -201,15 +201,12 @@ def figures(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
     events = run.events()
     ends = [event for event in events if isinstance(event, schema.StepEnd)]
     gaps = [after.t - before.t for before, after in zip(ends[SKIPPED_STEPS:], ends[SKIPPED_STEPS + 1 :], strict=False)]
-    pushed = [event for event in events if isinstance(event, schema.Pushed)]
     return {
         "state": summary["state"],
         "steps": summary["steps"],
         "step_s": round(statistics.median(gaps), 2) if gaps else None,
         "train_s": round(statistics.median(event.train_s for event in ends), 2),
         "weights": summary["weights"],
-        "version_bytes": pushed[-1].bytes if pushed else 0,
-        "link_bytes": run.sides.sent_bytes(),
         "engines_lost": sum(isinstance(event, schema.EngineDown) for event in events),
         "trainers_lost": sum(isinstance(event, schema.TrainerDown) for event in events),
         "groups": {key: summary["groups"][key] for key in ("lost", "trained_twice")},
@@ -217,10 +214,30 @@ def figures(run: Run, summary: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """A run at each rate, one after the other, on the same two clusters."""
+    rows: list[dict[str, Any]] = []
+    model_bytes = given.model_mb * 1_000_000
+    with two_clusters(folder, given.rate[0], model_bytes) as sides:
+        weights = weights_for(sides, given.store, model_bytes)
+        for number, rate in enumerate(given.rate):
+            sides.shape(rate)
+            before = sides.sent_bytes()
+            run = Run(sides, job_for(weights, given.steps), f"run{number}")
+            row = play(run, given.steps, given.cut)
+            row |= {"rate_mbit": rate, "link_bytes": sides.sent_bytes() - before}
+            row["longer_of_both_s"] = round(max(row["train_s"], row["weights"]["arrival_s"]), 2)
+            rows.append(row)
+            print(f"{rate:g} Mbit/s: {row}", file=sys.stderr, flush=True)
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", default="tcp", choices=sorted(STORES))
-    parser.add_argument("--rate", type=float, default=400.0, help="of the link, in Mbit/s (default: 400)")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[400.0], help="of the link, in Mbit/s; a run for each (default: 400)"
+    )
     parser.add_argument("--model-mb", type=int, default=250, help="of the padded model (default: 250)")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--cut", type=float, default=0.0, help="seconds without the link, twice (default: 0, none)")
@@ -232,18 +249,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = given.keep or Path(tempfile.mkdtemp(prefix="rollart-two-"))
     try:
-        with two_clusters(folder, given.rate, given.model_mb * 1_000_000) as sides:
-            weights = weights_for(sides, given.store, given.model_mb * 1_000_000)
-            run = Run(sides, job_for(weights, given.steps), "run")
-            found = {"rate_mbit": given.rate, "store": given.store, **play(run, given.steps, given.cut)}
+        found = {"store": given.store, "runs": measure(folder, given)}
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if given.json:
         sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
-        for name, value in found.items():
-            print(f"{name:>16}  {value}")
+        for number, row in enumerate(found["runs"]):
+            print("" if number else f"store {given.store}")
+            for name, value in row.items():
+                print(f"{name:>16}  {value}")
     return 0
 
 

@@ -165,8 +165,14 @@ class TwoSides:
         for side in (self.trainer, self.rollout):
             side.network("ip", "addr", "add", f"{side.address}/24", "dev", DEVICE)
             side.network("ip", "link", "set", DEVICE, "up")
-            shape = ["rate", f"{self.rate_mbit:g}mbit", "burst", "256k", "latency", "50ms"]
-            side.network("tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *shape)
+        self.shape(self.rate_mbit)
+
+    def shape(self, rate_mbit: float) -> None:
+        """Let so much pass from now on, in each direction."""
+        self.rate_mbit = rate_mbit
+        shape = ["rate", f"{rate_mbit:g}mbit", "burst", "256k", "latency", "50ms"]
+        for side in (self.trainer, self.rollout):
+            side.network("tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", *shape)
 
     def sent_bytes(self) -> int:
         """From the trainer's side to the rollout's, since the link is there."""

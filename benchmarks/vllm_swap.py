@@ -11,7 +11,7 @@ before; its files are in the page cache). Every swap is proven by log-probabilit
     stage     before the swap, while the server serves
     exposed   the swap, from suspend to resume: no new request is sent meanwhile
     still     the part of it in which the server computes nothing: what requests in flight stand still for
-    proof     the rest of it: the server scores the probe beside those requests, and no answer leaves
+    proof     after `still`, until all of the probe is scored, beside the requests: until then no answer leaves
     off       the most that a log-probability of the probe differs from the trainer's
 """
 
@@ -152,7 +152,9 @@ async def one_swap(engine: RemoteEngine, manifest: WeightManifest, requests: int
     still: list[float] = []
     with watched(engine._server, still):
         await engine.swap(manifest)
-    swapped = time.perf_counter()
+        swapped = time.perf_counter()
+        await engine.proven()
+    proven = time.perf_counter()
     over.set()
     for call in list(engine._calls):
         with contextlib.suppress(Exception):
@@ -165,7 +167,7 @@ async def one_swap(engine: RemoteEngine, manifest: WeightManifest, requests: int
         "stage": staged - began,
         "exposed": swapped - staged,
         "still": still[1] - still[0],
-        "proof": swapped - still[1],
+        "proof": proven - still[1],
         "off": max(abs(a - b) for a, b in zip(answer, manifest.probe.logprobs, strict=True)),
     }
 

@@ -1,16 +1,21 @@
 """Writes the tables and plots of docs/evaluation.md. `python -m scripts.evaluation`, run from the repository.
 
-The table of measurements is computed; those of the paper's experiments come from docs/figures/paper.json, which
+The table of measurements is computed; those of the paper's experiments come from docs/evaluation/paper.json, which
 `python -m benchmarks.paper --json` prints.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.anchors import ANCHORS, error
+from rollart.report.charts import bars
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "evaluation.md"
+FIGURES = PAGE.parent / "evaluation" / "paper.json"
+PLOT = PAGE.parent / "evaluation" / "modes.svg"
 
 
 def anchors() -> str:
@@ -25,14 +30,49 @@ def anchors() -> str:
     return "\n".join(lines)
 
 
+def experiment(name: str) -> str:
+    """One experiment of docs/evaluation/paper.json as a table."""
+    rows: list[dict[str, Any]] = json.loads(FIGURES.read_text())["experiments"][name]
+    if not any("paper" in row for row in rows):
+        last = "times the step" if any("times_the_step" in row for row in rows) else ""
+        lines = [f"| | ours | {last} |", "|---|---|---|"]
+        return "\n".join(
+            [*lines, *(f"| {row['what']} | {row['ours']} | {row.get('times_the_step', '')} |" for row in rows)]
+        )
+    lines = ["| | paper | ours | ours / paper | |", "|---|---|---|---|---|"]
+    for row in rows:
+        paper = row.get("paper", "")
+        told = f"{paper[0]} to {paper[1]}" if isinstance(paper, list) else f"{paper:,.4g}" if paper else ""
+        kind = "" if "paper" not in row else "calibrated" if row["calibrated"] else "compared"
+        lines.append(f"| {row['what']} | {told} | {row['ours']:,} | {row.get('ratio', '')} | {kind} |")
+    return "\n".join(lines)
+
+
+def plot() -> str:
+    """Step times of the modes, for each model."""
+    rows = json.loads(FIGURES.read_text())["experiments"]["D"]
+    times = {row["what"].removesuffix(", s a step"): row["ours"] for row in rows if row["what"].endswith("s a step")}
+    models = list(dict.fromkeys(name.split(", ")[0] for name in times))
+    modes = list(dict.fromkeys(name.split(", ")[1] for name in times))
+    series = {model: [times[f"{model}, {mode}"] for mode in modes] for model in models}
+    return bars("Seconds a step, simulated: the paper's set-up D", modes, series, " s")
+
+
 def written(page: str) -> str:
     """The page with every part between markers made anew."""
-    for name, part in (("anchors", anchors()),):
-        page = re.sub(rf"(?s)<!-- {name} -->.*?<!-- /{name} -->", f"<!-- {name} -->\n{part}\n<!-- /{name} -->", page)
+    parts = {"anchors": anchors(), **{name: experiment(name) for name in re.findall(r"<!-- paper (\w+) -->", page)}}
+    for name, part in parts.items():
+        marker = name if name == "anchors" else f"paper {name}"
+        page = re.sub(
+            rf"(?s)<!-- {marker} -->.*?<!-- /{marker} -->",
+            lambda _, marker=marker, part=part: f"<!-- {marker} -->\n{part}\n<!-- /{marker} -->",  # type: ignore[misc]
+            page,
+        )
     return page
 
 
 def main() -> int:
+    PLOT.write_text(plot())
     PAGE.write_text(written(PAGE.read_text()))
     return 0
 

@@ -48,6 +48,7 @@ REAL_ONLY = (
         "pools.N.isolation",
         "tasks.N.isolation",
         "tasks.N.sandbox",
+        "tasks.N.container",
         "tasks.N.warm",
         "rewards.url",
         "rewards.concurrency",
@@ -225,6 +226,9 @@ async def build_workers(job: Job, folder: Path, patch: pytest.MonkeyPatch) -> No
     specs = [EngineSpec(id=p.name, pool=p.name, type="", hardware="cpu", gpus=1) for p in job.engine_pools]
     patch.setattr("os.sched_setaffinity", lambda *_: None)
     patch.setattr("rollart.engines.launch.ServerProcess", NoServer)
+    patch.setattr("rollart.store.host.HostUser._start", lambda user: None)  # it would serve until this process ends
+    patch.setattr("rollart.store.host.HostUser.wait", lambda user: 0)
+    patch.setattr("rollart.store.host.HostUser.watch", lambda user: None)
     patch.setattr(worker, "Process", NoRank)
     rooms = [p.name for p in job.pools if p.slots and job.cluster.type == "ray"]
     for own in (*map(setup.engine, specs), *(setup.environments(name, name) for name in rooms), setup):

@@ -15,8 +15,16 @@ from tests.vllm_python import HEAD_SIZE, PYTHON, ROOT, needs_vllm, none_left_in
 
 @pytest.mark.slow
 @needs_vllm
-@pytest.mark.parametrize(("dtype", "mismatch"), [("float32", 1e-6), ("bfloat16", 1e-2)])
-def test_a_job_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, mismatch: float) -> None:
+@pytest.mark.parametrize(
+    ("more", "mismatch"),
+    [
+        (["weights.type=files", "pools.0.engines.dtype=float32"], 1e-6),
+        (["pools.0.engines.dtype=bfloat16", "pools.0.engines.keep_kv=true"], 1e-2),
+        (["train.lora={rank: 4, alpha: 8}"], 1e-6),
+    ],
+    ids=["files", "bfloat16-kept", "lora"],
+)
+def test_a_job_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], mismatch: float) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
@@ -25,7 +33,7 @@ def test_a_job_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: s
     overrides = [
         f"model.path={tmp_path / 'model'}",
         f"pools.0.engines.python={PYTHON}",
-        f"pools.0.engines.dtype={dtype}",
+        *more,
         "train.steps=3",
         "rollout.groups_per_step=3",
         "rollout.zero_variance=keep",  # a random model earns nothing: the entropy term alone moves the weights

@@ -32,7 +32,7 @@ Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinfor
 Correction = Literal["bypass", "decoupled", "none"]
 WeightLevel = Literal["token", "sequence"]
 OverCap = Literal["truncate", "mask"]
-Isolation = Literal["inline", "process", "sandbox"]
+Isolation = Literal["inline", "process", "sandbox", "container"]
 
 MODES: dict[str, dict[str, int | str]] = {
     "sync": {"staleness": 0, "swap": "between_batches", "recheck": "live", "stepping": "batched"},
@@ -209,7 +209,7 @@ class EndpointSettings(Settings):
 
 
 class SandboxSettings(Settings):
-    """What one environment may use and see, with `isolation: sandbox`."""
+    """What one environment may use and see, with isolation `sandbox` or `container`."""
 
     memory_mb: Count = 1024
     """Memory of all its processes together, its /tmp included, where we may make control groups; elsewhere of each."""
@@ -226,6 +226,17 @@ class SandboxSettings(Settings):
     read: tuple[Place, ...] = ()
     """Files and folders of the machine that can be read inside, under the same names. The task set's own file or
     package can, and what is installed beside this Python."""
+
+
+class ContainerSettings(Settings):
+    """What isolation `container` runs in."""
+
+    image: str = ""
+    """An image by its name, which is on each machine; with `runc` the folder of an unpacked one. It has Python 3.11 or
+    newer, and what the task set needs, RollArt's dependencies among it."""
+    runtime: Literal["podman", "docker", "runc"] = "podman"
+    python: str = "python3"
+    """The interpreter, inside."""
 
 
 class TaskLimits(Settings):
@@ -274,13 +285,15 @@ class TaskSettings(Settings):
     isolation: Anytime[Isolation | None] = None
     """Where its environments run. `inline`: in the coordinator (on the cluster `ray`: in each worker), for cheap and
     trusted ones. `process`: in processes that are used again while they are well. `sandbox`: each in a sandbox of its
-    own, made by bubblewrap, without network, secrets and the job's files. Default: what the pool says. Not read by
-    `rollart sim`."""
+    own, made by bubblewrap, without network, secrets and the job's files. `container`: each in a container of its own,
+    made from an image, and closed in the same way. Default: what the pool says. Not read by `rollart sim`."""
     sandbox: Anytime[SandboxSettings] = SandboxSettings()
     """Not read by `rollart sim`."""
+    container: Anytime[ContainerSettings] = ContainerSettings()
+    """Not read by `rollart sim`."""
     warm: Anytime[Annotated[int, Field(ge=0)]] = 0
-    """With isolation `sandbox`: so many are started ahead, on each machine, beside those in the pool's slots, and end
-    when none was asked for in a minute. Not read by `rollart sim`."""
+    """With isolation `sandbox` or `container`: so many are started ahead, on each machine, beside those in the pool's
+    slots, and end when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
     agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
     """Who plays it. Default: the built-in agent, which shows the model what the environment says and steps with what

@@ -61,9 +61,12 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         yield place, task, "top_p top_k", task.temperature > 0, "a temperature above 0"
         for number, reward in enumerate(task.rewards):
             yield from _reward_rows(f"{place}.rewards.{number}", reward)
-        boxed = any(job.isolation(task, pool) == "sandbox" for pool in job.pools if pool.slots)
-        yield place, task, "warm", boxed, "isolation sandbox"
-        yield f"{place}.sandbox", task.sandbox, " ".join(type(task.sandbox).model_fields), boxed, "isolation sandbox"
+        found = {job.isolation(task, pool) for pool in job.pools if pool.slots}
+        boxed, needs = bool(found & {"sandbox", "container"}), "isolation sandbox or container"
+        yield place, task, "warm", boxed, needs
+        yield f"{place}.sandbox", task.sandbox, " ".join(type(task.sandbox).model_fields), boxed, needs
+        keys = " ".join(type(task.container).model_fields)
+        yield f"{place}.container", task.container, keys, "container" in found, "isolation container"
     for position, pool in enumerate(job.pools):
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"

@@ -3,12 +3,12 @@
 A completion is made of segments. A coming version is made ready in the server while it serves. A swap cuts the segments
 in flight short, keeping the tokens they have, lets the server change to the new weights, and sends prompt + tokens
 again. With `keep_kv` segments are not cut: the server stops between two steps, says how many tokens each has, and goes
-on with the cache it has. Both ways each token's version is known by its place. Beside that work the server proves that
-it serves the new weights; until it has, no answer leaves.
+on with the cache it has. Both ways each token's version is known by its place. The server proves that it serves the new
+weights by a part of the manifest's probe at once, and by all of it beside its work; until it has, no answer leaves.
 
 Invariants: nothing is computed in the server while its weights change; after a swap its log-probabilities of the
-manifest's probe are the trainer's; a swap that fails leaves the version before it serving, and takes back what was
-sampled since, or the engine is lost.
+manifest's probe are the trainer's, or the engine is lost; a swap that fails leaves the version before it serving, and
+takes back what was sampled since, or the engine is lost.
 """
 
 import asyncio
@@ -36,6 +36,8 @@ from rollart.types import (
 
 QUIET_S = 0.1
 """What a halted server has not ended by then, and has sent no token of, it does not know yet."""
+AT_ONCE = 2
+"""Sequences of the probe that are scored before a swap is over: enough to tell other weights from these."""
 GRACE_S = 2.0
 """A segment that a halted server has not ended by then is cut off from here; what it has stays."""
 
@@ -114,6 +116,8 @@ class RemoteEngine:
         """Closed until new weights are proven: no answer leaves."""
         self._settled.set()
         self._unproven: WeightVersion | None = None
+        self._proving: asyncio.Task[None] | None = None
+        """Scores the rest of the probe beside the work."""
         self._swapping = asyncio.Lock()
         self._share = EngineSeconds()
         self._pieces = 0
@@ -170,17 +174,29 @@ class RemoteEngine:
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
                 pull_s = await self._make_ready(manifest)
+            await self.proven()
             self._open.clear()
             self._settled.clear()
             try:
                 rebuilt = await self._change(manifest, manifest.probe)
             except EngineError as error:
                 self._failure = error
+                self._settled.set()
+                raise
+            except WeightError:
+                self._settled.set()
                 raise
             finally:
                 self._open.set()
-                self._settled.set()
         return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+
+    async def proven(self) -> None:
+        """Wait until the server has shown all that it must of the weights it was last given. Raises EngineError where
+        it has not."""
+        if self._proving is not None:
+            await asyncio.wait([self._proving])
+        if self._failure is not None:
+            raise self._failure
 
     async def close(self) -> None:
         self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")
@@ -188,6 +204,9 @@ class RemoteEngine:
             if call.task is not None:
                 call.task.cancel()
         await self._end_staging()
+        if self._proving is not None:
+            self._proving.cancel()
+            await asyncio.wait([self._proving])
         await self._server.close()
         self._files.close()
 
@@ -365,13 +384,33 @@ class RemoteEngine:
             await self._server.load(manifest.version)
             await self._server.resume()
             self._open.set()
-            self._proven = await self._prove(manifest.version, probe)
+            part = await self._answers(probe.sequences()[:AT_ONCE])
+            for answer in part:
+                self._judged(manifest.version, probe.logprobs[: len(answer)], answer, None)
         except (WeightError, RequestError) as error:
             self._open.clear()
             await self._go_back(before, str(error))
             raise WeightError(str(error)) from error
-        self._served, self._unproven = manifest, None
+        self._served = manifest
+        self._proving = asyncio.create_task(self._prove_all(manifest.version, probe, part))
         return rebuilt
+
+    async def _prove_all(self, version: WeightVersion, probe: Probe, part: list[list[float]]) -> None:
+        """Let answers leave, or end everything: nobody knows what was sampled."""
+        try:
+            rest = await self._answers(probe.sequences()[AT_ONCE:])
+            answers = [[*first, *later] for first, later in zip(part, rest, strict=True)]
+            before = self._proven or [None] * len(answers)
+            self._proven = [self._judged(version, probe.logprobs, *pair) for pair in zip(answers, before, strict=True)]
+            self._unproven = None
+        except BoundaryError as error:
+            self._failure = self._failure or EngineError(str(error))
+            for call in self._calls.values():
+                if call.task is not None:
+                    call.cut = True
+                    call.task.cancel()
+        finally:
+            self._settled.set()
 
     async def _go_back(self, before: WeightVersion, reason: str) -> None:
         """Serve what was served before, and take back what was sampled since. Raises EngineError where that is not to
@@ -388,23 +427,25 @@ class RemoteEngine:
             await self._server.load(before)
             await self._server.resume()
             if served is not None and served.probe is not None:
-                await self._prove(before, served.probe)
+                for answer in await self._answers(served.probe.sequences()):
+                    self._judged(before, served.probe.logprobs, answer, None)
             self._unproven = None
         except BoundaryError as error:
             raise EngineError(
                 f"{self._id}: neither new weights ({reason}) nor those of version {before} could be loaded: {error}"
             ) from error
 
-    async def _prove(self, version: WeightVersion, probe: Probe) -> "list[Proven | None]":
-        """The server's log-probabilities of the probe must be those that the trainer computed, and move as they do."""
-        parts = await asyncio.gather(*(self._server.score(tokens) for tokens in probe.sequences()))
-        answers = [[value for part in parts for value in part[process]] for process in range(len(parts[0]))]
-        before = self._proven or [None] * len(answers)
-        return [self._judged(version, probe, *pair) for pair in zip(answers, before, strict=True)]
+    async def _answers(self, sequences: list[list[int]]) -> list[list[float]]:
+        """What each process behind the server says of these, end to end."""
+        parts = await asyncio.gather(*(self._server.score(tokens) for tokens in sequences))
+        return [[value for part in parts for value in part[process]] for process in range(len(parts[0]))]
 
-    def _judged(self, version: WeightVersion, probe: Probe, answer: list[float], before: Proven | None) -> Proven:
+    def _judged(
+        self, version: WeightVersion, expected: Sequence[float], answer: list[float], before: Proven | None
+    ) -> Proven:
+        """The server's log-probabilities must be those that the trainer computed, and move as they do."""
         precision = PRECISIONS[self._settings.dtype]
-        verdict = judge(version, answer, probe.logprobs, before, precision)
+        verdict = judge(version, answer, expected, before, precision)
         if verdict.wrong:
             raise WeightError(
                 f"{self._id}: loaded version {version}, but its log-probabilities are {verdict.off:.3g} from the "

@@ -190,13 +190,11 @@ def _isolation_problems(job: Job) -> Iterator[str]:
     undecided = [f"tasks.{position}" for position, task in enumerate(job.tasks) if task.isolation is None]
     if undecided and len({pool.isolation for pool in job.pools if pool.slots}) > 1:
         yield f"{undecided[0]}.isolation: the pools with slots say different things; say it here, or make them equal"
-    for position, task in enumerate(job.tasks):
-        if job.isolation(task) == "sandbox":
-            from rollart.workers.sandbox import missing
+    from rollart.launch.worker import no_box
 
-            if why := missing():
-                yield f"tasks.{position}.isolation: sandbox {why}"
-            return
+    for position, task in enumerate(job.tasks):
+        if why := no_box(task, job.isolation(task)):
+            yield f"tasks.{position}.{why}"
 
 
 def _variable_problems(job: Job) -> Iterator[str]:

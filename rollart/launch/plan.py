@@ -61,7 +61,7 @@ def make_plan(
         )
     if any(engines.prefill for _, engines in job.engines):
         raise JobError("plan: engines with prefill apart are not planned for; remove pools.engines.prefill")
-    planner = _Planner(job, _limits(job, pools))
+    planner = Planner(job, _limits(job, pools))
     chosen: list[Split] = []
     for number in range(best):
         margin = MOST_MARGIN ** (number / max(1, best - 1))
@@ -132,7 +132,7 @@ class _Expected:
     pairs: float
 
 
-class _Planner:
+class Planner:
     def __init__(self, job: Job, limits: Mapping[str, tuple[int, int]]) -> None:
         self._job = job
         self._limits = limits

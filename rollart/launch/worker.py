@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollart.config.job import Job
 from rollart.errors import BoundaryError, ClusterError
+from rollart.workers.container import Container, unusable
 from rollart.workers.launch import Lost, Process
 from rollart.workers.sandbox import Sandbox, missing
 from rollart.workers.setup import RankSetup, WorkerSetup
@@ -196,8 +197,9 @@ def _environments(setup: WorkerSetup) -> "EnvService":
     job, pool = setup.job, setup.own_pool
     isolations = {task.name: job.isolation(task, pool) for task in job.tasks}
     task_sets = task_sets_of(job, [name for name, isolation in isolations.items() if isolation == "inline"])
-    if "sandbox" in isolations.values() and (why := missing()):
-        raise ClusterError(f"isolation sandbox {why}")
+    for task in job.tasks:
+        if why := no_box(task, isolations[task.name]):
+            raise ClusterError(f"task {task.name}: {why}")
     log_dir = setup.log_dir / setup.name
     return EnvService(env_host(job, isolations, task_sets, slots=pool.slots_per_worker, log_dir=log_dir))
 
@@ -233,23 +235,38 @@ def env_host(
         uses = {task.name: task.use for task in together}
         hosts.append((list(uses), host(uses, variables=[name for task in together for name in task.environment])))
     for task in job.tasks:
-        if isolations.get(task.name) == "sandbox":
+        if isolations.get(task.name) in ("sandbox", "container"):
             name = f"env-{re.sub(r'[^A-Za-z0-9._-]', '_', task.name)}"
-            boxed = host({task.name: task.use}, variables=task.environment, name=name, boxed=_sandboxed(task, endpoint))
-            hosts.append(([task.name], boxed))
+            boxed = _boxed(task, isolations[task.name], endpoint)
+            own = host({task.name: task.use}, variables=task.environment, name=name, boxed=boxed)
+            hosts.append(([task.name], own))
     return hosts[0][1] if len(hosts) == 1 else IsolatedEnvHost(hosts)
 
 
-def _sandboxed(task: "TaskSettings", endpoint: Path | None) -> "Boxed":
+def no_box(task: "TaskSettings", isolation: "Isolation") -> str:
+    """The key below the task, and why there can be no such box on this machine; nothing where there can."""
+    if isolation == "sandbox":
+        return f"isolation: sandbox {why}" if (why := missing()) else ""
+    if isolation == "container" and not task.container.image:
+        return "container.image: missing; name the image, such as one made from python:3.12 with rollart in it"
+    return f"container.{why}" if isolation == "container" and (why := unusable(task.container)) else ""
+
+
+def _boxed(task: "TaskSettings", isolation: "Isolation", endpoint: Path | None) -> "Boxed":
     from rollart.envs.process import Boxed
     from rollart.tasks.load import code_of
 
-    places = [*code_of(task.use), *map(Path, task.sandbox.read)]
+    code, places = code_of(task.use), list(map(Path, task.sandbox.read))
     if task.agent is not None and task.agent.is_program and endpoint is not None:
-        places += [*code_of(task.agent.function), endpoint]
-    return Boxed(
-        box=lambda name: Sandbox(settings=task.sandbox, read=places), wall_s=task.sandbox.wall_s, warm=task.warm
-    )
+        code += code_of(task.agent.function)
+        places.append(endpoint)
+
+    def box(name: str) -> Sandbox | Container:
+        if isolation == "container":
+            return Container(settings=task.sandbox, container=task.container, code=code, read=places)
+        return Sandbox(settings=task.sandbox, read=[*code, *places])
+
+    return Boxed(box=box, wall_s=task.sandbox.wall_s, warm=task.warm)
 
 
 def task_sets_of(job: Job, names: "Sequence[str] | None" = None) -> "dict[str, TaskSet]":

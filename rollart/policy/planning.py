@@ -17,6 +17,9 @@ PARTS = (2, 4, 8, 16)
 """Numbers of parts that a task is split into, coarse first."""
 CLEARLY = 0.005
 """A move that gains less than this share is not made: predictions are not finer."""
+ALIKE = 0.03
+"""Assignments of whole tasks whose steps differ by less than this share are alike: of these the one is taken that keeps
+the pools busy for the shortest time in all."""
 SPLIT_COST = 0.05
 """Added to the predicted step where a task is split: its groups come in lumps, and small parts are served unevenly."""
 
@@ -104,7 +107,12 @@ def _whole_tasks(problem: Problem) -> dict[str, dict[str, float]]:
         return {task: {where[task]: 1.0} for task in problem.profiles}
 
     if len(names) ** len(free) <= EXHAUSTIVE:
-        return min(map(placed, itertools.product(names, repeat=len(free))), key=problem.value)
+        plans = [placed(chosen) for chosen in itertools.product(names, repeat=len(free))]
+        limit_s = (1.0 + ALIKE) * min(problem.step_s(plan) for plan in plans)
+        return min(
+            (plan for plan in plans if problem.step_s(plan) <= limit_s),
+            key=lambda plan: sum(problem.periods(plan).values()),
+        )
     by_name = {pool.name: pool for pool in problem.pools}
     best = placed([min(names, key=lambda name: problem.on(by_name[name], {task: 1.0}).period_s) for task in free])
     return _improved(problem, best, part=1.0)

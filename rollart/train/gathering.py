@@ -117,11 +117,14 @@ def _hear(group: dist.ProcessGroup) -> int:
 
 
 def _gather(shard: Shard, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor on rank 0; nothing of use elsewhere. Shards are padded, since all must be of one size."""
+    """The whole tensor on rank 0; nothing of use elsewhere. All must be of one size: a shard that is shorter than the
+    others is padded, the others are sent as they lie."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     most = -(-shard.shape[0] // ranks)
-    padded = torch.zeros((most, *shard.shape[1:]), dtype=shard.local.dtype)
-    padded[: shard.local.shape[0]] = shard.local
+    padded = shard.local.cpu().contiguous()
+    if len(padded) < most:
+        padded = torch.zeros((most, *shard.shape[1:]), dtype=shard.local.dtype)
+        padded[: shard.local.shape[0]] = shard.local
     if rank != 0:
         dist.gather(padded, None, dst=0, group=group)
         return padded

@@ -15,6 +15,10 @@ class Box(Protocol):
     def output_bytes(self) -> int:
         """Longest answer that is taken from it."""
 
+    @property
+    def pass_fds(self) -> Sequence[int]:
+        """Of this process, that the command needs."""
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """What to start instead of these words, and with which environment."""
 

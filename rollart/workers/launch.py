@@ -129,7 +129,7 @@ class Process:
                 self._popen = spawn([*words, *map(str, handed)], self._log, environment, pass_fds=handed)
             else:
                 words, environment = self._box.command(words, environment)
-                self._popen = spawn(words, self._log, environment, talk=theirs)
+                self._popen = spawn(words, self._log, environment, pass_fds=self._box.pass_fds, talk=theirs)
         ours.setblocking(False)
         most = MAX_BYTES if self._box is None else self._box.output_bytes
         try:

@@ -61,6 +61,10 @@ class Sandbox:
     def output_bytes(self) -> int:
         return self.settings.output_mb * MIB
 
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        return ()
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         limits = self.settings
         self._cgroup = Cgroup.make(limits.memory_mb * MIB, limits.processes)

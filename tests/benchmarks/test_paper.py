@@ -1,6 +1,9 @@
 """The paper's experiments run, and the clearest of them come out as in the paper."""
 
-from benchmarks.paper import NO_LINKS, Setup, play
+import pytest
+
+from benchmarks.paper import NO_LINKS, TASKS, TENSOR_PARALLEL, Setup, play
+from rollart.launch.plan import Planner
 
 
 def test_frozen_lake_is_faster_on_h800_than_on_h20_of_the_same_price() -> None:
@@ -19,3 +22,22 @@ def test_frozen_lake_is_faster_on_h800_than_on_h20_of_the_same_price() -> None:
         for hardware, count in (("h800", 2), ("h20", 6))
     ]
     assert took[0] < 0.75 * took[1]
+
+
+@pytest.mark.parametrize(("model", "compute", "bandwidth"), [("qwen3-8b", 64, 32), ("qwen3-32b", 16, 8)])
+def test_auto_sends_frozen_lake_to_h800_and_maths_to_h20_on_the_paper_s_mix(
+    model: str, compute: int, bandwidth: int
+) -> None:
+    gpus = TENSOR_PARALLEL[model]
+    one = Setup(
+        tasks=dict.fromkeys(TASKS, "auto"),
+        pools={"compute": ("h800", compute, gpus), "bandwidth": ("h20", bandwidth, gpus)},
+        mode="rollart",
+        groups=64,
+        steps=1,
+        skip=0,
+        model=model,
+    )
+    where = Planner(one.job, {"h800": (0, 96), "h20": (0, 32)}).split(32, {"compute": 64, "bandwidth": 32}).affinity
+    assert where["frozen_lake"] == {"compute": 1.0}
+    assert where["maths"] == {"bandwidth": 1.0}

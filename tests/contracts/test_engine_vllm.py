@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 class Running:
     """A vLLM server, and how engines are attached to it."""
 
-    def __init__(self, folder: Path, **versions: Any) -> None:
+    def __init__(self, folder: Path, *, gpus: int = 1, **versions: Any) -> None:
         self.versions = Versions(folder, **versions)
         lora = self.versions.lora
         self.lora = None if lora is None else LoraSettings(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
@@ -51,7 +51,7 @@ class Running:
             dtype="float32",
             max_batch=4,
             max_context=CONTEXT_TOKENS,
-            gpus=1,
+            gpus=gpus,
             cpu=True,
             lora=self.lora,
         )
@@ -102,6 +102,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     yield from serving(tmp_path_factory, experts=True, in_memory=True)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Over two processes, each with its part of every tensor."""
+    yield from serving(tmp_path_factory, gpus=2, tied=True, in_memory=True)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +221,7 @@ async def off(engine: RemoteEngine, manifest: WeightManifest) -> float:
     return max(abs(a - b) for a, b in zip(answer, manifest.probe.logprobs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "mixture", "adapted"])
+@pytest.mark.parametrize("kind", ["vllm", "mixture", "adapted", "split"])
 def test_log_probabilities_are_the_trainers_after_each_of_many_swaps(kind: str, request: pytest.FixtureRequest) -> None:
     """Of tied embeddings, of experts, and of adapters against weights that they were merged into. So closely that the
     tolerance of a swap is not what hides a mistake."""
@@ -283,7 +289,8 @@ def test_with_keep_kv_requests_go_on_with_the_cache_they_have(vllm: Running) -> 
             for one, task in zip(asked, tasks, strict=True):
                 got = await task
                 check_kept(one, got, vllm.versions.plain)
-                assert got.prefill_tokens == one.prompt_tokens, "nothing was computed again"
+                if len(got.spans) > 1:  # one that was not begun at the swap may be sent again
+                    assert got.prefill_tokens == one.prompt_tokens, "nothing was computed again"
                 seen.add(tuple(span.version - round_ for span in got.spans))
             if (0, 1) in seen:
                 return
@@ -346,14 +353,17 @@ def test_an_abort_frees_the_server(vllm: Running) -> None:
     vllm.play(work)
 
 
-def test_nobody_is_served_without_the_token(vllm: Running) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "adapted"])
+def test_nobody_is_served_without_the_token(kind: str, request: pytest.FixtureRequest) -> None:
     """Whatever the path: each that the server lists, and some that it does not."""
+    vllm: Running = request.getfixturevalue(kind)
 
     async def work(engine: RemoteEngine) -> None:
         async with httpx.AsyncClient(trust_env=False, base_url=vllm.url, timeout=60.0) as client:
             listed = (await client.get("/openapi.json", headers=SHOWN)).json()["paths"]
             routes = [(method, path) for path, methods in listed.items() for method in methods]
             assert {("post", "/pause"), ("post", "/collective_rpc"), ("post", "/v1/completions")} <= set(routes)
+            assert (("post", "/v1/load_lora_adapter") in routes) is (kind == "adapted")
             wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer another"}, {"Authorization": KEY}]
             for method, path in [*routes, *(("get", path) for path in UNLISTED)]:
                 for headers in wrong:

@@ -17,7 +17,7 @@ from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.embedded.segments import RequestProgress
 from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
-from rollart.engines.remote import RemoteEngine
+from rollart.engines.remote import AT_ONCE, RemoteEngine
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
 from rollart.store.prefetch import FetchAhead
 from rollart.types import Completion, Finish
@@ -245,6 +245,61 @@ def test_answers_wait_for_the_proof_and_what_was_sampled_before_it_failed_is_tak
     play(versions, work)
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_most_of_the_probe_is_scored_after_the_swap_and_no_answer_leaves_before(
+    versions: Versions, right: bool
+) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        manifest = versions.put(1)
+        assert manifest.probe is not None
+        score, go_on, scored = engine._server.score, asyncio.Event(), 0
+
+        async def slowly(tokens: list[int]) -> list[list[float]]:
+            nonlocal scored
+            scored += 1
+            if scored <= AT_ONCE:
+                return await score(tokens)
+            await go_on.wait()
+            return [[value - (0.0 if right else 1.0) for value in row] for row in await score(tokens)]
+
+        engine._server.score = slowly  # type: ignore[method-assign]
+        await engine.swap(manifest)
+        assert scored >= AT_ONCE
+        asked = request([5, 6, 7], "a/0", max_tokens=20)
+        answer = asyncio.ensure_future(engine.generate(asked))
+        await until(lambda: "a/0" in engine._calls and bool(engine._calls["a/0"].spans))
+        await asyncio.sleep(0.05)
+        assert not answer.done()
+        go_on.set()
+        if right:
+            versions.check(asked, await answer)
+            await engine.proven()
+        else:
+            with pytest.raises(EngineError, match="loaded version 1, but its log-probabilities are"):
+                await answer
+            with pytest.raises(EngineError, match="loaded version 1, but its log-probabilities are"):
+                await engine.swap(versions.put(2))
+
+    play(versions, work)
+
+
+def test_weights_in_shared_memory_are_loaded_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, KEY)
+    versions = Versions(tmp_path, in_memory=True)
+
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        await engine.swap(versions.put(1))
+        assert server.loads == [str(versions.store.folder(1))]
+        assert versions.store.folder(1).is_relative_to("/dev/shm")
+        asked = request([5, 6, 7], max_tokens=10)
+        versions.check(asked, await engine.generate(asked))
+
+    try:
+        play(versions, work)
+    finally:
+        versions.store.close()
+
+
 def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         calls: list[str] = []
@@ -300,6 +355,7 @@ def test_a_server_that_ignores_reloads_is_caught_within_three_swaps(versions: Ve
                 moved = np.array(said.logprobs) + 0.005 * rng.normal(size=len(said.logprobs))
                 said = said._replace(logprobs=tuple(moved.tolist()))
                 await engine.swap(versions.store.push(version, versions.store.fetch(first), said))
+            await engine.proven()
 
         with pytest.raises(EngineError, match=r"it does not follow: since version 1 its log-probabilities have not"):
             await swaps()

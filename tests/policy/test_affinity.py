@@ -76,7 +76,7 @@ def test_no_assignment_of_whole_tasks_is_faster_than_the_plan(seed: int) -> None
         for chosen in itertools.product(["compute", "bandwidth", "old"], repeat=3)
         if not fixed or chosen[0] == "old"
     )
-    assert one.step_s(found) <= best_s
+    assert one.step_s(found) <= (1 + planning.ALIKE) * best_s
     assert all(sum(shares.values()) == pytest.approx(1.0) for shares in found.values())
     assert not fixed or found["t0"] == {"old": 1.0}
 

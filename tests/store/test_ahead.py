@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollart.errors import WeightError
+from rollart.store import prefetch
 from rollart.store.buckets import MappedFile
 from rollart.store.prefetch import POLL_S, FetchAhead
 from rollart.store.shm import ShmStore
@@ -139,3 +140,31 @@ def test_the_thread_sleeps_when_a_version_is_whole(counting: Counting) -> None:
         return counting.looks == before
 
     eventually(quiet)
+
+
+def test_staging_is_done_when_the_whole_version_is_here_and_not_before(counting: Counting) -> None:
+    ahead = FetchAhead(counting)
+    here = ahead.stage(1)
+    eventually(lambda: counting.looks > 2)
+    assert not here.done()
+    counting.push(1, weights(1))
+    here.result(20)
+    assert counting.early
+    assert ahead.stage(1) is here, "asked again, it is still there"
+    other = ahead.stage(2)
+    assert not other.done()
+    ahead.stage(3)
+    other.result(20)
+
+
+def test_a_lost_bucket_ends_the_staging_and_is_the_swaps_to_find(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody would ever swap, and nobody would hear of it."""
+    monkeypatch.setattr(prefetch, "LATE_S", 0.2)
+    manifest = counting.push(1, weights(1))
+    (counting.directory / manifest.buckets[0].name).unlink()
+    ahead = FetchAhead(counting)
+    ahead.stage(1).result(20)
+    with pytest.raises(WeightError, match="missing"):
+        ahead.fetch(manifest)

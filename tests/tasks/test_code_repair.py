@@ -70,7 +70,7 @@ def tasks() -> CodeRepair:
 def test_there_are_thousands_of_all_levels() -> None:
     pytest.importorskip("networkx")
     problems = CodeRepair().problems()
-    assert len(problems) > 300
+    assert len(problems) > 2000
     assert {row["level"] for row in problems} == {1, 2, 3, 4}
     assert len({(row["file"], row["mutation"]) for row in problems}) == len(problems)
     assert {row["level"] for row in CodeRepair(level=3).problems()} == {3}

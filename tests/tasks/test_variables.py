@@ -135,7 +135,7 @@ def test_a_job_names_what_its_environments_see(monkeypatch: pytest.MonkeyPatch) 
 def test_names_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(JobError, match=r"tasks\.0\.environment: environments of isolation inline run in this process"):
         check_supported(build_job(job("inline")))
-    with pytest.raises(JobError, match=r"rewards\.environment: has an effect only with rewards\.type local"):
+    with pytest.raises(JobError, match=r"rewards\.environment: has an effect only with type local"):
         build_job(job(type="http", url="http://127.0.0.1:1", environment=["R_KEY"]))
     with pytest.raises(JobError, match=r"environment"):
         build_job({**job(), "rewards": {"environment": ["A=b"]}})

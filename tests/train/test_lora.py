@@ -153,8 +153,8 @@ def test_a_directory_of_adapters_is_a_model_and_a_beginning(settings: TrainerSet
 def test_what_cannot_act_is_refused(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"train.lora: .*fsdp2"):
         job_of(model_path, type="fsdp2", lora={})
-    job = build_job(job_of(model_path, engines="vllm", lora={}).model_dump() | {"weights": {"type": "files"}})
-    with pytest.raises(JobError, match=r"train.lora: vllm engines"):
+    job = build_job(job_of(model_path, engines="sglang", lora={}).model_dump())
+    with pytest.raises(JobError, match=r"train.lora: sglang engines"):
         check_supported(job)
     with pytest.raises(JobError, match=r"no linear layer 'nope'; it has down_proj, gate_proj"):
         SingleTrainer(trainer_settings(model_path, tmp_path, lora={"targets": ["nope"]}))
