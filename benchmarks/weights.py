@@ -4,6 +4,8 @@ For each size: a version is pushed and pulled through each store, and beside eac
 a copy of memory for `shm`, a plain write and read of a file for `files`, one socket over loopback (the kernel's
 sendfile to a buffer) for `tcp` (whose push is one to `shm`), Mooncake's own put and get_into for `mooncake`. Rounds are
 interleaved; ratios are of medians.
+`delta` is `tcp` where few weights change from version to version, as many as in a step of AdamW at `LEARNING_RATE`
+(measured first, on a million bfloat16 weights with float32 masters), against the same socket carrying all of it.
 `push_s`: until the version is whole in the store. `pull_s`: all of it brought to this host and checked, as if nothing
 hid it. `exposed_s`: what is left of that at a swap, when it was staged before. The first push of each store is not
 counted: it touches memory for the first time (`first_push_s`).
@@ -43,8 +45,9 @@ from rollart.types import WeightManifest
 SIZES_GB = (0.25, 1.0, 2.0)
 ROUNDS = 5
 BUCKET_BYTES = 128_000_000
-STORES = ("shm", "files", "tcp", "mooncake")
+STORES = ("shm", "files", "tcp", "delta", "mooncake")
 GOALS = {"shm": 0.6, "files": 0.6, "tcp": 0.5, "mooncake": 0.8}
+LEARNING_RATE = 1e-6
 WARM = 3
 """Pushes before the first one that counts: two versions are alive at a time, and a third one's memory is in reserve."""
 
@@ -95,6 +98,11 @@ class Sides:
         while self._ahead._awaited:
             time.sleep(0.01)
         return seconds(lambda: self._ahead.fetch(manifest))
+
+    @property
+    def sent_bytes(self) -> int:
+        """That crossed the link so far; 0 where there is none."""
+        return self._mirror.received_bytes if self._mirror is not None else 0
 
     def drop(self, version: int) -> None:
         asyncio.run(self.trainer.drop_before(version))
@@ -149,13 +157,39 @@ def files(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
         trainer.close()
 
 
+def small_step_density() -> float:
+    """The part of bfloat16 weights that a step of AdamW changes, with gradients of changing sign."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.nn.Parameter(0.02 * torch.randn(1_000_000, generator=generator))
+    optimizer = torch.optim.AdamW([master], lr=LEARNING_RATE)
+    for _ in range(5):
+        before = master.detach().bfloat16()
+        master.grad = torch.randn(master.shape, generator=generator)
+        optimizer.step()
+    return float((before != master.detach().bfloat16()).float().mean())
+
+
+def change(model: dict[str, torch.Tensor], density: float, seed: int) -> None:
+    """Flip the last bit of this part of the weights, in place."""
+    rng = np.random.default_rng(seed)
+    for tensor in model.values():
+        words = tensor.view(torch.int16).numpy()
+        words[rng.integers(0, len(words), int(density * len(words)))] ^= 1
+
+
 @contextmanager
-def tcp(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
+def delta(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
+    with tcp(folder, model, deltas=True) as limited:
+        yield limited
+
+
+@contextmanager
+def tcp(folder: Path, model: dict[str, torch.Tensor], *, deltas: bool = False) -> Iterator[Limited]:
     run, port = f"bench-{uuid.uuid4().hex}", _free_port()
     there = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="rollart-bench-"))
     trainer = TcpStore(run, f"127.0.0.1:{port}", "token", bucket_bytes=BUCKET_BYTES, root=there)
     trainer.serve()
-    engine, link = ShmStore(f"{run}-here", bucket_bytes=BUCKET_BYTES), Link(f"127.0.0.1:{port}", "token")
+    engine, link = ShmStore(f"{run}-here", bucket_bytes=BUCKET_BYTES), Link(f"127.0.0.1:{port}", "token", deltas=deltas)
     num_bytes = sum(tensor.nbytes for tensor in model.values())
     plain, target = there / "plain", np.zeros(num_bytes, dtype=np.uint8)
     with open(plain, "wb") as file:
@@ -260,7 +294,7 @@ MEMORY = (
     "assert not store.setup('127.0.0.1', 'P2PHANDSHAKE', int(sys.argv[2]), 1 << 24, 'tcp', '', sys.argv[1]);"
     "time.sleep(100000)"
 )
-MAKERS = {"shm": shm, "files": files, "tcp": tcp, "mooncake": mooncake}
+MAKERS = {"shm": shm, "files": files, "tcp": tcp, "delta": delta, "mooncake": mooncake}
 
 
 def _free_port() -> int:
@@ -272,9 +306,13 @@ def measure_store(name: str, num_bytes: int, folder: Path, rounds: int) -> dict[
     torch.set_num_threads(1)
     model = weights(num_bytes)
     taken: dict[str, list[float]] = {key: [] for key in ("push", "push_limit", "pull", "pull_limit", "exposed")}
+    density = small_step_density() if name == "delta" else 1.0
     with MAKERS[name](folder, model) as (sides, push_limit, pull_limit):
         first_s = 0.0
         for version in range(1, rounds + WARM + 1):
+            if name == "delta":
+                change(model, density, version)
+            sent_bytes = sides.sent_bytes
             limit_s = push_limit()
             manifests: list[WeightManifest] = []
             push_s = seconds(lambda v=version, into=manifests: into.append(sides.trainer.push(v, model)))  # type: ignore[misc]
@@ -292,13 +330,15 @@ def measure_store(name: str, num_bytes: int, folder: Path, rounds: int) -> dict[
         "store": name,
         "gb": round(total / 1e9, 3),
         "buckets": len(manifests[0].buckets),
+        "density": round(density, 4),
+        "sent_of_bytes": round((sides.sent_bytes - sent_bytes) / total, 4),
         "first_push_s": round(first_s, 3),
         **{f"{key}_s": round(value, 4) for key, value in middle.items()},
         **{f"{key}_gb_s": round(total / value / 1e9, 2) for key, value in middle.items() if key != "exposed"},
         "push_of_limit": round(middle["push_limit"] / middle["push"], 2),
         "pull_of_limit": round(middle["pull_limit"] / middle["pull"], 2),
         "exposed_of_pull": round(middle["exposed"] / middle["pull"], 3),
-        "goal": GOALS[name],
+        "goal": GOALS.get(name),
         "rounds": {key: [round(value, 4) for value in values] for key, values in taken.items()},
     }
 

@@ -39,6 +39,25 @@ JOB = {
 }
 
 
+def test_a_group_that_was_reopened_after_the_checkpoint_that_holds_it_is_not_forgotten() -> None:
+    """Killed while it resumes, the run finds such a group in its checkpoint, and may drop it before it is admitted."""
+    held = {"ready": [], "open": ["g7"]}
+    admitted = some(schema.Admit, group="g7", task="lake/1")
+    summary = summary_with(
+        some(schema.Run, tasks={"lake": some(schema.TaskFacts, share=1.0)}),
+        admitted,
+        some(schema.Checkpoint, step=1, **held),
+        some(schema.Killed),
+        some(schema.Resumed, step=1, checkpoint=1, **held),
+        some(schema.Checkpoint, step=1, **held),
+        admitted,
+        some(schema.Killed),
+        some(schema.Resumed, step=1, checkpoint=1, **held),
+        some(schema.Group, group="g7", task="lake/1", how="surplus"),
+    )
+    assert (summary.groups.admitted, summary.groups.surplus, summary.groups.open) == (1, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -348,12 +348,15 @@ class SummaryFold(Fold):
         self._unwritten.clear()
         for name, task in self._tasks.items():  # breakers are as in the checkpoint
             task.state = "out" if name in event.out else "in"
+        kept = dict.fromkeys([*event.ready, *event.open])
         for group_id in list(self._new):
             if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._close(group_id, "restart")
-                del self._fate[group_id], self._task_of[group_id]
+                del self._fate[group_id]
+                if group_id not in kept:  # one that the checkpoint holds may have been reopened after it
+                    del self._task_of[group_id]
         self._new.clear()
-        for group_id in [*event.ready, *event.open]:
+        for group_id in kept:
             if self._fate.get(group_id) != "trained" and group_id not in self._aside_groups:
                 self._fate.pop(group_id, None)
 

@@ -19,6 +19,7 @@ from rollart.launch.worker import build
 from rollart.ports import EnvHost
 from rollart.types import Observation
 from rollart.workers.handles import as_raised
+from rollart.workers.sandbox import missing
 from rollart.workers.wire import pack, unpack
 from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
 from tests.setups import JOB, worker_setup
@@ -91,6 +92,16 @@ class TestThreadsInWorkers(UserEnvHostContract):
 
     def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
         return closing(Whole(Machines(tmp_path, slots, "inline"), [slots]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=f"sandbox {missing()}")
+class TestSandboxesInWorkers(UserEnvHostContract):
+    def host(self, tmp_path: Path, slots: int) -> AbstractAsyncContextManager[EnvHost]:
+        return closing(Whole(Machines(tmp_path, slots, "sandbox"), [slots]))
+
+    def test_close_under_a_running_step(self, tmp_path: Path) -> None:
+        """The common one writes files that a sandbox cannot."""
 
 
 def test_environments_are_spread_over_the_workers(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rollart.launch.checks import unsupported
 from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
 from rollart.types import Observation, Task
+from rollart.workers import cgroup, sandbox
 from rollart.workers import pool as pools
 from rollart.workers.sandbox import Sandbox, missing
 from tests.contracts.user_envs import DOMAIN, ID, SOON_S, TASKS, UserEnvHostContract, closing, run, task, until
@@ -249,6 +250,48 @@ def test_each_episode_has_a_sandbox_of_its_own_warm_or_not(tmp_path: Path, monke
             await (await host.open(task("count"), ID)).close()
 
     run(work)
+
+
+NOT_ROOT = """
+import ctypes, os, signal
+children = []
+try:
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        children.append(child)
+except OSError:
+    pass
+for child in children:
+    os.kill(child, 9)
+written = []
+for place in ("/", "/dev", "/usr", "/tmp"):
+    try:
+        open(place + "/escaped", "w").write("x")
+        written.append(place)
+    except OSError:
+        pass
+try:
+    held = bytearray(300 << 20)
+except MemoryError:
+    held = None
+new_user_namespace = ctypes.CDLL(None).unshare(0x10000000) == 0
+print(os.getuid(), len(children) < 24, written, held is None, new_user_namespace)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_without_root_and_control_groups_the_same_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any user has it, with the system's own Python: ours may be where only root can read."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sandbox, "_python_places", list)
+    monkeypatch.setattr(cgroup.Cgroup, "make", lambda *limits: None)
+    box = Sandbox(settings=SandboxSettings(processes=24, memory_mb=200, tmp_mb=4))
+    words, environment = box.command(["/usr/bin/python3", "-c", NOT_ROOT], {"PATH": os.defpath})
+    user = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"]
+    done = subprocess.run([*user, *words], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "1000 True ['/tmp'] True False", done.stdout + done.stderr
 
 
 JOB: dict[str, Any] = {
