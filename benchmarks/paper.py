@@ -1,8 +1,9 @@
 """The paper's experiments on the virtual clock. `python -m benchmarks.paper --json`; about ten minutes of one core.
 
 Every row has the paper's figure, ours and their ratio. `calibrated`: token counts, latencies and the trainer's
-efficiency in jobs/profiles/paper.yaml were chosen by it (A and B), or a link's rate (one push, one pull). All
-others are predictions with the same constants. What the paper does not say and had to be chosen is under `assumed`.
+efficiency in jobs/profiles/paper.yaml were chosen by it (A and B), or a link's rate (one push, one pull). All others
+use the same constants; but some assumptions were made after they were seen: docs/evaluation.md lists these. What the
+paper does not say and had to be chosen is under `assumed`.
 """
 
 import statistics
@@ -44,8 +45,9 @@ NO_LINKS = {
 ASSUMED = {
     "A": "32 engines of one GPU, which train in turns with rolling out; weights within one cluster, 50 GB/s",
     "B": "32, 64 and 128 trajectories at a time (FrozenLake 32 and 64: its caches do not fit two H800 beyond)",
-    "C": "FrozenLake, 64 trajectories on 16 H800; rollout alone",
-    "D": "baselines have 96 H800 that roll out and 32 that train, and transfer weights without overlap (E's last row)",
+    "C": "FrozenLake, 64 trajectories on 16 H800, the nearest of five tried; rollout alone",
+    "D": "baselines have 96 H800 that roll out and 32 that train, and transfer weights without overlap (E's last row), "
+    "which was assumed after D was seen",
     "E": "one push and one pull rate for all sizes: 0.49 and 2.2 GB/s",
 }
 

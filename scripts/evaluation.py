@@ -43,7 +43,7 @@ def experiment(name: str) -> str:
     for row in rows:
         paper = row.get("paper", "")
         told = f"{paper[0]} to {paper[1]}" if isinstance(paper, list) else f"{paper:,.4g}" if paper else ""
-        kind = "" if "paper" not in row else "calibrated" if row["calibrated"] else "predicted"
+        kind = "" if "paper" not in row else "calibrated" if row["calibrated"] else "compared"
         lines.append(f"| {row['what']} | {told} | {row['ours']:,} | {row.get('ratio', '')} | {kind} |")
     return "\n".join(lines)
 

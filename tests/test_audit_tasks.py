@@ -75,6 +75,23 @@ def test_a_run_that_is_resumed_with_more_failures_allowed_is_audited_by_that() -
     assert books.found == ["task b left the mix after 4 failures in a row"]
 
 
+def test_probes_of_several_tasks_that_are_due_may_be_made_one_after_the_other() -> None:
+    """A probe is not admitted before the other's; a group of a task in the mix would be."""
+    for probed_first, found in (
+        (True, []),
+        (False, ["group g9 was admitted before the probe of task b, which was due"]),
+    ):
+        books = Books(2)
+        books.fails("b", 2)
+        books(schema.BreakerOpen, task="b", wait_s=10.0)
+        if probed_first:
+            books.fails("a", 2)
+            books(schema.BreakerOpen, task="a", wait_s=10.0)
+            books.books.read(some(schema.BreakerProbe, t=20.0, task="a", group="g9"))
+        books.books.read(some(schema.Admit, t=20.0, group="g9", task="a/9"))
+        assert books.found == found
+
+
 def test_the_books_hold_what_a_checkpoint_holds_and_nothing_that_is_over() -> None:
     books = Books(5)
     for number in range(6):

@@ -78,6 +78,7 @@ def test_256_sessions_at_a_time(model: Path, tmp_path: Path) -> None:
     sessions = 256
     http = DefaultAsyncHttpxClient()  # up to a thousand connections
     arrived: list[str] = []
+    left: list[str] = []
     all_there = asyncio.Event()
 
     async def together(endpoint: Endpoint, question: str) -> str:
@@ -85,7 +86,12 @@ def test_256_sessions_at_a_time(model: Path, tmp_path: Path) -> None:
         if len(arrived) == sessions:
             all_there.set()
         await all_there.wait()
-        return await talk(http, endpoint, question)
+        try:
+            return await talk(http, endpoint, question)
+        finally:
+            left.append(question)
+            if len(left) == sessions:
+                await http.aclose()  # in the loop that it belongs to
 
     built_in, _ = play(job(model, episodes=sessions, slots=sessions), tmp_path / "built-in")
     over_http, _ = play(job(model, PROGRAM, episodes=sessions, slots=sessions), tmp_path / "http", together)

@@ -241,7 +241,7 @@ def test_a_mixture_with_other_names_is_refused_on_servers(model: Path, here: Pat
     sizes = {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 8, "n_routed_experts": 4}
     longcat = other_model(model, here / "longcat", model_type="longcat_flash", **sizes)
     with pytest.raises(JobError, match="is a mixture of experts"):
-        refuse_mixtures_on_servers(build_job(long(longcat, 128, type="vllm") | {"weights": {"type": "files"}}))
+        refuse_mixtures_on_servers(build_job(long(longcat, 128, type="sglang")))
 
 
 def test_a_model_without_weights_is_refused(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
