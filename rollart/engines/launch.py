@@ -53,6 +53,15 @@ async def launch(settings: ServerSettings, store: Store, ahead: Ahead) -> Remote
     `ahead`."""
     model, config = _model(settings.model)
     max_context = min(settings.context_tokens, int(config.get("max_position_embeddings") or settings.context_tokens))
+    decode, eos = _tokenizer(model, config)
+    own = RemoteSettings(
+        engine_id=settings.engine_id,
+        max_context=max_context,
+        vocab_size=int(config["vocab_size"]),
+        eos=eos | set(settings.stop_tokens),
+        dtype=settings.engines.dtype,
+        keep_kv=settings.engines.keep_kv,
+    )
     server = await _server(settings, model, max_context)
     try:
         theirs = await server.context_tokens()
@@ -63,20 +72,8 @@ async def launch(settings: ServerSettings, store: Store, ahead: Ahead) -> Remote
             )
         # The first scoring compiles what it needs, and shows that the server can compute this model at all.
         await server.score(WARM_TOKENS)
-        decode, eos = _tokenizer(model, config)
-        return RemoteEngine(
-            server,
-            RemoteSettings(
-                engine_id=settings.engine_id,
-                max_context=max_context,
-                vocab_size=int(config["vocab_size"]),
-                eos=eos | set(settings.stop_tokens),
-                dtype=settings.engines.dtype,
-                keep_kv=settings.engines.keep_kv,
-            ),
-            StagedFiles(settings.engine_id, model, store, ahead),
-            stops=StopFinder(decode),
-        )
+        staged = StagedFiles(settings.engine_id, model, store, ahead)
+        return RemoteEngine(server, own, staged, stops=StopFinder(decode))
     except BaseException:
         await server.close()
         raise
