@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,22 @@ def seconds(work: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
+
+
+TARGET = np.ones(512_000_000, dtype=np.uint8)
+"""Memory to copy to: more than any cache holds, less than a second copy of the model."""
+
+
+def copy_of_memory(model: dict[str, torch.Tensor]) -> float:
+    def work() -> None:
+        at = 0
+        for tensor in model.values():
+            raw = tensor.view(torch.uint8).numpy()
+            at = at if at + len(raw) <= len(TARGET) else 0
+            np.copyto(TARGET[at : at + len(raw)], raw)
+            at += len(raw)
+
+    return seconds(work)
 
 
 class Limited(NamedTuple):
@@ -112,11 +129,7 @@ class Sides:
 def shm(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
     run = f"bench-{uuid.uuid4().hex}"
     trainer, engine = (ShmStore(run, bucket_bytes=BUCKET_BYTES) for _ in range(2))
-    target = {name: tensor.clone() for name, tensor in model.items()}
-
-    def copy() -> float:
-        return seconds(lambda: [target[name].copy_(tensor) for name, tensor in model.items()])
-
+    copy = partial(copy_of_memory, model)
     try:
         yield Limited(Sides(trainer, engine, None, None), copy, copy)
     finally:
@@ -191,29 +204,25 @@ def tcp(folder: Path, model: dict[str, torch.Tensor], *, deltas: bool = False) -
     trainer.serve()
     engine, link = ShmStore(f"{run}-here", bucket_bytes=BUCKET_BYTES), Link(f"127.0.0.1:{port}", "token", deltas=deltas)
     num_bytes = sum(tensor.nbytes for tensor in model.values())
-    plain, target = there / "plain", np.zeros(num_bytes, dtype=np.uint8)
-    with open(plain, "wb") as file:
-        for tensor in model.values():
-            file.write(tensor.view(torch.uint8).numpy().data)
-    copy = {name: tensor.clone() for name, tensor in model.items()}
+    plain, target = there / "plain", np.ones(BUCKET_BYTES, dtype=np.uint8)
+    plain.write_bytes(target.tobytes())
     sender = subprocess.Popen([sys.executable, "-c", SENDER, str(plain)], stdout=subprocess.PIPE)
     assert sender.stdout is not None
     at = int(sender.stdout.readline())
 
     def receive() -> float:
         def work() -> None:
-            with socket.create_connection(("127.0.0.1", at)) as connection:
-                left = target.data
-                while left:
-                    left = left[connection.recv_into(left) :]
+            for _ in range(num_bytes // BUCKET_BYTES):
+                with socket.create_connection(("127.0.0.1", at)) as connection:
+                    left = target.data
+                    while left:
+                        left = left[connection.recv_into(left) :]
 
-        return seconds(work)
-
-    def copied() -> float:
-        return seconds(lambda: [copy[name].copy_(tensor) for name, tensor in model.items()])
+        return seconds(work) * num_bytes / (num_bytes // BUCKET_BYTES * BUCKET_BYTES)
 
     try:
-        yield Limited(Sides(trainer, engine, Mirror(engine.directory, link), link), copied, receive)
+        sides = Sides(trainer, engine, Mirror(engine.directory, link), link)
+        yield Limited(sides, partial(copy_of_memory, model), receive)
     finally:
         sender.kill()
         sender.wait()
@@ -248,7 +257,7 @@ def mooncake(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
         log = stack.enter_context(open(folder / "mooncake.log", "wb"))
         program = str(Path(sys.executable).with_name("mooncake_master"))
         command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={_free_port()}"]
-        memory = [sys.executable, "-c", MEMORY, f"127.0.0.1:{port}", str(5 * num_bytes)]
+        memory = [sys.executable, "-c", MEMORY, f"127.0.0.1:{port}", str(4 * num_bytes)]
         for program_and_arguments in (command, memory):
             process = subprocess.Popen(program_and_arguments, stdout=log, stderr=log)
             stack.callback(process.wait)
@@ -352,7 +361,7 @@ def measure(sizes_gb: list[float], stores: list[str], rounds: int, folder: Path 
         for size in sizes_gb:
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 found.append(measure_store(name, int(size * 1e9), Path(own), rounds))
-            print(f"{name} {size:g} GB done", file=sys.stderr)
+            print(found[-1], file=sys.stderr)  # so that nothing is lost where the next one is
     return {"load": os.getloadavg(), "threads": threading.active_count(), "bucket_bytes": BUCKET_BYTES, "stores": found}
 
 
