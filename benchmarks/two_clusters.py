@@ -39,6 +39,8 @@ PATIENT = {
     # Connections outlive it too, at both ends: by default gRPC ends one whose bytes nobody acknowledged for 20 s.
     "RAY_grpc_keepalive_timeout_ms": "180000",
     "RAY_grpc_client_keepalive_timeout_ms": "180000",
+    # Both sides are one machine's memory, and others may use it: nobody is killed because it is nearly full.
+    "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_register_timeout_seconds": "180",

@@ -62,6 +62,7 @@ class Side:
     """What it sees as `OWN`."""
     _first: "subprocess.Popen[str]" = field(init=False)
     _pid: int = field(init=False)
+    _started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def open(self, hidden: Path) -> None:
         self.folder.mkdir(parents=True)
@@ -81,6 +82,8 @@ class Side:
     def close(self) -> None:
         self._first.kill()
         self._first.wait()
+        for process in self._started:  # the kernel has ended them with the first
+            process.wait()
         for pipe in (self._first.stdin, self._first.stdout):
             assert pipe is not None
             pipe.close()
@@ -98,13 +101,15 @@ class Side:
         self, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
         with log.open("ab") as file:
-            return subprocess.Popen(
+            started = subprocess.Popen(
                 self.enter(command),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env=self._environment(variables),
             )
+            self._started.append(started)
+            return started
 
     def run(self, command: Sequence[str], timeout_s: float, variables: Mapping[str, str] | None = None) -> str:
         """Its output. Raises RuntimeError with its end where it fails."""

@@ -6,6 +6,7 @@ it is on its way: two buckets, whatever the model's size. Mooncake knows no toke
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,10 @@ from rollart.store.owner import ROOT, is_owned, remove_store
 from rollart.store.shm import folder_of
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""After a push that failed; doubled up to ten times of it."""
 STEP_BYTES = 64 * 1024 * 1024
 """Buffers grow by multiples of this: a model that is smaller than a bucket needs no bucket of memory."""
 HEARD_S = 1.0
@@ -64,7 +69,20 @@ class MooncakeStore(CopiedStore):
         return self._client
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
-        """Put all buckets, then the manifest. Raises StoreFull, and then removes what was put of it."""
+        """Put all buckets, then the manifest. Where the store does not answer, again from the beginning, under other
+        keys: what was half put may still have the old ones. Raises StoreFull, and then removes what was put of it."""
+        until_s, wait_s = time.monotonic() + self._waits_s, RETRY_S
+        while True:
+            try:
+                return self._push_once(version, tensors, probe)
+            except WeightError as error:
+                if time.monotonic() > until_s:
+                    raise
+                log.warning("%s; tried again", error)
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 10 * RETRY_S)
+
+    def _push_once(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None) -> WeightManifest:
         push, folder = secrets.token_hex(8), folder_name(version)
         with boundary(WeightError, f"push of version {version} to Mooncake"):
             client = self.connect()
