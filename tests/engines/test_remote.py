@@ -229,8 +229,9 @@ def test_answers_wait_for_the_proof_and_what_was_sampled_before_it_failed_is_tak
         async def slowly(tokens: list[int]) -> list[list[float]]:
             asking.set()
             if engine.version == 1:
+                over = [task.done() for task in tasks]  # before the swap
                 await until(lambda: all(call.task is None for call in engine._calls.values()))
-                assert not any(task.done() for task in tasks), "no answer leaves"
+                assert [task.done() for task in tasks] == over, "no answer leaves"
             return await score(tokens)
 
         engine._server.score = slowly  # type: ignore[method-assign]
