@@ -116,7 +116,9 @@ class Server:
         folder = self._directory / version
         if Path(name).match(WEIGHTS):
             push, start = request.query.get("push", ""), int(request.query.get("start", "0"))
-            await self._until(lambda: self._bucket(folder, push, name, start) is not None, COMING_S)
+            await self._until(
+                lambda: self._bucket(folder, push, name, start) is not None or not self._coming(push), COMING_S
+            )
             bucket = self._bucket(folder, push, name, start)
             asked = request.http_range
             if bucket is None and self._coming(push):
@@ -139,7 +141,9 @@ class Server:
         folders = [self._directory / folder_name(int(at)) for at in (asked["version"], asked["base_version"])]
         if not Path(name).match(WEIGHTS) or request.match_info["version"] != folders[0].name:
             raise web.HTTPNotFound
-        await self._until(lambda: self._bucket(folders[0], push, name, start) is not None, COMING_S)
+        await self._until(
+            lambda: self._bucket(folders[0], push, name, start) is not None or not self._coming(push), COMING_S
+        )
         new, old = self._bucket(folders[0], push, name, start), self._bucket(folders[1], base, name, start)
         if new is None and self._coming(push):
             return web.Response(status=202)
