@@ -71,6 +71,9 @@ async def round_of(host: EnvHost, sick: bool, seconds: float) -> tuple[float, di
     until_s = time.monotonic() + seconds
     ended: dict[str, int] = {"well": 0, "hang": 0, "crash": 0, "well, failed": 0}
 
+    healthy_s: list[float] = []
+    """When each healthy place ended its last episode: who waits for a hung one after that is no loss of theirs."""
+
     async def place(number: int, kind: str) -> None:
         tries = 0
         while time.monotonic() < until_s:
@@ -79,10 +82,12 @@ async def round_of(host: EnvHost, sick: bool, seconds: float) -> tuple[float, di
             if not finished:
                 tries = tries % (LimitSettings().attempts - 1) + 1
                 await asyncio.sleep(backoff_s(LimitSettings().backoff_s, tries))
+        if kind == "well":
+            healthy_s.append(time.monotonic() - began_s)
 
     began_s = time.monotonic()
     await asyncio.gather(*(place(number, kind) for number, kind in enumerate(kinds)))
-    return ended["well"] / (time.monotonic() - began_s) / kinds.count("well"), ended
+    return ended["well"] / sum(healthy_s), ended
 
 
 async def sickness(isolation: str, rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
