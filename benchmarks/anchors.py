@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.command import main
-from rollart.hardware import HARDWARE, MODELS, RUNTIMES, Costs, engine_costs, train_costs
+from rollart.hardware import HARDWARE, MODELS, RUNTIMES, EngineCosts, engine_costs, train_costs
 
 SOURCES = {
     "h200": "docs/gpu.md, docs/train.md: one H200, this project",
@@ -41,11 +41,11 @@ def error(anchor: Anchor) -> float:
     return anchor.predicted / anchor.measured - 1.0
 
 
-def _costs(model: str, hardware: str, gpus: int = 1, runtime: str = "vllm") -> Costs:
+def _costs(model: str, hardware: str, gpus: int = 1, runtime: str = "vllm") -> EngineCosts:
     return engine_costs(MODELS[f"qwen3-{model}"], HARDWARE[hardware], gpus, RUNTIMES[runtime])
 
 
-def _decode(costs: Costs, batch: float, context: float) -> float:
+def _decode(costs: EngineCosts, batch: float, context: float) -> float:
     return 1e3 * costs.step_s(batch, batch * context)
 
 

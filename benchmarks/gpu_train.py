@@ -8,7 +8,7 @@ a sample, 4096), `even` (1: all samples are as long as the longest), `folded` (s
 `recompute`, `layers` (recomputed, exactly), `depth` (layers of the model: 1 compiles what the whole shape needs, and
 fills torch's cache), `compile`, `moments`, `master`, `offload`, `lora` (rank), `shapes` (dynamic, static: of the
 compiled layers). All samples of a step are one micro-batch of mixed lengths, and every token
-but the first of a sample is trained on, by the trainer's own code: `Learner.updates`, one optimizer update. `check`
+but the first of a sample is trained on, by the trainer's own code: `Updater.updates`, one optimizer update. `check`
 compares what the device computes with a CPU in float32.
 
 MFU is (6 N + attention) / seconds / 790 TFLOP/s, the card's measured matrix rate. N counts the head and not the lookup
@@ -46,12 +46,12 @@ from rollart.model.adapters import Lora, add_adapters
 from rollart.model.compiled import compiled_on_cuda, run_layers
 from rollart.model.network import adopt, packed_scores
 from rollart.train.adamw import adamw_, factors
-from rollart.train.learner import Learner
 from rollart.train.losses import Totals
 from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings
 from rollart.train.step import RankWork
+from rollart.train.updater import Updater
 from rollart.types import Sample, TrajectoryId
 
 PEAK_FLOPS = 790e12
@@ -265,7 +265,7 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
     recompute = case.layers if case.layers >= 0 else recompute
     run_layers(model, recompute=recompute, compile_=compiled, dynamic=case.shapes == "dynamic")
     optimizer = MasterAdamW(model, train)
-    learner = Learner(settings, partial(packed_scores, model), None, optimizer, device)
+    learner = Updater(settings, partial(packed_scores, model), None, optimizer, device)
     samples = samples_of(case, shape["vocab_size"])
     totals = Totals(tokens=sum(int(sample.mask.sum()) for sample in samples), sequences=len(samples))
     work = [RankWork(totals, (tuple(samples),))]
@@ -315,7 +315,7 @@ def measure(case: Case, device: torch.device, until: float, arguments: argparse.
 
 
 def phases(
-    learner: Learner,
+    learner: Updater,
     optimizer: MasterAdamW,
     samples: list[Sample],
     totals: Totals,

@@ -36,11 +36,11 @@ import torch
 
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
-from rollart.store.link import Link
 from rollart.store.mirror import Mirror, Source
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.store.tcp import TcpStore
+from rollart.store.tcp_source import TcpSource
 from rollart.types import WeightManifest
 
 SIZES_GB = (0.25, 1.0, 2.0)
@@ -202,7 +202,10 @@ def tcp(folder: Path, model: dict[str, torch.Tensor], *, deltas: bool = False) -
     there = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="rollart-bench-"))
     trainer = TcpStore(run, f"127.0.0.1:{port}", "token", bucket_bytes=BUCKET_BYTES, root=there)
     trainer.serve()
-    engine, link = ShmStore(f"{run}-here", bucket_bytes=BUCKET_BYTES), Link(f"127.0.0.1:{port}", "token", deltas=deltas)
+    engine, link = (
+        ShmStore(f"{run}-here", bucket_bytes=BUCKET_BYTES),
+        TcpSource(f"127.0.0.1:{port}", "token", deltas=deltas),
+    )
     num_bytes = sum(tensor.nbytes for tensor in model.values())
     plain, target = there / "plain", np.ones(BUCKET_BYTES, dtype=np.uint8)
     plain.write_bytes(target.tobytes())

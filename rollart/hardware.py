@@ -208,7 +208,7 @@ MODELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class EngineCosts:
     """Seconds of an engine's steps, for one model on so many devices. Made by `engine_costs`."""
 
     fixed_s: float
@@ -270,7 +270,7 @@ class Costs:
 
 
 @lru_cache(maxsize=256)
-def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime) -> Costs:
+def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime) -> EngineCosts:
     """What the steps of one engine on `gpus` devices, tensor parallel, cost."""
     flops = hardware.tflops * 1e12 * gpus
     bytes_s = hardware.bandwidth_gb_s * 1e9 * gpus
@@ -279,7 +279,7 @@ def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runt
     reduced_s = 2 * model.layers * hidden_bytes * reduce_byte_s
     dense = model.params - model.expert_params - model.lookup_params
     spread = min(gpus, model.kv_heads) / gpus  # more devices than KV heads hold copies
-    return Costs(
+    return EngineCosts(
         fixed_s=runtime.step_s + model.layers * (runtime.layer_s + 2 * reduce_s),
         sequence_s=runtime.sequence_s,
         dense_read_s=dense * model.bytes_per_param / (bytes_s * hardware.read),

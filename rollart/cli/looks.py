@@ -13,7 +13,7 @@ from rollart.config.load import load_job, warnings
 from rollart.errors import JobError
 from rollart.events.log import Fold, event_files, read_events
 from rollart.launch.rundir import summary_again
-from rollart.records.reader import Archive, ReadTrajectory, Wanted, pick
+from rollart.records.reader import Archive, ReadTrajectory, TrajectoryFilter, pick
 from rollart.report.audit import Audit
 from rollart.report.explain import Explain, words
 from rollart.report.reading import show_listing, show_trajectory
@@ -80,7 +80,9 @@ def show(arguments: argparse.Namespace) -> int:
         return _show_again(arguments)
     _events_of(arguments.run_dir)
     archive = Archive(arguments.run_dir)
-    wanted = Wanted(task=arguments.task, status=arguments.status, reward=arguments.reward, version=arguments.version)
+    wanted = TrajectoryFilter(
+        task=arguments.task, status=arguments.status, reward=arguments.reward, version=arguments.version
+    )
     heads = pick(archive, wanted, arguments.trajectory, arguments.order)
     if arguments.export is not None:
         return _export(arguments.export, archive.whole(heads[: arguments.limit]))

@@ -12,7 +12,7 @@ from rollart.errors import JobError
 from rollart.launch.driver import RunResult, say
 from rollart.launch.resume import Resumption, resumption
 from rollart.launch.rundir import add_control, newest_run
-from rollart.records.reader import Archive, Wanted
+from rollart.records.reader import Archive, TrajectoryFilter
 from rollart.report.reading import show_trajectory
 from rollart.report.show import (
     LiveView,
@@ -218,6 +218,6 @@ def _show_worst(out: Path) -> None:
     except JobError as error:  # a full disk, which was warned about
         print(f"rollart: {error}", file=sys.stderr)
         return
-    for head in archive.find(Wanted(), "worst", 1) or archive.find(Wanted(), "failed", 1):
+    for head in archive.find(TrajectoryFilter(), "worst", 1) or archive.find(TrajectoryFilter(), "failed", 1):
         show_trajectory(archive.one(head))
     print(f"all of them: rollart show {out} --list")

@@ -47,7 +47,7 @@ MAX_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
 
 
-class Host:
+class ActorWorker:
     """The inside of an actor: one worker, called by method name."""
 
     def __init__(self, build: Build, directory: str) -> None:
@@ -267,7 +267,7 @@ class RayCluster:
 
     def _actor(self, needs: Needs, strategy: Any) -> Any:
         return (
-            ray.remote(Host)
+            ray.remote(ActorWorker)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=needs.gpus,

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rollart.config.paths import Place
 from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
-from rollart.hardware import RUNTIMES, Costs, Runtime
+from rollart.hardware import RUNTIMES, EngineCosts, Runtime
 
 
 class SimShiftSettings(Settings):
@@ -117,9 +117,9 @@ class MeasuredEngineSettings(Settings):
     prefill_token_s: Positive = 1e-9
     """For each prompt token computed; all that decode wait meanwhile."""
 
-    def costs(self, kv_tokens: int) -> Costs:
+    def costs(self, kv_tokens: int) -> EngineCosts:
         """With memory for so many tokens."""
-        return Costs(
+        return EngineCosts(
             fixed_s=self.step_s,
             sequence_s=self.sequence_s,
             dense_read_s=0.0,

@@ -12,7 +12,7 @@ from rollart.types import Completion, EngineView, Status, Task, Tokens, Trajecto
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class Attempt:
     """One attempt under way. Its owner may `stop` it; everyone else only reads."""
 
     id: TrajectoryId

@@ -7,11 +7,11 @@ stale, failed or surplus. No time passes in here: the rollout driver calls it an
 from dataclasses import dataclass
 
 from rollart.config.settings import TaskSettings
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.samples import advantages, zero_variance
 from rollart.policy.admission import is_stale
 from rollart.policy.mix import Mix, oldest_first
-from rollart.policy.redundancy import Count, Verdict, judge
+from rollart.policy.redundancy import Count, GroupVerdict, judge
 from rollart.types import SCORED, Group, OpenGroup, Task, Trajectory, WeightVersion
 
 
@@ -22,7 +22,7 @@ class Member:
     attempt: int = 0
     """Number of the next attempt; never used twice."""
     tries: int = 0
-    run: Run | None = None
+    run: Attempt | None = None
     trajectory: Trajectory | None = None
     """Set when scored."""
     over: bool = False
@@ -63,7 +63,7 @@ class GroupInProgress:
         """What these earned."""
         return [trajectory.reward for trajectory in self.scored if trajectory.reward is not None]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Attempt]:
         return [member.run for member in self.members if member.run is not None]
 
 
@@ -80,7 +80,9 @@ class SampleBuffer:
     def admit(self, group: GroupInProgress) -> None:
         self.in_progress[group.id] = group
 
-    def ended(self, group: GroupInProgress, member: Member, trajectory: Trajectory, serving: WeightVersion) -> Verdict:
+    def ended(
+        self, group: GroupInProgress, member: Member, trajectory: Trajectory, serving: WeightVersion
+    ) -> GroupVerdict:
         """Book one attempt's end and say what follows for the group."""
         member.run = None
         member.tries += 1
@@ -99,7 +101,7 @@ class SampleBuffer:
             attempts_left=self._attempts - member.tries,
             fresh=not is_stale(group.born, serving, self._bound),
         )
-        member.over = verdict is not Verdict.RETRY
+        member.over = verdict is not GroupVerdict.RETRY
         return verdict
 
     def complete(self, group: GroupInProgress) -> Group | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rollart.config.job import Job
 from rollart.config.settings import TaskSettings
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.notes import Notes
@@ -49,7 +49,7 @@ class Session:
     """An agent's hands: the environment, the model, and the record of what happened."""
 
     manager: "EnvManager"
-    run: Run
+    run: Attempt
     env: Env
 
     @property
@@ -213,7 +213,7 @@ class EnvManager:
         self.movement = Movement()
         self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
 
-    async def run(self, run: Run) -> Trajectory:
+    async def run(self, run: Attempt) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
         run.started_s = self.loop.time()
         if self._recorder is not None:
@@ -241,7 +241,7 @@ class EnvManager:
             self.movement.end(run.mover)
         return self._finished(run, status, reason, score, kind)
 
-    async def _play(self, run: Run) -> Status:
+    async def _play(self, run: Attempt) -> Status:
         run.stage = "env.open"
         with boundary(EnvError, "env.open"):
             env = await self.env_calls(run).open.guard(run.key, self._host.open(run.task, run.id))
@@ -265,7 +265,7 @@ class EnvManager:
             self._warned.add(text)
             self._context.warn(text)
 
-    def env_calls(self, run: Run) -> EnvCalls:
+    def env_calls(self, run: Attempt) -> EnvCalls:
         return self._calls[run.settings.name]
 
     def sampling(
@@ -289,14 +289,14 @@ class EnvManager:
             self._samplings[key] = sampling
         return sampling
 
-    async def _close(self, run: Run, env: Env) -> None:
+    async def _close(self, run: Attempt, env: Env) -> None:
         try:
             with boundary(EnvError, "env.close"):
                 await self._closing.guard(run.key, env.close())
         except EnvError as error:
             self._context.warn(f"{run.key}: {error}", run.cause)
 
-    def _finished(self, run: Run, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
+    def _finished(self, run: Attempt, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
         trajectory = self._trajectory(run, status, reason, score)
         run.cause = self._log.emit(
             schema.End(
@@ -319,7 +319,7 @@ class EnvManager:
             self._recorder.played(run.notes.played(trajectory, evaluation=run.evaluation))
         return trajectory
 
-    def _trajectory(self, run: Run, status: Status, reason: str, score: Score | None) -> Trajectory:
+    def _trajectory(self, run: Attempt, status: Status, reason: str, score: Score | None) -> Trajectory:
         run.settle()
         born = run.turns[0].completion.spans[0].version if run.turns else None
         return Trajectory(

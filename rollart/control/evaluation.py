@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rollart.causes import Causes
 from rollart.config.settings import TaskSettings
 from rollart.control.affinity import AffinityDriver
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.context import JobContext
 from rollart.control.draw import draw
 from rollart.control.env_manager import EnvManager
@@ -76,7 +76,9 @@ class Evaluation:
                 self._log.emit(schema.DrawFailed(task=settings.name, index=number, reason=str(error), eval=True))
                 return error
             order = self._affinity.place(settings.name)
-            return await self._manager.run(Run(TrajectoryId(group, number, 0), task, settings, order, evaluation=True))
+            return await self._manager.run(
+                Attempt(TrajectoryId(group, number, 0), task, settings, order, evaluation=True)
+            )
 
 
 def _deviation(values: Sequence[float], mean: float) -> float:

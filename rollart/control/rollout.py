@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rollart.config.job import advantage_of
 from rollart.control.affinity import AffinityDriver
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
 from rollart.control.context import JobContext
 from rollart.control.draw import draw
@@ -22,7 +22,7 @@ from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
-from rollart.policy.redundancy import Verdict, backoff_s, surplus
+from rollart.policy.redundancy import GroupVerdict, backoff_s, surplus
 from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
 
 ATTEMPTS_PER_LIFE = 100
@@ -148,7 +148,7 @@ class Rollout:
                 await self._holding.guard(group.id, self._opened.next())
                 continue
             id = TrajectoryId(group.id, number, member.attempt)
-            run = member.run = Run(id, group.task, group.settings, group.order, group.cause)
+            run = member.run = Attempt(id, group.task, group.settings, group.order, group.cause)
             member.attempt += 1
             self._running += 1
             try:
@@ -165,14 +165,14 @@ class Rollout:
                     self._log.emit(schema.Late(id=run.key, cause=run.cause))
                 return
             verdict = self.buffer.ended(group, member, trajectory, self._fleet.serving)
-            if verdict is not Verdict.RETRY:
+            if verdict is not GroupVerdict.RETRY:
                 self._settle(group, verdict, run.cause)
                 return
             await asyncio.sleep(backoff_s(self._job.limits.backoff_s, member.tries))
 
-    def _settle(self, group: GroupInProgress, verdict: Verdict, cause: int) -> None:
+    def _settle(self, group: GroupInProgress, verdict: GroupVerdict, cause: int) -> None:
         match verdict:
-            case Verdict.READY:
+            case GroupVerdict.READY:
                 done = self.buffer.complete(group)
                 self._affinity.left(group.task.domain, group.order[0])
                 self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
@@ -192,9 +192,9 @@ class Rollout:
                     self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
                     self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
                 self._changed.give()
-            case Verdict.STALE:
+            case GroupVerdict.STALE:
                 self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
-            case Verdict.FAILED:
+            case GroupVerdict.FAILED:
                 self._kill(group, "failed", Status.ABORTED, "too few members of the group are left", cause)
             case _:
                 pass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollart.config.settings import RewardSettings
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.context import JobContext
 from rollart.control.movement import Movement
 from rollart.control.waits import WaitList
@@ -71,7 +71,7 @@ class Scorer:
             for task in job.tasks
         }
 
-    async def score(self, run: Run, trajectory: Trajectory) -> Score:
+    async def score(self, run: Attempt, trajectory: Trajectory) -> Score:
         """Raises RewardError when one of its rewards cannot be had."""
         run.stage = "reward"
         sources = self._sources[run.task.domain]
@@ -96,7 +96,7 @@ class Scorer:
         )
         return score
 
-    async def _ask(self, run: Run, trajectory: Trajectory, source: _Source) -> tuple[Score, schema.RewardCall]:
+    async def _ask(self, run: Attempt, trajectory: Trajectory, source: _Source) -> tuple[Score, schema.RewardCall]:
         """One reward; again after a back-off where that may help."""
         tries, asked_s, spent_s = 1, self._loop.time(), 0.0
         while True:

@@ -24,7 +24,7 @@ from rollart.errors import (
 )
 from rollart.events import schema
 from rollart.policy.redundancy import backoff_s
-from rollart.policy.training import Progress, in_vain, progress, set_aside_whole
+from rollart.policy.training import Reaction, in_vain, progress, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
@@ -74,9 +74,9 @@ class TrainerDriver:
         self._in_vain_in_a_row = self._in_vain_in_a_row + 1 if why else 0
         text = f"the last {self._in_vain_in_a_row} steps changed nothing: {why}"
         match progress(self._in_vain_in_a_row):
-            case Progress.WARN:
+            case Reaction.WARN:
                 self._warn(text)
-            case Progress.STOP:
+            case Reaction.STOP:
                 self.stuck = (
                     f"{text}. The weights are good, and so is the checkpoint: go on from it with a lower train.lr or "
                     "train.grad_clip, or without train.bf16; where data was set aside, set_aside.jsonl has it"

@@ -17,7 +17,7 @@ from rollart.engines import disaggregated, sglang, vllm
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess, free_port
 from rollart.engines.remote import RemoteEngine, RemoteSettings
-from rollart.engines.staged import Ahead, StagedFiles, Store
+from rollart.engines.staged import Ahead, HostStore, StagedFiles
 from rollart.engines.stops import StopFinder
 from rollart.errors import EngineError
 
@@ -48,7 +48,7 @@ class ServerSettings:
     """Versions are adapters; None where they are whole models."""
 
 
-async def launch(settings: ServerSettings, store: Store, ahead: Ahead) -> RemoteEngine:
+async def launch(settings: ServerSettings, store: HostStore, ahead: Ahead) -> RemoteEngine:
     """Raises EngineError, with the server's last words where it did not start. Versions come from `store`, through
     `ahead`."""
     model, config = _model(settings.model)

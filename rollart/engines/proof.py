@@ -59,7 +59,7 @@ class Proven:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ProofResult:
     off: float
     """Root mean square of its differences from the trainer; infinite where they cannot be compared."""
     wrong: bool
@@ -75,7 +75,7 @@ def judge(
     expected: Sequence[float],
     before: Proven | None,
     precision: Precision,
-) -> Verdict:
+) -> ProofResult:
     """`answer` is the server's, `expected` the trainer's for `version`; `before` is the state after its last swap."""
     ours, theirs = np.asarray(expected, dtype=np.float64), np.asarray(answer, dtype=np.float64)
     comparable = ours.shape == theirs.shape and len(ours) > 0 and bool(np.isfinite(theirs).all())
@@ -85,7 +85,7 @@ def judge(
         found = _evidence(theirs - before.answer, ours - before.expected, precision.noise)
         doubt = max(0.0, before.doubt + found)
     sure = version if before is None or not doubt else before.sure
-    return Verdict(
+    return ProofResult(
         off=off,
         wrong=not off <= precision.limit,
         stuck=doubt > ALARM,

@@ -42,7 +42,7 @@ GRACE_S = 2.0
 """A segment that a halted server has not ended by then is cut off from here; what it has stays."""
 
 
-class Server(Protocol):
+class InferenceServer(Protocol):
     """One server's own interface. Raises EngineError where the server is lost."""
 
     def stream(self, segment: Segment) -> AsyncGenerator[Piece, None]:
@@ -87,7 +87,7 @@ class RemoteEngine:
     """One server as an engine. `files` says what it loads versions from."""
 
     def __init__(
-        self, server: Server, settings: RemoteSettings, files: StagedFiles, *, stops: StopFinder | None = None
+        self, server: InferenceServer, settings: RemoteSettings, files: StagedFiles, *, stops: StopFinder | None = None
     ) -> None:
         self._server = server
         self._settings = settings

@@ -34,7 +34,7 @@ class Ahead(Protocol):
     def spent_s(self, version: WeightVersion) -> float: ...
 
 
-class Store(Protocol):
+class HostStore(Protocol):
     """Where they are on this host."""
 
     directory: Path
@@ -47,7 +47,7 @@ class Store(Protocol):
 class StagedFiles:
     """Of one engine."""
 
-    def __init__(self, engine_id: str, model: Path, store: Store, ahead: Ahead) -> None:
+    def __init__(self, engine_id: str, model: Path, store: HostStore, ahead: Ahead) -> None:
         self._model = model
         self._store = store
         self._ahead = ahead

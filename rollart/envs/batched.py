@@ -65,7 +65,7 @@ Rewards = Callable[[RewardSettings, str], RewardBackend]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class EnvsAndRewards:
     """What plays: environments, the job's rewards, and those that tasks have of their own."""
 
     host: EnvHost
@@ -73,7 +73,7 @@ class Played:
     task_rewards: dict[str, tuple[RewardBackend, ...]]
 
 
-def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> Played:
+def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> EnvsAndRewards:
     """These, waiting for each other where the job says so."""
     batched = job.rollout.stepping == "batched"
     lockstep = Lockstep()
@@ -85,7 +85,7 @@ def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> Played:
     own = {task.name: tuple(waiting(reward, task.name) for reward in task.rewards) for task in job.tasks}
     if batched:
         host = BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks})
-    return Played(host, waiting(job.rewards), own)
+    return EnvsAndRewards(host, waiting(job.rewards), own)
 
 
 class BatchedHost:

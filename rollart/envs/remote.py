@@ -19,7 +19,7 @@ RETRY_S = 2.0
 """Between two tries to start a worker that could not start."""
 
 
-class EnvWorker(Protocol):
+class RemoteWorker(Protocol):
     """An `EnvService` somewhere."""
 
     @property
@@ -29,7 +29,7 @@ class EnvWorker(Protocol):
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any: ...
 
 
-Launch = Callable[[int], Awaitable[EnvWorker]]
+Launch = Callable[[int], Awaitable[RemoteWorker]]
 """Starts, or starts again, the worker of this number. Raises ClusterError; NoRoom while no machine has room for it."""
 
 
@@ -37,7 +37,7 @@ class _Slot(NamedTuple):
     """Room for one environment, in this worker and not in its successor."""
 
     place: "_WorkerPlace"
-    worker: EnvWorker
+    worker: RemoteWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class _WorkerPlace:
 
     number: int
     size: int
-    worker: EnvWorker | None = None
+    worker: RemoteWorker | None = None
     free: int = 0
 
     def take(self) -> _Slot:

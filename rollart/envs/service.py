@@ -15,7 +15,7 @@ from rollart.ports import Env, EnvHost
 from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 
-class Host(EnvHost, Protocol):
+class ClosableHost(EnvHost, Protocol):
     async def close(self) -> None: ...
 
 
@@ -26,7 +26,7 @@ class _Place:
 
 
 class EnvService:
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ClosableHost) -> None:
         self._host = host
         self._places: dict[str, _Place] = {}
 

@@ -34,7 +34,7 @@ class Refusal(Exception):
         return orjson.dumps({"error": error})
 
 
-class Wanted(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request, and how its answer is to look."""
 
     request: ChatRequest
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
     """With the figures in a last chunk, where it streams."""
 
 
-def parsed(body: bytes) -> Wanted:
+def parsed(body: bytes) -> ParsedRequest:
     """Raises Refusal that names the parameter."""
     try:
         raw = orjson.loads(body)
@@ -69,7 +69,7 @@ def parsed(body: bytes) -> Wanted:
     )
     options = raw.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return Wanted(request, str(raw.get("model") or ""), bool(raw.get("stream")), usage)
+    return ParsedRequest(request, str(raw.get("model") or ""), bool(raw.get("stream")), usage)
 
 
 def _wrong(param: str, text: str) -> Refusal:
@@ -164,7 +164,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def whole(answer: ChatAnswer, wanted: Wanted, answer_id: str) -> bytes:
+def whole(answer: ChatAnswer, wanted: ParsedRequest, answer_id: str) -> bytes:
     """The answer as one object."""
     message = answer.message
     said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
@@ -183,7 +183,7 @@ def whole(answer: ChatAnswer, wanted: Wanted, answer_id: str) -> bytes:
     return orjson.dumps({**head, "choices": [choice], "usage": _usage(answer)})
 
 
-def chunks(answer: ChatAnswer, wanted: Wanted, answer_id: str) -> Iterator[bytes]:
+def chunks(answer: ChatAnswer, wanted: ParsedRequest, answer_id: str) -> Iterator[bytes]:
     """The answer as a stream of events. It is whole before the first is sent."""
     message = answer.message
     head = _head(wanted, answer_id, "chat.completion.chunk")
@@ -218,7 +218,7 @@ def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _head(wanted: Wanted, answer_id: str, kind: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, answer_id: str, kind: str) -> dict[str, Any]:
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": wanted.model}
 
 

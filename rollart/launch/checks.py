@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from rollart.control.env_manager import Agent
-    from rollart.envs.service import Host
+    from rollart.envs.service import ClosableHost
     from rollart.model.tokenizer import ChatTokenizer
     from rollart.tasks.api import TaskSet
 
@@ -471,7 +471,7 @@ def _prompt_problems(
             isolations = {task.name: job.isolation(task) for task in job.tasks if task.name in sets}
             inline = {task.name: task.use for task in job.tasks if isolations.get(task.name) == "inline"}
             apart = {name: isolation for name, isolation in isolations.items() if isolation != "inline"}
-            hosts: list[tuple[Sequence[str], Host]] = []
+            hosts: list[tuple[Sequence[str], ClosableHost]] = []
             if apart:
                 hosts.append((list(apart), env_host(job, apart, {}, slots=1, log_dir=log_dir)))
             args = {task.name: task.args for task in job.tasks}

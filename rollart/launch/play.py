@@ -22,7 +22,7 @@ from rollart.types import Message, Observation, Task, TrajectoryId
 
 
 @dataclass(slots=True, kw_only=True)
-class Played:
+class PlayedEpisode:
     """One episode."""
 
     task: Task
@@ -39,7 +39,7 @@ Answer = Callable[[Sequence[Message], bool], str | None]
 
 def play(
     settings: TaskSettings, answer: Answer, show: Callable[[str], object], *, seed: int, index: int, held_out: bool
-) -> Played:
+) -> PlayedEpisode:
     """Raises JobError where the task cannot be made or drawn."""
     task_set = load_task_set(settings.use, settings.args, seed=seed, domain=settings.name)
     task_set.prepare()
@@ -47,7 +47,7 @@ def play(
         task = draw(task_set, settings.name, index, held_out=held_out)
     except TaskError as error:
         raise JobError(f"{settings.use}: {error}") from None
-    played = Played(task=task)
+    played = PlayedEpisode(task=task)
     try:
         asyncio.run(_episode(settings, played, answer, show, seed))
     except EnvError as error:
@@ -58,7 +58,7 @@ def play(
 
 
 async def _episode(
-    settings: TaskSettings, played: Played, answer: Answer, show: Callable[[str], object], seed: int
+    settings: TaskSettings, played: PlayedEpisode, answer: Answer, show: Callable[[str], object], seed: int
 ) -> None:
     name = settings.name
     with tempfile.TemporaryDirectory(prefix="rollart-play-") as logs:
@@ -151,7 +151,7 @@ def with_model(path: Path, settings: TaskSettings, show: Callable[[str], object]
     return answer
 
 
-def as_json(played: Played) -> dict[str, Any]:
+def as_json(played: PlayedEpisode) -> dict[str, Any]:
     turns = [{"shown": turn.context, "said": turn.text, "reward": turn.reward} for turn in played.turns]
     task = {"id": played.task.id, "payload": json.loads(json.dumps(dict(played.task.payload), default=str))}
     return {

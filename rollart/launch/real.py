@@ -31,7 +31,7 @@ from rollart.workers.setup import StoreSetup, WorkerSetup
 if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
     from rollart.envs.remote import RemoteEnvHost
-    from rollart.envs.service import Host
+    from rollart.envs.service import ClosableHost
     from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
@@ -145,7 +145,7 @@ def _workers(
     *,
     trains: bool,
     endpoint: Path | None,
-) -> "tuple[Cluster, Host]":
+) -> "tuple[Cluster, ClosableHost]":
     """Who starts engines and the trainer, and where environments run."""
     from rollart.launch import worker
 

@@ -12,7 +12,7 @@ from rollart.errors import JobError
 from rollart.hardware import HARDWARE
 from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
-from rollart.policy.placement import Demand, Fit, fit
+from rollart.policy.placement import Demand, Placement, fit
 from rollart.report import reports
 from rollart.report.reports import PoolsReport
 from rollart.types import Needs, Node
@@ -174,10 +174,10 @@ def report(job: Job) -> PoolsReport:
     order = pool_stand_ins(job)
     devices = devices_for(job)
     return PoolsReport(
-        cluster=reports.Cluster(job.cluster.type, job.cluster.address),
+        cluster=reports.ClusterReport(job.cluster.type, job.cluster.address),
         nodes=[reports.Machine(node.name, _plain(node)) for node in nodes],
         pools=[
-            reports.Pool(
+            reports.PoolReport(
                 name=pool.name,
                 hardware=pool.hardware,
                 cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
@@ -194,18 +194,18 @@ def report(job: Job) -> PoolsReport:
     )
 
 
-def _role(found: Fit) -> reports.Role:
+def _role(found: Placement) -> reports.Role:
     demand, placed, missing = found.demand, found.placed, found.missing
     each = reports.Each(demand.needs.cpus, demand.needs.gpus)
     return reports.Role(role=demand.role, workers=demand.count, placed=placed, each=each, missing=missing)
 
 
-def _words(found: Fit) -> str:
+def _words(found: Placement) -> str:
     demand = found.demand
     return f"Pool {demand.pool}, {demand.role}: {found.placed} of {demand.count} workers placed; {found.missing}"
 
 
-def _fallbacks(fits: list[Fit], order: dict[str, list[str]]) -> dict[str, str]:
+def _fallbacks(fits: list[Placement], order: dict[str, list[str]]) -> dict[str, str]:
     """Pool without any engine -> the pool that would serve its tasks."""
     serving = {found.demand.pool for found in fits if found.demand.role == "rollout" and found.placed}
     found: dict[str, str] = {}

@@ -28,7 +28,7 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
-from rollart.sim.links import Disk, SimLink, SimStore
+from rollart.sim.links import SimDisk, SimLink, SimStore
 from rollart.sim.rewards import SimRewards
 from rollart.sim.trainer import SimCluster, SimJournal
 
@@ -64,7 +64,7 @@ async def _simulate(
         if ends is not None:
             books.log.read_by(_note_ends(ends))
         books.log.emit(facts(job, clock="virtual"))
-        disk = Disk()
+        disk = SimDisk()
         journal = SimJournal(disk)
         faults = Faults(job.sim.faults, books.log)
         faults.start()
@@ -106,7 +106,7 @@ def _killer(faults: Faults, killed: "asyncio.Future[None]") -> Callable[[FaultSe
     return kill
 
 
-def _filler(faults: Faults, disk: Disk) -> Callable[[FaultSettings], bool]:
+def _filler(faults: Faults, disk: SimDisk) -> Callable[[FaultSettings], bool]:
     def fill(fault: FaultSettings) -> bool:
         faults.fired(fault, f"the disk, for {fault.duration_s:.0f} s")
         disk.fill(fault.duration_s)
@@ -142,7 +142,13 @@ def _note_ends(ends: list[float]) -> Callable[[Event], None]:
 
 
 def simulated_world(
-    job: Job, log: EventLog, faults: Faults, journal: SimJournal, push: SimLink, pull: SimLink, disk: Disk | None = None
+    job: Job,
+    log: EventLog,
+    faults: Faults,
+    journal: SimJournal,
+    push: SimLink,
+    pull: SimLink,
+    disk: SimDisk | None = None,
 ) -> World:
     """Every port of the job, simulated. `disk`: what the trainer writes to; the journal has its own."""
     sim = job.sim

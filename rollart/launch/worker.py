@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollart.engines.embedded.threaded import ThreadedEngine
     from rollart.engines.remote import RemoteEngine
     from rollart.envs.process import Boxed
-    from rollart.envs.service import EnvService, Host
+    from rollart.envs.service import ClosableHost, EnvService
     from rollart.tasks.api import TaskSet
     from rollart.train.ranks import RankedTrainer
     from rollart.train.settings import TrainerSettings
@@ -213,7 +213,7 @@ def env_host(
     log_dir: Path,
     lost: Lost | None = None,
     endpoint: Path | None = None,
-) -> "Host":
+) -> "ClosableHost":
     """Environments on this machine: of each task in its isolation, of all in these slots.
 
     `task_sets`: of those that run in this process. The others are loaded where they run. `endpoint`: the Unix socket
@@ -224,7 +224,7 @@ def env_host(
     from rollart.envs.process import ProcessEnvHost
 
     shared = asyncio.Semaphore(slots)
-    hosts: list[tuple[list[str], Host]] = []
+    hosts: list[tuple[list[str], ClosableHost]] = []
     here = [name for name, isolation in isolations.items() if isolation == "inline"]
     if here:
         hosts.append((here, InlineEnvHost({name: task_sets[name] for name in here}, slots=shared)))

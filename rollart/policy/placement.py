@@ -20,7 +20,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Placement:
     """How many workers of a demand find a machine, and what is missing for the others."""
 
     demand: Demand
@@ -29,7 +29,7 @@ class Fit:
     """Empty where all are placed."""
 
 
-def fit(demands: Sequence[Demand], nodes: Sequence[Node]) -> list[Fit]:
+def fit(demands: Sequence[Demand], nodes: Sequence[Node]) -> list[Placement]:
     """Place every worker on the fullest machine that still has room for it; in the order of `demands`.
 
     Those that need most are placed first. Says what can't be placed on these machines, whatever else runs there.
@@ -49,7 +49,7 @@ def fit(demands: Sequence[Demand], nodes: Sequence[Node]) -> list[Fit]:
                 free[at]["GPU"] = free[at].get("GPU", 0.0) - needs.gpus
             placed[index] += 1
     return [
-        Fit(demand=demand, placed=number, missing="" if number == demand.count else _missing(demand, nodes))
+        Placement(demand=demand, placed=number, missing="" if number == demand.count else _missing(demand, nodes))
         for demand, number in zip(demands, placed, strict=True)
     ]
 

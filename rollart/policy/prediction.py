@@ -8,7 +8,7 @@ finish its trajectories in time? The shortest such period is the prediction. Use
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollart.hardware import RUNTIMES, Costs, Disaggregated, Hardware, ModelShape, Runtime, engine_costs
+from rollart.hardware import RUNTIMES, Disaggregated, EngineCosts, Hardware, ModelShape, Runtime, engine_costs
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -45,12 +45,12 @@ class PoolSpeed:
     """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Of an engine's steps; where prefill is apart, of a decode worker's."""
         return engine_costs(self.model, self.hardware, self.gpus, self.runtime)
 
     @property
-    def prefill_costs(self) -> Costs:
+    def prefill_costs(self) -> EngineCosts:
         """Of the steps in which prompts are computed."""
         apart = self.disaggregated or self
         return engine_costs(self.model, apart.hardware, apart.gpus, self.runtime)
@@ -215,7 +215,7 @@ def _mean(flows: Sequence[_Flow], weight: Callable[[_Flow], float]) -> float:
 
 
 def _balanced(
-    costs: Costs, decoded: float, context: float, prefill: float, seen: float, calls: float
+    costs: EngineCosts, decoded: float, context: float, prefill: float, seen: float, calls: float
 ) -> tuple[float, float] | None:
     """(seconds of a step, sequences that decode in it) when so many tokens are decoded, and so many of so many prompts
     computed, in a second; None where steps cannot keep up. Each step has what came in during the one before."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rollart.types import Status
 
 
-class Verdict(Enum):
+class GroupVerdict(Enum):
     WAIT = "wait"
     """Other members are still under way."""
     RETRY = "retry"
@@ -30,21 +30,21 @@ class Count(NamedTuple):
 
 def judge(
     status: Status, count: Count, *, group_size: int, min_group_size: int, attempts_left: int, fresh: bool
-) -> Verdict:
+) -> GroupVerdict:
     """Decide after one member ended with `status`.
 
     A failed member is tried again only while the group is fresh and needs it: with spare members under way,
     one failure costs nothing.
     """
     if status is Status.STALE:
-        return Verdict.STALE
+        return GroupVerdict.STALE
     if count.scored >= group_size:
-        return Verdict.READY
+        return GroupVerdict.READY
     if status is Status.FAILED and fresh and attempts_left > 0 and count.scored + count.under_way < group_size:
-        return Verdict.RETRY
+        return GroupVerdict.RETRY
     if count.under_way:
-        return Verdict.WAIT
-    return Verdict.READY if count.scored >= min_group_size else Verdict.FAILED
+        return GroupVerdict.WAIT
+    return GroupVerdict.READY if count.scored >= min_group_size else GroupVerdict.FAILED
 
 
 def surplus(under_way: int, ready: int, *, bound: int, groups_per_step: int) -> int:

@@ -11,7 +11,7 @@ STOP_AFTER = 10
 """Steps in a row that changed nothing, though there was something to train on."""
 
 
-class Progress(Enum):
+class Reaction(Enum):
     FINE = "fine"
     WARN = "warn"
     STOP = "stop"
@@ -44,7 +44,7 @@ def in_vain(batch: Batch, result: StepResult) -> str:
     return ""
 
 
-def progress(in_vain_in_a_row: int) -> Progress:
+def progress(in_vain_in_a_row: int) -> Reaction:
     if in_vain_in_a_row >= STOP_AFTER:
-        return Progress.STOP
-    return Progress.WARN if in_vain_in_a_row == WARN_AFTER else Progress.FINE
+        return Reaction.STOP
+    return Reaction.WARN if in_vain_in_a_row == WARN_AFTER else Reaction.FINE

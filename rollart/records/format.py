@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from rollart.errors import as_utf8
-from rollart.records.rows import TIMES, Attempt, Row
+from rollart.records.rows import TIMES, AttemptRow, Row
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Played, Tokens
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Frame:
             played.reward_s,
         )
         self.add(
-            Attempt(
+            AttemptRow(
                 id=str(trajectory.id),
                 group=texts[trajectory.id.group],
                 task=texts[trajectory.task.id],

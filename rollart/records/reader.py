@@ -16,7 +16,7 @@ import numpy as np
 
 from rollart.errors import JobError
 from rollart.records.format import FOLDER, ReadFrame, files_of, frames_of, unpacked_tokens
-from rollart.records.rows import FORMAT, TIMES, Attempt, Dropped, Ended, Life, Trained
+from rollart.records.rows import FORMAT, TIMES, AttemptRow, Dropped, Ended, LifeRow, Trained
 from rollart.types import NO_LOGPROBS, NO_TOKENS, Logprobs, Message, Tokens
 
 ORDERS = ("newest", "worst", "best", "longest", "failed")
@@ -107,7 +107,7 @@ def _as_list(array: Any) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TrajectoryFilter:
     """What to look for. A field that is not given matches everything."""
 
     name: str | None = None
@@ -151,7 +151,7 @@ class Archive:
         self._heads: list[Head] = []
         self._read_heads()
 
-    def find(self, wanted: Wanted, order: str = "newest", most: int | None = None) -> list[Head]:
+    def find(self, wanted: TrajectoryFilter, order: str = "newest", most: int | None = None) -> list[Head]:
         """Those that match, in this order."""
         found = [head for head in self._heads if wanted.takes(head)]
         match order:
@@ -171,7 +171,7 @@ class Archive:
         left = {(head.life, head.id): head for head in heads}
         for path in self._files:
             for life, frame in _frames(path):
-                rows = [row for row in frame.rows if isinstance(row, Attempt) and (life, row.id) in left]
+                rows = [row for row in frame.rows if isinstance(row, AttemptRow) and (life, row.id) in left]
                 chosen = [(left.pop((life, row.id)), row) for row in rows]
                 if chosen:
                     yield from _whole(frame, chosen)
@@ -198,7 +198,7 @@ class Archive:
                 newest_life = max(newest_life, life)
                 for row in frame.rows:
                     match row:
-                        case Attempt():
+                        case AttemptRow():
                             heads[life, row.id] = _head(row, frame.texts, life)
                         case Ended():
                             ended[row.group] = (row.how, life)
@@ -225,7 +225,7 @@ class Archive:
             self._heads.append(msgspec.structs.replace(head, fate=fate, step=step, advantage=advantage))
 
 
-def pick(archive: Archive, wanted: Wanted, name: str | None, order: str | None) -> list[Head]:
+def pick(archive: Archive, wanted: TrajectoryFilter, name: str | None, order: str | None) -> list[Head]:
     """All that match `wanted`; or the first of these in an order; or one by its name; or a group."""
     if name is None or name in ORDERS:
         found = archive.find(wanted, name or order or "newest", 1 if name else None)
@@ -247,14 +247,14 @@ def _frames(path: Path) -> Iterator[tuple[int, ReadFrame]]:
     life = 0
     for frame in frames_of(path) if path.exists() else ():
         match frame.rows:
-            case [Life() as first, *_]:
+            case [LifeRow() as first, *_]:
                 life = first.life
                 if first.format != FORMAT:
                     raise JobError(f"{path}: written in format {first.format}, this version of rollart reads {FORMAT}")
         yield life, frame
 
 
-def _head(row: Attempt, texts: Sequence[str], life: int) -> Head:
+def _head(row: AttemptRow, texts: Sequence[str], life: int) -> Head:
     times = struct.unpack(f"<{len(TIMES)}d", row.times)
     return Head(
         id=row.id,
@@ -275,7 +275,7 @@ def _head(row: Attempt, texts: Sequence[str], life: int) -> Head:
     )
 
 
-def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, Attempt]]) -> Iterator[ReadTrajectory]:
+def _whole(frame: ReadFrame, chosen: Sequence[tuple[Head, AttemptRow]]) -> Iterator[ReadTrajectory]:
     """These rows of a frame, with their turns."""
     lengths, packed = frame.contexts
     pieces = np.split(unpacked_tokens(packed), np.cumsum(lengths)[:-1]) if lengths else []

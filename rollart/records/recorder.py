@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from rollart.records.format import ROW_BYTES, SUFFIX, Frame, files_of, frames_of
-from rollart.records.rows import FORMAT, Dropped, Ended, Life, Trained, TrainedGroup
+from rollart.records.rows import FORMAT, Dropped, Ended, LifeRow, Trained, TrainedGroup
 from rollart.types import Batch, Played
 
 WRITE_S = 1.0
@@ -248,7 +248,7 @@ class _Files:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
         self._bytes = 0
         first = Frame()
-        first.add(Life(FORMAT, self._life))
+        first.add(LifeRow(FORMAT, self._life))
         try:
             self._append(first.whole())
         except OSError:  # without its first row its life would be unknown
@@ -286,5 +286,5 @@ def _life_of(path: Path) -> int:
     """From a file's first row. A file without it was cut off at once."""
     for frame in frames_of(path):
         first = frame.rows[0]
-        return first.life if isinstance(first, Life) else -1
+        return first.life if isinstance(first, LifeRow) else -1
     return -1

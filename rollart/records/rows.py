@@ -8,7 +8,7 @@ FORMAT = 1
 TIMES = ("started_s", "ended_s", "open_s", "reset_s", "wait_s", "generate_s", "env_s", "queue_s", "reward_s")
 
 
-class Life(msgspec.Struct, array_like=True, tag="life"):
+class LifeRow(msgspec.Struct, array_like=True, tag="life"):
     format: int
     life: int
 
@@ -33,7 +33,7 @@ class Trained(msgspec.Struct, array_like=True, tag="trained"):
     groups: list[TrainedGroup]
 
 
-class Attempt(msgspec.Struct, array_like=True, tag="played"):
+class AttemptRow(msgspec.Struct, array_like=True, tag="played"):
     """One attempt. `group`, `task`, `domain`, `status` and `reason` are positions in `texts`."""
 
     id: str
@@ -62,4 +62,4 @@ class Attempt(msgspec.Struct, array_like=True, tag="played"):
     """Of each turn, as float32: waited, generated, in the environment."""
 
 
-Row = Life | Dropped | Ended | Trained | Attempt
+Row = LifeRow | Dropped | Ended | Trained | AttemptRow

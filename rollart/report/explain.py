@@ -14,7 +14,7 @@ from rollart.events.schema import attempt_of, task_set
 from rollart.report.weights import VersionFigures, VersionFold
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class Reassignment(msgspec.Struct, frozen=True, kw_only=True):
     """A task was given other pools."""
 
     t: float
@@ -38,7 +38,7 @@ class TaskPlacement(msgspec.Struct, kw_only=True):
     """Pool -> attempts that were assigned to it."""
     calls: dict[str, int] = {}
     """Pool -> generate calls it served."""
-    changes: list[Change] = []
+    changes: list[Reassignment] = []
     fallbacks: dict[str, int] = {}
     """Reason -> calls that another pool served."""
 
@@ -82,7 +82,7 @@ class Explain(Fold):
             task.pools, task.last_look = event.plan[name], event.reason
             task.profile, task.predicted = event.profiles[name], event.predicted[name]
             if result.looks == 1 or name in event.moves:
-                task.changes.append(Change(t=event.t, pools=event.plan[name], reason=event.reason))
+                task.changes.append(Reassignment(t=event.t, pools=event.plan[name], reason=event.reason))
                 if task.affinity == "auto":
                     task.reason = event.reason
 

@@ -90,10 +90,10 @@ class TaskSums:
     probes: int = 0
     out_reason: str = ""
 
-    def row(self, ends: Mapping[str, int], *, admitted: int, trained: int) -> summary.Task:
+    def row(self, ends: Mapping[str, int], *, admitted: int, trained: int) -> summary.TaskSummary:
         """`ends`: how many of its groups ended how. `trained`: groups of all tasks."""
         count = max(1, self.rewarded)
-        return summary.Task(
+        return summary.TaskSummary(
             pool=self.pool,
             share=round(self.share, 4),
             trained_share=round(ends["trained"] / trained, 4) if trained else 0.0,

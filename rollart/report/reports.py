@@ -36,7 +36,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[FailedPlan]
 
 
-class Cluster(msgspec.Struct, frozen=True):
+class ClusterReport(msgspec.Struct, frozen=True):
     type: str
     address: str | None
 
@@ -63,7 +63,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     missing: str
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     hardware: str
     cost: float
@@ -76,9 +76,9 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolsReport(msgspec.Struct, frozen=True, kw_only=True):
-    cluster: Cluster
+    cluster: ClusterReport
     nodes: list[Machine]
-    pools: list[Pool]
+    pools: list[PoolReport]
     devices: dict[str, list[str]]
     """By worker."""
     missing: list[str]

@@ -19,8 +19,8 @@ from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event, task_set
 from rollart.report.fold import SummaryFold
-from rollart.report.reports import ChaosReport, PlanReport, Pool, PoolsReport, Role, Split, SweepReport
-from rollart.report.summary import Play, Plays, Progress, Summary, Task
+from rollart.report.reports import ChaosReport, PlanReport, PoolReport, PoolsReport, Role, Split, SweepReport
+from rollart.report.summary import Play, Plays, Progress, Summary, TaskSummary
 
 DRAW_EVERY_S = 1.0
 """On a terminal."""
@@ -113,7 +113,7 @@ def _amount(resource: str, value: float) -> str:
     return f"{resource} {value / 2**30:.4g} GiB" if "memory" in resource else f"{resource} {value:.4g}"
 
 
-def _role_cells(pool: Pool, role: Role) -> Iterable[str]:
+def _role_cells(pool: PoolReport, role: Role) -> Iterable[str]:
     needs = [f"{role.each.cpus:g} CPU", f"{role.each.gpus:g} GPU" if role.each.gpus else "", pool.resource]
     served = (", ".join(pool.tasks), ", ".join(pool.stand_ins)) if role.role == "rollout" else ("", "")
     placed = f"{role.placed} of {role.workers}"
@@ -229,12 +229,12 @@ def earned(mean: float | None, *, rate: bool) -> str:
     return f"{mean:.1%}" if rate else f"{mean:.3f}"
 
 
-def _gradients(row: Task) -> str:
+def _gradients(row: TaskSummary) -> str:
     """Of the trained groups: those whose members did not all earn the same."""
     return f"{row.with_gradient} of {row.trained}"
 
 
-def _trouble(name: str, row: Task) -> list[str]:
+def _trouble(name: str, row: TaskSummary) -> list[str]:
     """Warnings about a task that fails, or whose groups carry no gradient."""
     told = []
     if row.state != "in":

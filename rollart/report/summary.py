@@ -157,7 +157,7 @@ class Lengths(Figures, frozen=True):
     """Of `admitted`, stopped by us."""
 
 
-class Task(Figures, frozen=True):
+class TaskSummary(Figures, frozen=True):
     pool: str
     """That served it last."""
     share: Share
@@ -337,7 +337,7 @@ class Summary(Figures, frozen=True):
     pools: dict[PoolName, Pool]
     weights: Weights
     reward: Rewards
-    tasks: dict[TaskName, Task]
+    tasks: dict[TaskName, TaskSummary]
     cost: Costs
     evaluations: dict[Annotated[str, Meta(title="<name>")], Plays]
     eval: dict[TaskName, Progress]

@@ -34,7 +34,7 @@ class VersionFigures(msgspec.Struct, kw_only=True):
     engines: dict[str, EngineFigures] = {}
 
 
-class Mean(msgspec.Struct):
+class RunningMean(msgspec.Struct):
     """Of the values so far."""
 
     total: float = 0.0
@@ -55,8 +55,8 @@ class VersionFold(Fold):
     def __init__(self, *, keep: bool = False) -> None:
         self.versions: list[VersionFigures] = []
         """In the order they were first heard of."""
-        self.push_s, self.arrival_s, self.bytes = Mean(), Mean(), Mean()
-        self.pull_s, self.exposed_s = Mean(), Mean()
+        self.push_s, self.arrival_s, self.bytes = RunningMean(), RunningMean(), RunningMean()
+        self.pull_s, self.exposed_s = RunningMean(), RunningMean()
         self.in_flight = 0
         """Calls that went on over a swap."""
         self._keep = keep

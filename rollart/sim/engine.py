@@ -21,7 +21,7 @@ from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
-from rollart.hardware import Costs, Disaggregated, Hardware, ModelShape, engine_costs
+from rollart.hardware import Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -67,7 +67,7 @@ class EngineWorld:
     log: EventLog
     faults: Faults
 
-    def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> Costs:
+    def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> EngineCosts:
         """What steps of a worker of this pool cost; measured, where that is known."""
         costs = engine_costs(self.model, hardware, gpus, self.settings.runtime(kind))
         measured = self.settings.measured.get(pool)
@@ -383,7 +383,7 @@ class SimEngine:
                 self._prefilled(sequence)
         return bool(done)
 
-    def _pack(self, budget: float, costs: Costs) -> Pack:
+    def _pack(self, budget: float, costs: EngineCosts) -> Pack:
         """The next prompts, as many as one step computes; one that is longer than that has a pack to itself."""
         sequences = [self._prefilling.popleft()]
         tokens = sequences[0].prefill

@@ -54,7 +54,7 @@ class SimLink:
             await asyncio.sleep(done_s - loop.time())
 
 
-class Disk:
+class SimDisk:
     """Where weights, checkpoints and the journal are written. It may be full for a time."""
 
     def __init__(self) -> None:

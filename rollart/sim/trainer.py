@@ -9,7 +9,7 @@ from rollart.hardware import Hardware, ModelShape, TrainCosts, train_costs
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
-from rollart.sim.links import SLOW, Disk, SimLink, SimStore, digest_of
+from rollart.sim.links import SLOW, SimDisk, SimLink, SimStore, digest_of
 from rollart.types import (
     Batch,
     Bucket,
@@ -35,7 +35,7 @@ class SimTrainer:
         store: SimStore,
         push: SimLink,
         faults: Faults,
-        disk: Disk,
+        disk: SimDisk,
         noted: dict[int, tuple[SetAside, ...]],
         answered: Callable[[], int],
         blocking: bool,
@@ -210,9 +210,9 @@ class SimCluster:
         push: SimLink,
         faults: Faults,
         noted: dict[int, tuple[SetAside, ...]],
-        disk: Disk | None = None,
+        disk: SimDisk | None = None,
     ) -> None:
-        self._disk = disk or Disk()
+        self._disk = disk or SimDisk()
         self._world = engines
         self._train = train
         self._costs = train_costs(engines.model, train_hardware, train_gpus, efficiency=train.efficiency)
@@ -324,7 +324,7 @@ class SimCluster:
 class SimJournal:
     """Survives the coordinator: everything in it is frozen, so keeping it is as good as writing it down."""
 
-    def __init__(self, disk: Disk | None = None) -> None:
+    def __init__(self, disk: SimDisk | None = None) -> None:
         self._disk = disk
         self._batches: dict[int, Batch] = {}
         self._checkpoint: Checkpoint | None = None

@@ -31,7 +31,7 @@ from rollart.store.index import (
     read_index,
     read_manifest,
 )
-from rollart.store.media import Medium, Memory, digest_at
+from rollart.store.media import Medium, SharedMemory, digest_at
 from rollart.store.owner import Claim, claim
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
@@ -185,7 +185,7 @@ class BucketStore:
         if file.num_bytes != num_bytes:
             raise WeightError(f"weight bucket {name}: damaged, {file.num_bytes} bytes instead of {num_bytes}")
         damaged = [bucket for bucket in buckets if file.digest(bucket) != bucket.digest]
-        if damaged and isinstance(self._medium, Memory):
+        if damaged and isinstance(self._medium, SharedMemory):
             # Or somebody has written to tensors of an earlier fetch, on pages of ours alone.
             self._medium.forget(self.directory / name)
             file = self._seen(name, num_bytes)

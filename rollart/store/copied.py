@@ -15,7 +15,7 @@ from rollart.errors import WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.store.host import HostSetup, HostUser
 from rollart.store.index import read_index, read_manifest, versions_in, void
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.mirror import read_state
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
@@ -33,7 +33,7 @@ class CopiedStore(BucketStore):
 
     def __init__(self, directory: Path, bucket_bytes: int, setup: HostSetup, *, patience_s: float = PATIENCE_S) -> None:
         """`setup`: of the process that feeds the copy."""
-        super().__init__(directory, bucket_bytes, Memory(directory))
+        super().__init__(directory, bucket_bytes, SharedMemory(directory))
         self._copy = Path(setup.directory)
         self._copying = HostUser(setup)
         self._waits_s = patience_s
@@ -67,7 +67,7 @@ class CopiedStore(BucketStore):
     def _settle(self) -> None:
         """Use this host's copy, and see to it that it is fed."""
         if self.directory != self._copy:
-            self.directory, self._medium = self._copy, Memory(self._copy)
+            self.directory, self._medium = self._copy, SharedMemory(self._copy)
         self._copying.ensure()
 
     def _wait_for(self, manifest: WeightManifest) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rollart.model.directory import INDEX, copy_other_files
 from rollart.store.buckets import BucketStore
 from rollart.store.index import WEIGHTS
-from rollart.store.media import Disk
+from rollart.store.media import DiskMedium
 
 VISIBLE_S = 5.0
 """How long what another machine wrote may take to be seen on a shared disk."""
@@ -36,7 +36,7 @@ class FileStore(BucketStore):
         patience_s: float = VISIBLE_S,
     ) -> None:
         """`model_path`: the initial model, whose config and tokenizer go into each version. Needed to push only."""
-        super().__init__(directory, bucket_bytes, Disk(), patience_s=patience_s)
+        super().__init__(directory, bucket_bytes, DiskMedium(), patience_s=patience_s)
         self._model_path = model_path
 
     def _complete(self, folder: Path, places: Mapping[str, str]) -> None:

@@ -25,12 +25,12 @@ from typing import Any
 
 from rollart.errors import WeightError
 from rollart.store.index import drop_before
-from rollart.store.link import Link
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.mirror import Mirror, Source
 from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, MooncakeSource, way_to
 from rollart.store.owner import claim, is_owned, is_used, remove_left_behind, users_file
-from rollart.store.serve import Server
+from rollart.store.serve import StoreServer
+from rollart.store.tcp_source import TcpSource
 
 LINGER_S = 30.0
 """How long it stays when nobody uses it any more."""
@@ -156,7 +156,7 @@ def read_ready(directory: Path) -> dict[str, Any]:
     return found
 
 
-class Host:
+class HostProcess:
     """The process itself."""
 
     def __init__(self, setup: HostSetup) -> None:
@@ -164,8 +164,8 @@ class Host:
         self._directory = Path(setup.directory)
         self._over = asyncio.Event()
         self._mirror: Mirror | None = None
-        self._memory = Memory(self._directory)
-        self._server = Server(
+        self._memory = SharedMemory(self._directory)
+        self._server = StoreServer(
             self._directory, setup.token, drop=self._drop, closing=self._over.set, coming=self._coming
         )
 
@@ -208,7 +208,7 @@ class Host:
             await asyncio.sleep(LOOK_S)
         if setup.source:
             self._follow(
-                Link(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}", deltas=setup.deltas)
+                TcpSource(setup.source, setup.token, site=setup.site, peer=f"{host}:{serving_at}", deltas=setup.deltas)
             )
         self._say({"pid": os.getpid(), "port": serving_at})
 
@@ -262,7 +262,7 @@ def main() -> None:
         return
     remove_left_behind(Path(setup.directory).parent)
     try:
-        asyncio.run(Host(setup).run())
+        asyncio.run(HostProcess(setup).run())
     finally:
         owned.release()
         os._exit(0)  # a thread may still wait for an answer

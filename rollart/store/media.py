@@ -1,8 +1,8 @@
 """Where the files of a store lie, and how they are written and read there: on a disk, or in shared memory.
 
 Pages of shared memory that are touched for the first time are slow (measured: 0.6 GB/s, and 2 through a new mapping,
-against 8 for pages that are mapped already). So `Memory` uses them again: the files of a version that was dropped are
-kept as spares, the next push writes into them, and each process keeps its mapping of them.
+against 8 for pages that are mapped already). So `SharedMemory` uses them again: the files of a
+version that was dropped are kept as spares, the next push writes into them, and each process keeps its mapping of them.
 
 Invariant: what somebody reads does not change under them. Who maps a file holds a shared lock on it for as long as any
 tensor of it lives, and whoever uses a file again first has it for itself: the kernel ends the locks of a process that
@@ -47,7 +47,7 @@ class Medium(Protocol):
         """These files are of no use any more."""
 
 
-class Disk:
+class DiskMedium:
     """A file system, local or of a network."""
 
     @contextmanager
@@ -79,7 +79,7 @@ class Disk:
             path.unlink(missing_ok=True)
 
 
-class Memory:
+class SharedMemory:
     """Shared memory below `directory`, used again. One process writes there, any number read."""
 
     def __init__(self, directory: Path) -> None:

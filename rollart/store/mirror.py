@@ -32,7 +32,7 @@ from rollart.store.index import (
     versions_in,
     void,
 )
-from rollart.store.media import Bytes, Memory
+from rollart.store.media import Bytes, SharedMemory
 from rollart.types import Bucket, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ RETRY_S = 0.2
 """After trouble; doubled up to ten times of it."""
 
 
-class Change(NamedTuple):
+class VersionNews(NamedTuple):
     """What is new of one version."""
 
     push: str
@@ -60,7 +60,7 @@ class News(NamedTuple):
     """What has changed at the source."""
 
     versions: Sequence[WeightVersion]
-    changed: Mapping[WeightVersion, Change]
+    changed: Mapping[WeightVersion, VersionNews]
     closed: bool = False
     """The run is over."""
 
@@ -117,7 +117,7 @@ class Mirror:
     def __init__(self, directory: Path, source: Source) -> None:
         self._directory = directory
         self._source = source
-        self._memory = Memory(directory)
+        self._memory = SharedMemory(directory)
         self._writers: dict[WeightVersion, Writer] = {}
         self._whole: set[WeightVersion] = set()
         self._spent_s: dict[str, float] = {}
@@ -190,7 +190,7 @@ class Mirror:
             del self._writers[version]
             self._whole.discard(version)
 
-    def _bring(self, version: WeightVersion, change: Change) -> None:
+    def _bring(self, version: WeightVersion, change: VersionNews) -> None:
         folder = self._directory / folder_name(version)
         writer = self._writers.get(version)
         if writer is None or writer.push != change.push:

@@ -18,7 +18,7 @@ from typing import Any
 from rollart.errors import StoreFull, WeightError, install
 from rollart.store.index import MANIFEST, folder_name
 from rollart.store.media import Bytes
-from rollart.store.mirror import Base, Came, Change, Have, News
+from rollart.store.mirror import Base, Came, Have, News, VersionNews
 from rollart.types import Bucket, WeightVersion
 
 FULL = -200
@@ -183,7 +183,7 @@ class MooncakeSource:
             if before != state[version]:
                 one, since = self._head[version], before[1] if before[0] == push else 0
                 buckets = tuple(Bucket(*bucket) for bucket in one["buckets"][since:])
-                changed[int(version)] = Change(push, buckets, one["sizes"], [MANIFEST] if whole else [])
+                changed[int(version)] = VersionNews(push, buckets, one["sizes"], [MANIFEST] if whole else [])
         return News([int(version) for version in state], changed)
 
     def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rollart.store.delta import Delta, encode
 from rollart.store.index import MANIFEST, VERSION, WEIGHTS, folder_name, read_index, versions_in
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.types import Bucket
 
 WAIT_S = 15.0
@@ -37,7 +37,7 @@ LOOK_S = 0.02
 """How often the folder is looked at while somebody waits."""
 
 
-class Server:
+class StoreServer:
     """Serves `directory`."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Server:
         self._coming = coming
         self._holders: dict[tuple[str, str, str, int], list[str]] = {}
         """By site, push, file and place in it: the hosts of the site that have the bucket, or will have it first."""
-        self._memory = Memory(directory)
+        self._memory = SharedMemory(directory)
         self._encoding = asyncio.Lock()
         self._deltas: dict[tuple[str, str, str, int], Delta | None] = {}
         """By push, base, file and place in it."""

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from rollart.store.buckets import BucketStore
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.owner import PREFIX, ROOT
 
 RUN_ID = re.compile(r"[A-Za-z0-9._+-]+")
@@ -26,4 +26,4 @@ class ShmStore(BucketStore):
 
     def __init__(self, run_id: str, bucket_bytes: int = 1 << 30, *, root: Path = ROOT) -> None:
         directory = folder_of(run_id, root)
-        super().__init__(directory, bucket_bytes, Memory(directory))
+        super().__init__(directory, bucket_bytes, SharedMemory(directory))

@@ -18,10 +18,10 @@ from rollart.errors import WeightError
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
 from rollart.store.host import LINGER_S, READY, HostSetup, HostUser, read_ready
 from rollart.store.index import drop_before
-from rollart.store.link import Link
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.owner import ROOT, is_owned, remove_store
 from rollart.store.shm import folder_of
+from rollart.store.tcp_source import TcpSource
 from rollart.types import Probe, WeightManifest, WeightVersion
 
 CLOSE_S = 5.0
@@ -86,19 +86,19 @@ class TcpStore(CopiedStore):
         if not (self._origin / READY).exists():
             super()._settle()
         elif self.directory != self._origin:
-            self.directory, self._medium = self._origin, Memory(self._origin)
+            self.directory, self._medium = self._origin, SharedMemory(self._origin)
 
     def _drop(self, version: WeightVersion) -> None:
         if self._origin.exists():
-            drop_before(self._origin, Memory(self._origin), version)
+            drop_before(self._origin, SharedMemory(self._origin), version)
             return
         try:
             self._link().post("/drop", {"before": version})
         except OSError as error:
             raise WeightError(f"versions before {version} could not be dropped: {error}") from error
 
-    def _link(self) -> Link:
+    def _link(self) -> TcpSource:
         host, _, port = self._address.rpartition(":")
         if port == "0":
             port = str(read_ready(self._origin).get("port", 0))
-        return Link(f"{host}:{port}", self._token)
+        return TcpSource(f"{host}:{port}", self._token)

@@ -45,7 +45,7 @@ class Finding:
 
 
 @dataclass(slots=True, kw_only=True)
-class Play:
+class TrialEpisode:
     """One episode as the check saw it."""
 
     task: Task
@@ -65,7 +65,7 @@ class Checked:
     """What a check found, and one episode to look at."""
 
     findings: list[Finding]
-    example: Play | None
+    example: TrialEpisode | None
     """Of the scripted player, else of the random agent; where the check broke off, the one it broke off in."""
 
 
@@ -118,7 +118,7 @@ class _Check:
         self._call_limit_s = call_limit_s
         self._findings: dict[str, Finding] = {}
         """By text: the same fault in every episode is said once."""
-        self._example: Play | None = None
+        self._example: TrialEpisode | None = None
         self._start_thread()
 
     def run(self) -> Checked:
@@ -184,10 +184,10 @@ class _Check:
 
         return self._call(f"{method}(index)", draw)  # type: ignore[no-any-return]
 
-    def _play_all(self, task_set: TaskSet, player: Player, who: str) -> list[Play]:
+    def _play_all(self, task_set: TaskSet, player: Player, who: str) -> list[TrialEpisode]:
         return [self._play(task_set, task_set.task(index), player, who) for index in range(EPISODES)]
 
-    def _scripted(self, task_set: TaskSet) -> list[Play]:
+    def _scripted(self, task_set: TaskSet) -> list[TrialEpisode]:
         try:
             return self._play_all(task_set, task_set.scripted, "the scripted player")
         except Broken as broken:
@@ -196,9 +196,9 @@ class _Check:
             self._warn("It has no scripted player, so nobody has shown that it can be won. Write scripted().")
             return []
 
-    def _play(self, task_set: TaskSet, task: Task, player: Player, who: str) -> Play:
+    def _play(self, task_set: TaskSet, task: Task, player: Player, who: str) -> TrialEpisode:
         """One episode. Breaks the whole check where going on makes no sense."""
-        play = self._example = Play(task=task, who=who)
+        play = self._example = TrialEpisode(task=task, who=who)
         rng = random.Random(f"{self._seed}/{task.id}/{who}")
         env = self._call("environment(task)", task_set.environment, task)
         texts: list[str] = []
@@ -228,7 +228,7 @@ class _Check:
             self._call("close()", env.close)
         return play
 
-    def _observe(self, play: Play, where: str, method: Callable[..., Any], *arguments: Any) -> Observation:
+    def _observe(self, play: TrialEpisode, where: str, method: Callable[..., Any], *arguments: Any) -> Observation:
         began_s = time.monotonic()
         value = self._call(where, method, *arguments)
         play.slowest_s = max(play.slowest_s, time.monotonic() - began_s)
@@ -239,7 +239,7 @@ class _Check:
         play.observations.append(observation)
         return observation
 
-    def _after_the_end(self, env: Any, play: Play) -> None:
+    def _after_the_end(self, env: Any, play: TrialEpisode) -> None:
         """A step after the end may raise, or say again that it is over; it must not go on or pay."""
         if not play.observations[-1].done:
             return
@@ -252,7 +252,7 @@ class _Check:
         elif observation.reward != 0:
             self._warn("step() after done pays a reward again. Return 0, or raise.")
 
-    def _determinism(self, task_set: TaskSet, plays: Sequence[Play]) -> None:
+    def _determinism(self, task_set: TaskSet, plays: Sequence[TrialEpisode]) -> None:
         for play in plays:
             replay = self._play(task_set, play.task, _repeat(play.actions), "the replay")
             if replay.observations != play.observations:
@@ -265,7 +265,7 @@ class _Check:
         if slowest_s > SLOW_STEP_S:
             self._warn(f"It is slow: a reset or step took {slowest_s:.1f} s. Thousands of them make one training step.")
 
-    def _rewards(self, random_plays: Sequence[Play], scripted_plays: Sequence[Play]) -> None:
+    def _rewards(self, random_plays: Sequence[TrialEpisode], scripted_plays: Sequence[TrialEpisode]) -> None:
         name = self._call("finding its reward function", reward_of, self._use)
         function = self._call("loading its reward function", load_reward, name)
         random_scores = [self._score(function, play) for play in random_plays]
@@ -285,7 +285,7 @@ class _Check:
         if random_scores and min(random_scores) == max(random_scores) == best:
             self._warn("The random agent always earns the best reward: there is nothing to learn.")
 
-    def _score(self, function: Callable[[Episode], Any], play: Play) -> float:
+    def _score(self, function: Callable[[Episode], Any], play: TrialEpisode) -> float:
         turns = zip(play.observations, play.actions, play.observations[1:], strict=False)
         episode = Episode(
             id=play.task.id,

@@ -33,7 +33,7 @@ MAX_MISSES = 10
 """Answers without an action in them before an episode is given up."""
 
 
-class Gymnasium:
+class GymnasiumGame:
     """Any environment whose actions are a few, or a text, and whose observations can be written down."""
 
     package, distribution = "gymnasium", "gymnasium"
@@ -101,7 +101,7 @@ class Gymnasium:
         ]
 
 
-class ReasoningGym:
+class ReasoningGymGame:
     """One question, scored by the data set's own scorer."""
 
     package, distribution = "reasoning_gym", "reasoning-gym"
@@ -135,7 +135,7 @@ class ReasoningGym:
         return list(importlib.import_module("reasoning_gym.factory").DATASETS)
 
 
-class Gem:
+class GemGame:
     """gem's games and question sets."""
 
     package, distribution = "gem", "gem-llm"
@@ -167,7 +167,7 @@ class Gem:
         return list(importlib.import_module("gem.envs.registration").ENV_REGISTRY)
 
 
-class TextArena:
+class TextArenaGame:
     """textarena's games for one player."""
 
     package, distribution = "textarena", "textarena"
@@ -210,7 +210,7 @@ class TextArena:
         return [name for name in registry if not name.endswith(("-raw", "-train"))]
 
 
-class Verifiers:
+class VerifiersGame:
     """Tasksets of verifiers v1 whose tasks are one prompt and one answer, scored by their own rewards."""
 
     package, distribution = "verifiers", "verifiers"
@@ -277,7 +277,7 @@ class Verifiers:
         return sorted(found)
 
 
-class OpenEnv:
+class OpenEnvGame:
     """A session with an OpenEnv server, over its websocket: one connection is one environment."""
 
     package, distribution = "websockets", "websockets"
@@ -328,12 +328,12 @@ class OpenEnv:
 
 
 LIBRARIES: dict[str, Any] = {
-    "gymnasium": Gymnasium,
-    "reasoning_gym": ReasoningGym,
-    "gem": Gem,
-    "textarena": TextArena,
-    "verifiers": Verifiers,
-    "openenv": OpenEnv,
+    "gymnasium": GymnasiumGame,
+    "reasoning_gym": ReasoningGymGame,
+    "gem": GemGame,
+    "textarena": TextArenaGame,
+    "verifiers": VerifiersGame,
+    "openenv": OpenEnvGame,
 }
 
 

@@ -174,7 +174,7 @@ class Game:
             used.end()
 
 
-class Played(Environment):
+class GameEnvironment(Environment):
     """One episode of a game."""
 
     def __init__(self, game: Game, seed: int) -> None:
@@ -225,8 +225,8 @@ class Library(TaskSet):
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         return {"seed": rng.getrandbits(31)}
 
-    def environment(self, task: Task) -> Played:
-        return Played(self._game(), int(task.payload["seed"]))
+    def environment(self, task: Task) -> GameEnvironment:
+        return GameEnvironment(self._game(), int(task.payload["seed"]))
 
     def _game(self) -> Game:
         try:

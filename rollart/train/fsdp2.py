@@ -51,12 +51,12 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.gathering import Gathered, Shard, follow, own_rows, spread
-from rollart.train.learner import Learner, Scorer
 from rollart.train.memory import compiles, recomputed_layers
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
-from rollart.train.single import Store
+from rollart.train.single import PushTarget
 from rollart.train.step import RankWork, UpdateReport
+from rollart.train.updater import PackedScorer, Updater
 from rollart.train.versions import Versions
 from rollart.types import Probe, WeightManifest, WeightVersion
 from rollart.workers.setup import RankSetup
@@ -106,7 +106,7 @@ class _Live(NamedTuple):
 
     sharded: ShardedNetwork
     optimizer: MasterAdamW
-    learner: Learner
+    learner: Updater
     probe: Probe | None
 
 
@@ -124,7 +124,7 @@ class ShardedTrainer:
         self._to_save = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
-        self._reference: Scorer | None = None
+        self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
             self._reference = self._load_network(path).requires_grad_(False)
         self._live: _Live | None = None
@@ -147,7 +147,7 @@ class ShardedTrainer:
         self._live = live._replace(probe=self._probe_of(live.sharded))
         self._versions.advance()
 
-    def publish(self, version: WeightVersion, store: Store) -> WeightManifest | None:
+    def publish(self, version: WeightVersion, store: PushTarget) -> WeightManifest | None:
         """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""
         try:
             shards, probe = self._versions.of(version)
@@ -198,7 +198,7 @@ class ShardedTrainer:
 
         probe = self._probe_of(sharded)
 
-        learner = Learner(self._settings, sharded, self._reference, optimizer, self._device)
+        learner = Updater(self._settings, sharded, self._reference, optimizer, self._device)
 
         def put_in_place() -> None:
             self._live = _Live(sharded, optimizer, learner, probe)
@@ -223,7 +223,7 @@ class ShardedTrainer:
         return self._held().optimizer
 
     @property
-    def _learner(self) -> Learner:
+    def _learner(self) -> Updater:
         return self._held().learner
 
     def close(self) -> None:

@@ -43,17 +43,17 @@ from rollart.train.checkpoints import (
     saved_version,
     write_state,
 )
-from rollart.train.learner import Learner, Scorer
 from rollart.train.memory import compiles, keep_to_share, recomputed_layers
 from rollart.train.offload import HostCopy
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.step import Step, check_step
+from rollart.train.updater import PackedScorer, Updater
 from rollart.train.versions import Versions
 from rollart.types import Batch, Probe, StepResult, WeightManifest, WeightVersion
 
 
-class Store(Protocol):
+class PushTarget(Protocol):
     """What the trainer needs of a weight store."""
 
     def push(
@@ -66,7 +66,7 @@ class _Live(NamedTuple):
 
     network: PreTrainedModel
     optimizer: MasterAdamW
-    learner: Learner
+    learner: Updater
 
 
 class SingleTrainer:
@@ -80,7 +80,7 @@ class SingleTrainer:
         self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._versions = Versions(self._copy)
-        self._reference: Scorer | None = None
+        self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
         self._half_done = False
@@ -118,7 +118,7 @@ class SingleTrainer:
             raise
         return step.result(self._versions.advance(), lr, time.perf_counter() - began)
 
-    def publish(self, version: WeightVersion, store: Store) -> WeightManifest:
+    def publish(self, version: WeightVersion, store: PushTarget) -> WeightManifest:
         """Push the current or the previous version."""
         copy, probe = self._versions.of(version)
         return store.push(version, copy.whole(), probe)
@@ -145,7 +145,7 @@ class SingleTrainer:
             self._checkpoints.use(path)
 
         scorer = partial(packed_scores, network)
-        learner = Learner(self._settings, scorer, self._reference, optimizer, self._device, self._hold_back)
+        learner = Updater(self._settings, scorer, self._reference, optimizer, self._device, self._hold_back)
 
         def put_in_place() -> None:
             self._live = _Live(network, optimizer, learner)
@@ -171,7 +171,7 @@ class SingleTrainer:
         return self._held().optimizer
 
     @property
-    def _learner(self) -> Learner:
+    def _learner(self) -> Updater:
         return self._held().learner
 
     def _check_whole(self) -> None:
@@ -224,7 +224,7 @@ class AsyncTrainer:
     One thread trains, saves and restores; another publishes, so that a push and the next step overlap.
     """
 
-    def __init__(self, core: SingleTrainer, store: Store) -> None:
+    def __init__(self, core: SingleTrainer, store: PushTarget) -> None:
         self._core = core
         self._store = store
         self._work = ThreadPoolExecutor(1, thread_name_prefix="train")

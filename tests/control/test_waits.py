@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollart.control.attempt import Run
+from rollart.control.attempt import Attempt
 from rollart.control.context import JobContext
 from rollart.control.env_manager import Session
 from rollart.control.supervisor import TaskSupervisor
@@ -237,8 +237,8 @@ def test_a_closed_list_leaves_no_timer_behind() -> None:
 # --- stopping runs --------------------------------------------------------------------------------------------------
 
 
-def a_run() -> Run:
-    return Run(TrajectoryId("g", 0, 0), Task(id="a/0", domain="a", index=0), scene_job().tasks[0], ("fast",))
+def a_run() -> Attempt:
+    return Attempt(TrajectoryId("g", 0, 0), Task(id="a/0", domain="a", index=0), scene_job().tasks[0], ("fast",))
 
 
 def test_a_stop_and_a_cancellation_at_once_is_a_cancellation() -> None:

@@ -7,7 +7,7 @@ neighbouring tokens are alike, here too.
 import numpy as np
 import pytest
 
-from rollart.engines.proof import PRECISIONS, Proven, Values, Verdict, judge
+from rollart.engines.proof import PRECISIONS, ProofResult, Proven, Values, judge
 
 NUM_TOKENS = 2016
 NOISE = 0.024
@@ -39,7 +39,7 @@ class Trainer:
         return alike
 
 
-def judged(version: int, answer: Values, expected: Values, state: Proven | None) -> Verdict:
+def judged(version: int, answer: Values, expected: Values, state: Proven | None) -> ProofResult:
     return judge(version, answer.tolist(), expected.tolist(), state, PRECISION)
 
 

@@ -2,34 +2,34 @@
 
 import pytest
 
-from rollart.policy.redundancy import Count, Verdict, backoff_s, judge, surplus
+from rollart.policy.redundancy import Count, GroupVerdict, backoff_s, judge, surplus
 from rollart.types import Status
 
 D, F, S, A, T = Status.DONE, Status.FAILED, Status.STALE, Status.ABORTED, Status.TRUNCATED
 
 TABLE = [
     # status, scored, under way, attempts left, fresh -> verdict      (group of 4, at least 2)
-    (S, 4, 0, 3, True, Verdict.STALE),
-    (S, 0, 3, 3, True, Verdict.STALE),
-    (D, 4, 2, 3, True, Verdict.READY),
-    (T, 4, 0, 3, True, Verdict.READY),
-    (F, 4, 1, 3, True, Verdict.READY),  # a spare that fails when enough are scored
-    (D, 3, 1, 3, True, Verdict.WAIT),
-    (F, 2, 1, 3, True, Verdict.RETRY),  # 3 at most without it
-    (F, 2, 2, 3, True, Verdict.WAIT),  # a spare is under way
-    (F, 2, 1, 0, True, Verdict.WAIT),  # no attempt left, others still play
-    (F, 2, 1, 3, False, Verdict.WAIT),  # too old to begin again
-    (F, 3, 0, 0, True, Verdict.READY),  # closes with fewer
-    (F, 2, 0, 3, False, Verdict.READY),
-    (F, 1, 0, 0, True, Verdict.FAILED),
-    (F, 0, 0, 3, False, Verdict.FAILED),
-    (A, 1, 0, 3, True, Verdict.FAILED),
-    (D, 2, 0, 0, True, Verdict.READY),
+    (S, 4, 0, 3, True, GroupVerdict.STALE),
+    (S, 0, 3, 3, True, GroupVerdict.STALE),
+    (D, 4, 2, 3, True, GroupVerdict.READY),
+    (T, 4, 0, 3, True, GroupVerdict.READY),
+    (F, 4, 1, 3, True, GroupVerdict.READY),  # a spare that fails when enough are scored
+    (D, 3, 1, 3, True, GroupVerdict.WAIT),
+    (F, 2, 1, 3, True, GroupVerdict.RETRY),  # 3 at most without it
+    (F, 2, 2, 3, True, GroupVerdict.WAIT),  # a spare is under way
+    (F, 2, 1, 0, True, GroupVerdict.WAIT),  # no attempt left, others still play
+    (F, 2, 1, 3, False, GroupVerdict.WAIT),  # too old to begin again
+    (F, 3, 0, 0, True, GroupVerdict.READY),  # closes with fewer
+    (F, 2, 0, 3, False, GroupVerdict.READY),
+    (F, 1, 0, 0, True, GroupVerdict.FAILED),
+    (F, 0, 0, 3, False, GroupVerdict.FAILED),
+    (A, 1, 0, 3, True, GroupVerdict.FAILED),
+    (D, 2, 0, 0, True, GroupVerdict.READY),
 ]
 
 
 @pytest.mark.parametrize(("status", "scored", "under_way", "left", "fresh", "verdict"), TABLE)
-def test_verdicts(status: Status, scored: int, under_way: int, left: int, fresh: bool, verdict: Verdict) -> None:
+def test_verdicts(status: Status, scored: int, under_way: int, left: int, fresh: bool, verdict: GroupVerdict) -> None:
     found = judge(status, Count(scored, under_way), group_size=4, min_group_size=2, attempts_left=left, fresh=fresh)
     assert found is verdict
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollart.events import schema
-from rollart.records.reader import Archive, Wanted
+from rollart.records.reader import Archive, TrajectoryFilter
 from tests.real.harness import job, running
 
 
@@ -16,14 +16,14 @@ def test_a_killed_and_resumed_job_keeps_the_trajectories_of_both_lives(model: Pa
         run.kill("coordinator")
         run.wait()
         run.nobody_is_left()
-        before = {head.id for head in Archive(run.out).find(Wanted())}
+        before = {head.id for head in Archive(run.out).find(TrajectoryFilter())}
         assert before
         run.start("--resume", str(run.out))
         assert run.wait() == 0, run.said
         run.ended_well(6)
         events = run.events()
     archive = Archive(run.out)
-    heads = archive.find(Wanted())
+    heads = archive.find(TrajectoryFilter())
     assert before == {head.id for head in heads if head.life == 0}
     killed = next(event.n for event in events if isinstance(event, schema.Killed))
     ends = {event.id: event for event in events if isinstance(event, schema.End) and event.n > killed}

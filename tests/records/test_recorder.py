@@ -12,9 +12,9 @@ import pytest
 import rollart.records.recorder
 from rollart.errors import JobError
 from rollart.records.format import FOLDER, ROW_BYTES, Frame, files_of, frames_of
-from rollart.records.reader import Archive, Wanted
+from rollart.records.reader import Archive, TrajectoryFilter
 from rollart.records.recorder import FileRecorder
-from rollart.records.rows import Attempt, Dropped, Ended, Life
+from rollart.records.rows import AttemptRow, Dropped, Ended, LifeRow
 from rollart.types import Message, TurnNote
 from tests.contracts.recorder import RecorderBench, RecorderContract, batch, played, trajectory
 
@@ -23,7 +23,7 @@ NEVER_S = 1000.0
 
 
 def fates(run: Path) -> dict[str, tuple[str, int | None, float | None]]:
-    return {head.id: (head.fate, head.step, head.advantage) for head in Archive(run).find(Wanted())}
+    return {head.id: (head.fate, head.step, head.advantage) for head in Archive(run).find(TrajectoryFilter())}
 
 
 class TestFileRecorder(RecorderContract):
@@ -49,13 +49,13 @@ def write(run: Path, work: Callable[[FileRecorder], object], **settings: Any) ->
 
 
 def ids(run: Path) -> list[str]:
-    return [head.id for head in reversed(Archive(run).find(Wanted()))]
+    return [head.id for head in reversed(Archive(run).find(TrajectoryFilter()))]
 
 
 def test_a_trajectory_comes_back_with_everything(tmp_path: Path) -> None:
     write(tmp_path, lambda keep: keep.played(played()), zero_s=100.0)
     archive = Archive(tmp_path)
-    [head] = archive.find(Wanted())
+    [head] = archive.find(TrajectoryFilter())
     found = archive.one(head)
     before = trajectory()
     assert [turn.shown for turn in found.turns] == [note.shown for note in played().notes]
@@ -93,7 +93,7 @@ def test_tokens_of_any_width_come_back(tokens: list[int], tmp_path: Path) -> Non
     object.__setattr__(turn, "context", wide)
     write(tmp_path, lambda keep: keep.played(whole))
     archive = Archive(tmp_path)
-    assert archive.one(archive.find(Wanted())[0]).turns[0].context.tolist() == wide.tolist()
+    assert archive.one(archive.find(TrajectoryFilter())[0]).turns[0].context.tolist() == wide.tolist()
 
 
 def test_half_a_character_is_no_trouble(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_half_a_character_is_no_trouble(tmp_path: Path) -> None:
     object.__setattr__(whole, "notes", (whole.notes[0], TurnNote("fast", 0.0, (), "a\ud83d")))
     write(tmp_path, lambda keep: keep.played(whole))
     archive = Archive(tmp_path)
-    assert archive.one(archive.find(Wanted())[0]).turns[1].text.startswith("a")
+    assert archive.one(archive.find(TrajectoryFilter())[0]).turns[1].text.startswith("a")
 
 
 def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
     counts = []
     for length in [*range(0, len(whole) - 1, 13), len(whole) - 1, len(whole)]:
         path.write_bytes(whole[:length])
-        counts.append(sum(isinstance(row, Attempt) for frame in frames_of(path) for row in frame.rows))
+        counts.append(sum(isinstance(row, AttemptRow) for frame in frames_of(path) for row in frame.rows))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 3)
     assert counts[-2] == 2, "the last frame is torn"
@@ -151,7 +151,7 @@ def test_a_resumed_run_goes_on_and_lost_history_is_marked(tmp_path: Path) -> Non
         "fresh.0.0": ("restart", None, None),
         "open.0.100": ("trained", 5, 1.0),
     }
-    assert {head.id: head.life for head in Archive(tmp_path).find(Wanted())}["open.0.100"] == 1
+    assert {head.id: head.life for head in Archive(tmp_path).find(TrajectoryFilter())}["open.0.100"] == 1
 
 
 def test_held_out_episodes_played_again_after_a_kill_are_both_there(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_held_out_episodes_played_again_after_a_kill_are_both_there(tmp_path: Pa
     object.__setattr__(episode, "evaluation", True)
     for _ in range(2):
         write(tmp_path, lambda keep: keep.played(episode))
-    assert [(head.life, head.fate) for head in Archive(tmp_path).find(Wanted())] == [(1, "eval"), (0, "eval")]
+    assert [(head.life, head.fate) for head in Archive(tmp_path).find(TrajectoryFilter())] == [(1, "eval"), (0, "eval")]
 
 
 def test_a_group_opened_again_is_not_over_because_it_once_was(tmp_path: Path) -> None:
@@ -311,9 +311,12 @@ def test_a_disk_that_is_full_while_a_file_begins_leaves_no_file_without_its_firs
     recorder.played(played("after"))
     recorder.close()
     for path in files_of(tmp_path / FOLDER):
-        assert isinstance(next(iter(frames_of(path))).rows[0], Life)
+        assert isinstance(next(iter(frames_of(path))).rows[0], LifeRow)
     write(tmp_path, lambda keep: keep.played(played("resumed")))
-    assert {head.id: head.life for head in Archive(tmp_path).find(Wanted())} == {"after.0.0": 0, "resumed.0.0": 1}
+    assert {head.id: head.life for head in Archive(tmp_path).find(TrajectoryFilter())} == {
+        "after.0.0": 0,
+        "resumed.0.0": 1,
+    }
 
 
 @pytest.mark.parametrize("row", [Dropped(1), Ended("g0", "stale")])
@@ -402,21 +405,23 @@ def test_what_cannot_be_encoded_costs_one_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "order", "found"),
     [
-        (Wanted(), "newest", ["g4.0.0", "g3.0.0", "g2.0.0", "g1.0.0"]),
-        (Wanted(), "worst", ["g2.0.0", "g1.0.0", "g3.0.0"]),
-        (Wanted(), "best", ["g3.0.0", "g1.0.0", "g2.0.0"]),
-        (Wanted(), "failed", ["g4.0.0"]),
-        (Wanted(reward=(0.4, 2.0)), "newest", ["g3.0.0", "g1.0.0"]),
-        (Wanted(status="failed"), "newest", ["g4.0.0"]),
-        (Wanted(name="g2"), "newest", ["g2.0.0"]),
-        (Wanted(name="g3.0.0"), "newest", ["g3.0.0"]),
-        (Wanted(task="maths"), "worst", ["g2.0.0", "g1.0.0", "g3.0.0"]),
-        (Wanted(task="lake"), "newest", []),
-        (Wanted(version=4), "best", ["g3.0.0", "g1.0.0", "g2.0.0"]),
-        (Wanted(version=5), "newest", []),
+        (TrajectoryFilter(), "newest", ["g4.0.0", "g3.0.0", "g2.0.0", "g1.0.0"]),
+        (TrajectoryFilter(), "worst", ["g2.0.0", "g1.0.0", "g3.0.0"]),
+        (TrajectoryFilter(), "best", ["g3.0.0", "g1.0.0", "g2.0.0"]),
+        (TrajectoryFilter(), "failed", ["g4.0.0"]),
+        (TrajectoryFilter(reward=(0.4, 2.0)), "newest", ["g3.0.0", "g1.0.0"]),
+        (TrajectoryFilter(status="failed"), "newest", ["g4.0.0"]),
+        (TrajectoryFilter(name="g2"), "newest", ["g2.0.0"]),
+        (TrajectoryFilter(name="g3.0.0"), "newest", ["g3.0.0"]),
+        (TrajectoryFilter(task="maths"), "worst", ["g2.0.0", "g1.0.0", "g3.0.0"]),
+        (TrajectoryFilter(task="lake"), "newest", []),
+        (TrajectoryFilter(version=4), "best", ["g3.0.0", "g1.0.0", "g2.0.0"]),
+        (TrajectoryFilter(version=5), "newest", []),
     ],
 )
-def test_trajectories_are_found_and_ordered(tmp_path: Path, wanted: Wanted, order: str, found: list[str]) -> None:
+def test_trajectories_are_found_and_ordered(
+    tmp_path: Path, wanted: TrajectoryFilter, order: str, found: list[str]
+) -> None:
     def work(keep: FileRecorder) -> None:
         for group, reward in (("g1", 0.5), ("g2", -1.0), ("g3", 2.0), ("g4", None)):
             keep.played(played(group, reward=reward))
@@ -446,7 +451,7 @@ def test_a_file_that_goes_while_it_is_looked_at_is_told_in_one_line(tmp_path: Pa
     """The oldest files of a run that is still going on."""
     write(tmp_path, lambda keep: keep.played(played()))
     archive = Archive(tmp_path)
-    [head] = archive.find(Wanted())
+    [head] = archive.find(TrajectoryFilter())
     files_of(tmp_path / FOLDER)[0].unlink()
     assert list(archive.whole([head])) == []
     with pytest.raises(JobError, match=r"^g1\.0\.0: its file has gone since"):

@@ -9,9 +9,9 @@ import torch
 
 from rollart.store import delta
 from rollart.store.delta import apply, encode
-from rollart.store.link import Link
 from rollart.store.mirror import Mirror
 from rollart.store.shm import ShmStore
+from rollart.store.tcp_source import TcpSource
 from rollart.types import WeightManifest
 from tests.store.test_tcp import TOKEN, Served, eventually
 
@@ -103,7 +103,7 @@ def test_small_steps_change_few_bfloat16_weights_and_only_those_cross(tmp_path: 
     trainer.directory.mkdir(parents=True)
     copy = ShmStore("x", root=tmp_path / "b")
     served = Served(trainer.directory)
-    link = Link(served.address, TOKEN, deltas=True)
+    link = TcpSource(served.address, TOKEN, deltas=True)
     mirror = Mirror(copy.directory, link)
     thread = threading.Thread(target=mirror.run, daemon=True)
     thread.start()
@@ -138,7 +138,7 @@ def test_a_copy_that_is_not_what_it_should_be_gives_no_wrong_result(tmp_path: Pa
     trainer.directory.mkdir(parents=True)
     copy = ShmStore("x", root=tmp_path / "b")
     served = Served(trainer.directory)
-    mirror = Mirror(copy.directory, Link(served.address, TOKEN, deltas=True))
+    mirror = Mirror(copy.directory, TcpSource(served.address, TOKEN, deltas=True))
     thread = threading.Thread(target=mirror.run, daemon=True)
     thread.start()
     try:

@@ -13,7 +13,7 @@ import pytest
 from rollart.errors import BoundaryError, WeightError
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest
 from tests.contracts.store import eventually, is_version, tensors
@@ -66,7 +66,7 @@ def test_memory_that_a_killed_pusher_was_writing_is_used_again(tmp_path: Path) -
     files = {path.stat().st_ino for path in store.folder(1).glob("*.safetensors")}
     assert is_version(store.fetch(store.push(1, tensors(1))), 1)
     assert files & {path.stat().st_ino for path in store.folder(1).glob("*.safetensors")}
-    assert isinstance(store._medium, Memory)
+    assert isinstance(store._medium, SharedMemory)
     store.close()
 
 

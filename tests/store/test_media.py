@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.shm import ShmStore
 
 
@@ -91,7 +91,7 @@ def test_one_version_of_spares_is_kept_and_no_more(store: ShmStore) -> None:
 
 def test_a_retired_file_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its opening and its lock it was retired: whoever uses it again need not ask any more."""
-    memory, path = Memory(tmp_path), tmp_path / "file"
+    memory, path = SharedMemory(tmp_path), tmp_path / "file"
     with memory.writing(path, 64):
         pass
     flock = "rollart.store.media.fcntl.flock"

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from rollart.errors import WeightError
-from rollart.store import link as link_module
+from rollart.store import tcp_source
 from rollart.store.host import read_ready
 from rollart.store.index import drop_before, read_manifest
-from rollart.store.link import Link
-from rollart.store.media import Memory
+from rollart.store.media import SharedMemory
 from rollart.store.mirror import Mirror
 from rollart.store.owner import is_owned, is_used, users_file
-from rollart.store.serve import Server
+from rollart.store.serve import StoreServer
 from rollart.store.shm import ShmStore
 from rollart.store.tcp import TcpStore
+from rollart.store.tcp_source import TcpSource
 from rollart.types import WeightManifest
 
 TOKEN = "the token of this run"
@@ -58,8 +58,8 @@ class Served:
 
     def __init__(self, directory: Path, coming: Callable[[str], bool] = lambda push: False) -> None:
         self.loop = asyncio.new_event_loop()
-        memory = Memory(directory)
-        self.server = Server(
+        memory = SharedMemory(directory)
+        self.server = StoreServer(
             directory,
             TOKEN,
             drop=lambda before: drop_before(directory, memory, before),
@@ -100,7 +100,7 @@ class TwoHosts:
         self.follow()
 
     def follow(self) -> Mirror:
-        mirror = Mirror(self.copy.directory, Link(self.served.address, TOKEN))
+        mirror = Mirror(self.copy.directory, TcpSource(self.served.address, TOKEN))
         self.mirrors.append(mirror)
         self.threads.append(threading.Thread(target=mirror.run, daemon=True))
         self.threads[-1].start()
@@ -120,7 +120,7 @@ class TwoHosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
-    monkeypatch.setattr(link_module, "STALL_S", 1.0)
+    monkeypatch.setattr(tcp_source, "STALL_S", 1.0)
     hosts = TwoHosts(tmp_path)
     yield hosts
     hosts.close()
@@ -181,7 +181,7 @@ def test_the_link_is_cut_and_comes_back(hosts: TwoHosts) -> None:
 
 def test_a_part_goes_on_where_the_link_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer ends after two pieces: what came counts, and only the rest is asked for again."""
-    monkeypatch.setattr(link_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tcp_source, "PIECE_BYTES", 1000)
     trainer = ShmStore("x", bucket_bytes=1_000_000, root=tmp_path)
     manifest = trainer.push(1, {"w": torch.arange(2000.0)})
     [bucket] = manifest.buckets
@@ -206,7 +206,7 @@ def test_a_part_goes_on_where_the_link_was_cut(tmp_path: Path, monkeypatch: pyte
     thread.start()
     into = torch.zeros(bucket.num_bytes, dtype=torch.uint8).numpy()
     came: list[int] = []
-    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN)
+    link = TcpSource(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN)
     link.read("p", bucket, into, came.append)
     link.close()
     listener.close()
@@ -218,16 +218,16 @@ def test_a_part_goes_on_where_the_link_was_cut(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_bucket_that_came_damaged_is_fetched_again(hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Link.read
+    read = TcpSource.read
     damaged: list[object] = []
 
-    def flips(self: Link, push: str, bucket: object, into: object, came: object, base: object = None) -> None:
+    def flips(self: TcpSource, push: str, bucket: object, into: object, came: object, base: object = None) -> None:
         read(self, push, bucket, into, came)  # type: ignore[arg-type]
         if not damaged:
             damaged.append(bucket)
             into[5] ^= 1  # type: ignore[index]
 
-    monkeypatch.setattr(Link, "read", flips)
+    monkeypatch.setattr(TcpSource, "read", flips)
     manifest = hosts.trainer.push(1, weights(1))
     eventually(lambda: hosts.came(manifest))
     assert damaged
@@ -238,15 +238,15 @@ def test_the_next_mirror_goes_on_with_what_a_dead_one_brought(hosts: TwoHosts, m
     hosts.mirrors[0].stopped.set()
     manifest = hosts.trainer.push(1, weights(1))
     asked: list[tuple[str, int]] = []
-    read = Link.read
+    read = TcpSource.read
 
-    def three(self: Link, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
+    def three(self: TcpSource, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
         if len(asked) == 3:
             raise OSError("the link is cut")
         asked.append((bucket.name, bucket.start))
         read(self, push, bucket, into, came)
 
-    monkeypatch.setattr(Link, "read", three)
+    monkeypatch.setattr(TcpSource, "read", three)
     hosts.threads[0].join(15)
     dying = hosts.follow()
     eventually(lambda: len(asked) == 3)
@@ -255,11 +255,11 @@ def test_the_next_mirror_goes_on_with_what_a_dead_one_brought(hosts: TwoHosts, m
     (hosts.copy.directory / manifest.buckets[3].name).touch()
     asked.clear()
 
-    def all_of_it(self: Link, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
+    def all_of_it(self: TcpSource, push: str, bucket, into, came, base=None) -> None:  # type: ignore[no-untyped-def]
         asked.append((bucket.name, bucket.start))
         read(self, push, bucket, into, came)
 
-    monkeypatch.setattr(Link, "read", all_of_it)
+    monkeypatch.setattr(TcpSource, "read", all_of_it)
     hosts.follow()
     eventually(lambda: hosts.came(manifest))
     assert asked == [(bucket.name, bucket.start) for bucket in manifest.buckets[3:]]
@@ -300,12 +300,12 @@ def test_each_bucket_crosses_once_per_site(tmp_path: Path) -> None:
     servers: list[Served] = []
     mirrors: list[Mirror] = []
     threads: list[threading.Thread] = []
-    links: list[Link] = []
+    links: list[TcpSource] = []
     for number in range(4):
         copy = ShmStore("x", root=tmp_path / f"host-{number}")
         copy.directory.mkdir(parents=True)
         served = Served(copy.directory, coming=lambda push, at=number: mirrors[at].coming(push))  # type: ignore[misc]
-        link = Link(origin.address, TOKEN, site=f"site-{number % 2}", peer=served.address)
+        link = TcpSource(origin.address, TOKEN, site=f"site-{number % 2}", peer=served.address)
         mirrors.append(Mirror(copy.directory, link))
         copies.append(copy)
         servers.append(served)

@@ -39,13 +39,13 @@ from rollart.train import fsdp2
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import optimizer_files
 from rollart.train.fsdp2 import ShardedTrainer
-from rollart.train.learner import Learner
 from rollart.train.losses import LossReport
 from rollart.train.packing import MicroBatch, order
 from rollart.train.ranks import AsyncRank, RankedTrainer
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import SingleTrainer
 from rollart.train.step import Failed, Step, UpdateReport
+from rollart.train.updater import Updater
 from rollart.types import Batch, Sample, StepResult, WeightManifest
 from rollart.workers.handles import as_raised
 from rollart.workers.setup import RankSetup, StoreSetup, WorkerSetup
@@ -424,7 +424,7 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
 
 
 async def started_until_trained(
-    settings: TrainerSettings, folder: Path, batch: Batch, spoil: Callable[[Learner], None]
+    settings: TrainerSettings, folder: Path, batch: Batch, spoil: Callable[[Updater], None]
 ) -> tuple[StepResult, int]:
     """As control does it: another trainer for each that asks for it. Returns how many there were."""
     for life in range(1, 30):
@@ -443,7 +443,7 @@ def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Pa
     samples = random_samples(0, 8)
     bad = samples[3].trajectory
 
-    def spoil(learner: Learner) -> None:
+    def spoil(learner: Updater) -> None:
         lay_out = learner._micro_batch
 
         def stumble(members: Sequence[Sample]) -> MicroBatch:
@@ -466,7 +466,7 @@ def test_ranks_ask_to_be_started_again_for_each_sample_that_is_too_long_for_memo
     settings = settings_in(tmp_path, microbatch_tokens=64)
     long = [make_sample(f"long{number}", [1] * 32, [0] + [1] * 31) for number in range(7)]
 
-    def spoil(learner: Learner) -> None:
+    def spoil(learner: Updater) -> None:
         scorer = learner._scorer
 
         def limited(tokens_T: Tensor, *rest: Any) -> Any:

@@ -33,14 +33,14 @@ PROCESSED = "_already_called_process_weights_after_loading"
 class RollartWeights:
     """What vLLM's worker class is given beside its own methods."""
 
-    _rollart_staged: "Staged | None" = None
+    _rollart_staged: "StagedVersion | None" = None
 
     def rollart_stage(self, files: list[str], version: int) -> None:
         """Begin to make a version ready. Returns at once."""
         runner = self.model_runner  # type: ignore[attr-defined]
         changeable = current_platform.is_cpu() and runner.model_config.enforce_eager
         before, self._rollart_staged = self._rollart_staged, None
-        self._rollart_staged = Staged(runner.get_model(), files, version, before=before, twin=changeable)
+        self._rollart_staged = StagedVersion(runner.get_model(), files, version, before=before, twin=changeable)
 
     def rollart_staged(self, version: int) -> str | None:
         """None while it is under way; "" when it is ready; or what went wrong."""
@@ -70,11 +70,11 @@ class RollartWeights:
         return {name: len(request.output_token_ids) for name, request in requests.items()}
 
 
-class Staged:
+class StagedVersion:
     """One version on its way. A thread reads the files."""
 
     def __init__(
-        self, model: nn.Module, files: list[str], version: int, *, before: "Staged | None", twin: bool
+        self, model: nn.Module, files: list[str], version: int, *, before: "StagedVersion | None", twin: bool
     ) -> None:
         """`before`: another version, which is not wanted any more."""
         self.version = version
@@ -93,7 +93,7 @@ class Staged:
         self._thread.join()
 
     @torch.inference_mode()
-    def _run(self, model: nn.Module, files: list[str], before: "Staged | None", twin: bool) -> None:
+    def _run(self, model: nn.Module, files: list[str], before: "StagedVersion | None", twin: bool) -> None:
         if before is not None:
             before.wait()
             before.pairs = []

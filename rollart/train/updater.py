@@ -44,18 +44,18 @@ NO_MEMORY = (
 libraries asked for the memory, not torch."""
 
 
-class Scorer(Protocol):
+class PackedScorer(Protocol):
     """A network, as a function of packed tokens: see `rollart.model.network.packed_scores`."""
 
     def __call__(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores: ...
 
 
-class Learner:
+class Updater:
     def __init__(
         self,
         settings: TrainerSettings,
-        scorer: Scorer,
-        reference: Scorer | None,
+        scorer: PackedScorer,
+        reference: PackedScorer | None,
         optimizer: MasterAdamW,
         device: torch.device,
         before_update: Callable[[], None] = lambda: None,
@@ -169,7 +169,7 @@ class Learner:
         unseen = torch.where(torch.isfinite(loss.detach()), 0.0, math.nan)
         return loss + unseen * current_N.sum(), report
 
-    def _score(self, scorer: Scorer, part: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _score(self, scorer: PackedScorer, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropy_N) of the sampled tokens."""
         scores = scorer(part.tokens_T, part.lengths, part.temperature, part.wanted_T)
         return scores.logprobs_T[part.positions_N], scores.entropy_T[part.positions_N]

@@ -17,7 +17,7 @@ from rollart.errors import WeightError
 from rollart.store.delta import apply
 from rollart.store.index import folder_name
 from rollart.store.media import Bytes
-from rollart.store.mirror import Base, Came, Change, Have, News
+from rollart.store.mirror import Base, Came, Have, News, VersionNews
 from rollart.types import Bucket, WeightVersion
 
 CONNECTIONS = 4
@@ -42,7 +42,7 @@ class NotThere(WeightError):
     """The host asked does not have it, and does not expect it."""
 
 
-class Link:
+class TcpSource:
     """One host that serves weights, as `rollart.store.mirror.Source`; where it says so, others in its place."""
 
     def __init__(self, address: str, token: str, *, site: str = "", peer: str = "", deltas: bool = False) -> None:
@@ -70,7 +70,7 @@ class Link:
         if answer.get("closed"):
             return News((), {}, closed=True)
         changed = {
-            int(version): Change(
+            int(version): VersionNews(
                 one["push"], tuple(Bucket(*bucket) for bucket in one["buckets"]), one["sizes"], one["others"]
             )
             for version, one in answer["changed"].items()
