@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_the_promises_are_all_there_and_the_guards_have_a_place() -> None:
     text = (DOCS / "promises.md").read_text(encoding="utf-8")
     assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, flags=re.MULTILINE)] == list(range(1, 11))
     assert "<!-- guards -->" in text.splitlines()
+
+
+GUARDS = sorted((ROOT / "tests" / "guards").glob("*.patch"))
+
+
+@pytest.mark.parametrize("guard", [pytest.param(guard, id=guard.stem) for guard in GUARDS])
+def test_a_guard_can_still_be_taken_out(guard: Path) -> None:
+    """`tests/guards/run.py` sees that something notices; here only that the patch applies."""
+    command = ["git", "apply", "--check", "--unsafe-paths", f"--directory={ROOT}", str(guard)]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])

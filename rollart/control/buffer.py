@@ -19,10 +19,10 @@ from rollart.types import SCORED, Group, OpenGroup, Task, Trajectory, WeightVers
 class Member:
     """One place in a group."""
 
-    attempt: int = 0
+    next_attempt: int = 0
     """Number of the next attempt; never used twice."""
     tries: int = 0
-    run: Attempt | None = None
+    attempt: Attempt | None = None
     trajectory: Trajectory | None = None
     """Set when scored."""
     over: bool = False
@@ -47,7 +47,7 @@ class GroupInProgress:
         """Of its oldest member, under way or scored."""
         oldest: WeightVersion | None = None
         for member in self.members:
-            born = member.trajectory.born if member.trajectory else member.run.born if member.run else None
+            born = member.trajectory.born if member.trajectory else member.attempt.born if member.attempt else None
             if born is not None and (oldest is None or born < oldest):
                 oldest = born
         return oldest
@@ -63,8 +63,8 @@ class GroupInProgress:
         """What these earned."""
         return [trajectory.reward for trajectory in self.scored if trajectory.reward is not None]
 
-    def runs(self) -> list[Attempt]:
-        return [member.run for member in self.members if member.run is not None]
+    def attempts(self) -> list[Attempt]:
+        return [member.attempt for member in self.members if member.attempt is not None]
 
 
 class SampleBuffer:
@@ -84,7 +84,7 @@ class SampleBuffer:
         self, group: GroupInProgress, member: Member, trajectory: Trajectory, serving: WeightVersion
     ) -> GroupVerdict:
         """Book one attempt's end and say what follows for the group."""
-        member.run = None
+        member.attempt = None
         member.tries += 1
         scored = trajectory.status in SCORED
         if scored:

@@ -53,11 +53,11 @@ class Chat:
     async def answer(self, request: ChatRequest) -> ChatAnswer | None:
         """The next message of this conversation; None when turns or context have run out. Raises JobError where the
         chat template refuses it."""
-        session, run = self._session, self._session.run
+        session, attempt = self._session, self._session.attempt
         for param in request.ignored:
             session.manager.warn_once(
-                f"task {run.task.domain}: its agent asks for {param}, which is not taken from it: the job says how its "
-                f"model samples (tasks.temperature and so on)"
+                f"task {attempt.task.domain}: its agent asks for {param}, which is ignored: the job says how its model "
+                f"samples (tasks.temperature and so on)"
             )
         digests = list(_digests(request.tools, request.messages))
         known, point = self._longest(digests)
@@ -65,33 +65,33 @@ class Chat:
         rendered = context = session.tokenizer.render(
             new, fresh=point is None, after=None if point is None else point.said, tools=request.tools
         )
-        fresh = point is None or point.prefix is not run.prefix
+        fresh = point is None or point.prefix is not attempt.prefix
         if point is not None and fresh:
             context = np.concatenate([*point.prefix.pieces, context])
-        run.settle(env_s=session.manager.loop.time() - self.answered_s)
-        if run.notes is not None:
-            run.notes.shown = tuple(_readable(message) for message in new)
+        attempt.settle(env_s=session.manager.loop.time() - self.answered_s)
+        if attempt.notes is not None:
+            attempt.notes.shown = tuple(_readable(message) for message in new)
         completion = await session.generate(context, fresh=fresh, max_tokens=request.max_tokens, stop=request.stop)
         if completion is None:
             return None
         self.answered_s = session.manager.loop.time()
         message = session.tokenizer.parse(completion.tokens)
         calls = tuple(
-            replace(call, id=f"call_{len(run.turns)}_{number}") for number, call in enumerate(message.tool_calls)
+            replace(call, id=f"call_{len(attempt.turns)}_{number}") for number, call in enumerate(message.tool_calls)
         )
         message = replace(message, tool_calls=calls)
         if calls and not request.tools:  # who offers no tools expects words
             message = replace(message, content=session.tokenizer.decode(completion.tokens), tool_calls=())
-        if run.notes is not None:
-            run.notes.text = session.tokenizer.decode(completion.tokens)
+        if attempt.notes is not None:
+            attempt.notes.text = session.tokenizer.decode(completion.tokens)
         *_, digest = _digests((), [message], start=digests[-1])
-        self._points[digest] = _Point(run.prefix, completion.tokens, len(run.turns))
+        self._points[digest] = _Point(attempt.prefix, completion.tokens, len(attempt.turns))
         if point is not None:
-            self._links[len(run.turns)] = _Link(point.turn, rendered)
+            self._links[len(attempt.turns)] = _Link(point.turn, rendered)
         return ChatAnswer(
             message=message,
             completion=completion,
-            prompt_tokens=run.prefix.length - len(completion.tokens),
+            prompt_tokens=attempt.prefix.length - len(completion.tokens),
             pieces=tuple(
                 session.tokenizer.decode(completion.tokens[at : at + 1]) for at in range(len(completion.tokens))
             )
@@ -102,20 +102,20 @@ class Chat:
     def by_conversation(self) -> None:
         """Put the turns of each conversation one after another, so that it is one prefix; their tokens stay the same.
         Of several that go on from the same answer, the first follows it."""
-        run = self._session.run
-        run.settle()
+        attempt = self._session.attempt
+        attempt.settle()
         chains: list[list[int]] = []
         chain_of: dict[int, list[int]] = {}
-        for at, turn in enumerate(run.turns):
+        for at, turn in enumerate(attempt.turns):
             link = self._links.get(at)
             chain = chain_of[link.after] if link is not None else None
             if link is not None and chain is not None and chain[-1] == link.after:
-                run.turns[at] = replace(turn, context=link.new, fresh=False)
+                attempt.turns[at] = replace(turn, context=link.new, fresh=False)
             else:
                 chains.append(chain := [])
             chain.append(at)
             chain_of[at] = chain
-        run.reorder([at for chain in chains for at in chain])
+        attempt.reorder([at for chain in chains for at in chain])
 
     def _longest(self, digests: Sequence[bytes]) -> tuple[int, _Point | None]:
         """How many of the messages are known, and the point after them."""

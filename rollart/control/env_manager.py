@@ -49,7 +49,7 @@ class Session:
     """An agent's hands: the environment, the model, and the record of what happened."""
 
     manager: "EnvManager"
-    run: Attempt
+    attempt: Attempt
     env: Env
 
     @property
@@ -57,85 +57,85 @@ class Session:
         return self.manager.tokenizer
 
     async def reset(self) -> Observation:
-        manager, run = self.manager, self.run
+        manager, attempt = self.manager, self.attempt
         began_s = manager.loop.time()
-        run.stage = "env.reset"
+        attempt.stage = "env.reset"
         with boundary(EnvError, "env.reset"):
-            observation = checked(await manager.env_calls(run).reset.guard(run.key, self.env.reset()))
-        run.stage = "agent"
-        manager.movement.moved(run.mover)
-        if run.notes is not None:
-            run.notes.reset_s = manager.loop.time() - began_s
-            run.notes.shown = observation.messages
+            observation = checked(await manager.env_calls(attempt).reset.guard(attempt.key, self.env.reset()))
+        attempt.stage = "agent"
+        manager.movement.moved(attempt.mover)
+        if attempt.notes is not None:
+            attempt.notes.reset_s = manager.loop.time() - began_s
+            attempt.notes.shown = observation.messages
         return observation
 
     async def step(self, action: str) -> Observation:
         """Act, and book the reward on the last turn."""
-        manager, run = self.manager, self.run
+        manager, attempt = self.manager, self.attempt
         began_s = manager.loop.time()
-        if run.notes is not None:
-            run.notes.text = action
-        run.stage = "env.step"
+        if attempt.notes is not None:
+            attempt.notes.text = action
+        attempt.stage = "env.step"
         with _STEP:
-            observation = checked(await manager.env_calls(run).step.guard(run.key, self.env.step(action)))
-        run.stage = "agent"
+            observation = checked(await manager.env_calls(attempt).step.guard(attempt.key, self.env.step(action)))
+        attempt.stage = "agent"
         self.stepped(observation, began_s)
         return observation
 
     def stepped(self, observation: Observation, began_s: float) -> None:
         """The environment has answered an answer that it was given at `began_s`."""
-        run = self.run
-        self.manager.movement.moved(run.mover)
-        run.settle(observation.reward, run.mover.moved_s - began_s)
-        if run.notes is not None:
-            run.notes.shown = observation.messages
+        attempt = self.attempt
+        self.manager.movement.moved(attempt.mover)
+        attempt.settle(observation.reward, attempt.mover.moved_s - began_s)
+        if attempt.notes is not None:
+            attempt.notes.shown = observation.messages
 
     async def generate(
         self, context: Tokens, *, fresh: bool, max_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Completion | None:
         """One answer to the prompt grown by `context`; None when turns or context have run out. `max_tokens` and
         `stop` may end it sooner than the job would."""
-        manager, run, job = self.manager, self.run, self.manager.job
-        run.settle()
-        turn = len(run.turns)
-        prefix = run.prefix.extended(context, fresh=fresh)
+        manager, attempt, job = self.manager, self.attempt, self.manager.job
+        attempt.settle()
+        turn = len(attempt.turns)
+        prefix = attempt.prefix.extended(context, fresh=fresh)
         room = job.model.context_tokens - prefix.length
         if room < 1 and not turn:
             raise EnvError(
                 f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
                 f"{job.model.context_tokens} for an answer: raise it, or let the environment say less"
             )
-        if turn >= run.settings.max_turns or room < 1:
+        if turn >= attempt.settings.max_turns or room < 1:
             return None
         serving = manager.fleet.serving
-        if manager.live and not run.evaluation and is_stale(run.born, serving, job.rollout.staleness):
-            run.stop(Status.STALE, "too old before its next turn")
+        if manager.live and not attempt.evaluation and is_stale(attempt.born, serving, job.rollout.staleness):
+            attempt.stop(Status.STALE, "too old before its next turn")
             await asyncio.sleep(0)  # the cancellation arrives here
         request = GenerateRequest(
-            id=f"{run.key}/{turn}",
-            session=run.key,
-            domain=run.task.domain,
+            id=f"{attempt.key}/{turn}",
+            session=attempt.key,
+            domain=attempt.task.domain,
             turn=turn,
             prompt=prefix.pieces,
             prompt_tokens=prefix.length,
-            sampling=manager.sampling(run.settings, room, max_tokens, stop),
-            min_version=run.min_version,
-            last=turn + 1 >= run.settings.max_turns,
+            sampling=manager.sampling(attempt.settings, room, max_tokens, stop),
+            min_version=attempt.min_version,
+            last=turn + 1 >= attempt.settings.max_turns,
         )
-        if run.born is None:
-            run.born = serving
+        if attempt.born is None:
+            attempt.born = serving
         began_s = manager.loop.time()
-        run.stage = "generate"
-        completion, run.last_engine, run.cause, sent_s = await manager.proxy.generate(
-            request, run.order, run.last_engine, run.cause
+        attempt.stage = "generate"
+        completion, attempt.last_engine, attempt.cause, sent_s = await manager.proxy.generate(
+            request, attempt.order, attempt.last_engine, attempt.cause
         )
-        run.stage = "agent"
+        attempt.stage = "agent"
         if turn == 0:
-            run.born = completion.spans[0].version
-        run.min_version = completion.spans[-1].version
-        run.prefix = prefix.answered(completion)
-        manager.movement.moved(run.mover)
-        run.said = (context, fresh, completion, run.mover.moved_s - began_s, sent_s - began_s)
+            attempt.born = completion.spans[0].version
+        attempt.min_version = completion.spans[-1].version
+        attempt.prefix = prefix.answered(completion)
+        manager.movement.moved(attempt.mover)
+        attempt.said = (context, fresh, completion, attempt.mover.moved_s - began_s, sent_s - began_s)
         return completion
 
 
@@ -213,49 +213,55 @@ class EnvManager:
         self.movement = Movement()
         self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
 
-    async def run(self, run: Attempt) -> Trajectory:
+    async def run(self, attempt: Attempt) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""
-        run.started_s = self.loop.time()
+        attempt.started_s = self.loop.time()
         if self._recorder is not None:
-            run.notes = Notes()
-        run.cause = self._log.emit(
-            schema.Start(id=run.key, task=run.task.id, pool=run.order[0], eval=run.evaluation, cause=run.cause),
+            attempt.notes = Notes()
+        attempt.cause = self._log.emit(
+            schema.Start(
+                id=attempt.key,
+                task=attempt.task.id,
+                pool=attempt.order[0],
+                eval=attempt.evaluation,
+                cause=attempt.cause,
+            ),
         )
         score: Score | None = None
         kind = ""
-        run.mover = self.movement.begin(run.key, run.task.domain)
+        attempt.mover = self.movement.begin(attempt.key, attempt.task.domain)
         try:
-            run.enter()
-            status = await self._play(run)
+            attempt.enter()
+            status = await self._play(attempt)
             reason = ""
-            score = await self._scorer.score(run, self._trajectory(run, status, "", None))
+            score = await self._scorer.score(attempt, self._trajectory(attempt, status, "", None))
         except BoundaryError as error:
             status, reason, kind = Status.FAILED, f"{type(error).__name__}: {error}", kind_of_failure(error)
         except asyncio.CancelledError:
-            if not run.was_stopped():
+            if not attempt.was_stopped():
                 raise
-            assert run.stopped is not None
-            status, reason = run.stopped
+            assert attempt.stopped is not None
+            status, reason = attempt.stopped
         finally:
-            run.leave()
-            self.movement.end(run.mover)
-        return self._finished(run, status, reason, score, kind)
+            attempt.leave()
+            self.movement.end(attempt.mover)
+        return self._finished(attempt, status, reason, score, kind)
 
-    async def _play(self, run: Attempt) -> Status:
-        run.stage = "env.open"
+    async def _play(self, attempt: Attempt) -> Status:
+        attempt.stage = "env.open"
         with boundary(EnvError, "env.open"):
-            env = await self.env_calls(run).open.guard(run.key, self._host.open(run.task, run.id))
-        run.stage = "agent"
-        self.movement.moved(run.mover)
-        if run.notes is not None:
-            run.notes.open_s = self.loop.time() - run.started_s
+            env = await self.env_calls(attempt).open.guard(attempt.key, self._host.open(attempt.task, attempt.id))
+        attempt.stage = "agent"
+        self.movement.moved(attempt.mover)
+        if attempt.notes is not None:
+            attempt.notes.open_s = self.loop.time() - attempt.started_s
         try:
             with _AGENT:
-                agent = self._agents.get(run.task.domain, self._agent)
-                status = _checked_status(await agent.play(Session(self, run, env)))
+                agent = self._agents.get(attempt.task.domain, self._agent)
+                status = _checked_status(await agent.play(Session(self, attempt, env)))
         finally:
-            self._context.supervisor.spawn(self._close(run, env))
-        if not run.turns and run.said is None:
+            self._context.supervisor.spawn(self._close(attempt, env))
+        if not attempt.turns and attempt.said is None:
             raise EnvError("the environment ended before the model said anything")
         return status
 
@@ -265,8 +271,8 @@ class EnvManager:
             self._warned.add(text)
             self._context.warn(text)
 
-    def env_calls(self, run: Attempt) -> EnvCalls:
-        return self._calls[run.settings.name]
+    def env_calls(self, attempt: Attempt) -> EnvCalls:
+        return self._calls[attempt.settings.name]
 
     def sampling(
         self, settings: TaskSettings, room: int, max_tokens: int | None = None, stop: tuple[str, ...] = ()
@@ -289,19 +295,19 @@ class EnvManager:
             self._samplings[key] = sampling
         return sampling
 
-    async def _close(self, run: Attempt, env: Env) -> None:
+    async def _close(self, attempt: Attempt, env: Env) -> None:
         try:
             with boundary(EnvError, "env.close"):
-                await self._closing.guard(run.key, env.close())
+                await self._closing.guard(attempt.key, env.close())
         except EnvError as error:
-            self._context.warn(f"{run.key}: {error}", run.cause)
+            self._context.warn(f"{attempt.key}: {error}", attempt.cause)
 
-    def _finished(self, run: Attempt, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
-        trajectory = self._trajectory(run, status, reason, score)
-        run.cause = self._log.emit(
+    def _finished(self, attempt: Attempt, status: Status, reason: str, score: Score | None, kind: str) -> Trajectory:
+        trajectory = self._trajectory(attempt, status, reason, score)
+        attempt.cause = self._log.emit(
             schema.End(
-                id=run.key,
-                task=run.task.id,
+                id=attempt.key,
+                task=attempt.task.id,
                 status=status.value,
                 reason=reason,
                 born=trajectory.born,
@@ -310,29 +316,29 @@ class EnvManager:
                 reward=trajectory.reward,
                 env_s=round(sum(turn.env_s for turn in trajectory.turns), 6),
                 generate_s=round(sum(turn.generate_s for turn in trajectory.turns), 6),
-                stage=run.stage if kind else "",
+                stage=attempt.stage if kind else "",
                 kind=kind,
-                cause=run.cause,
+                cause=attempt.cause,
             ),
         )
-        if self._recorder is not None and run.notes is not None:
-            self._recorder.played(run.notes.played(trajectory, evaluation=run.evaluation))
+        if self._recorder is not None and attempt.notes is not None:
+            self._recorder.played(attempt.notes.played(trajectory, evaluation=attempt.evaluation))
         return trajectory
 
-    def _trajectory(self, run: Attempt, status: Status, reason: str, score: Score | None) -> Trajectory:
-        run.settle()
-        born = run.turns[0].completion.spans[0].version if run.turns else None
+    def _trajectory(self, attempt: Attempt, status: Status, reason: str, score: Score | None) -> Trajectory:
+        attempt.settle()
+        born = attempt.turns[0].completion.spans[0].version if attempt.turns else None
         return Trajectory(
-            id=run.id,
-            task=run.task,
-            turns=tuple(run.turns),
+            id=attempt.id,
+            task=attempt.task,
+            turns=tuple(attempt.turns),
             status=status,
             born=born,
             oldest=born,  # what was sampled under an older version than what came before it is refused (policy/answers)
             reward=None if score is None or status not in SCORED else score.value,
             reward_parts={} if score is None else score.parts,
             reason=reason,
-            started_s=run.started_s,
+            started_s=attempt.started_s,
             ended_s=self.loop.time(),
         )
 

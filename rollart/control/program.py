@@ -25,7 +25,7 @@ class ProgramAgent:
 
     async def play(self, session: Session) -> Status:
         observation = await session.reset()
-        door = await self._gateway.open(session.run.id)
+        door = await self._gateway.open(session.attempt.id)
         game = _Game(session, door)
         try:
             while not observation.done:
@@ -57,13 +57,13 @@ class _Game:
 
     async def run(self, program: Program) -> Observation:
         """Let it answer what the environment said last, and step with that."""
-        session, run = self._session, self._session.run
-        loop, waits = session.manager.loop, session.manager.env_calls(run).step
+        session, attempt = self._session, self._session.attempt
+        loop, waits = session.manager.loop, session.manager.env_calls(attempt).step
         playing = loop.create_task(session.env.play(program, self._door.endpoint))
         asking = loop.create_task(self._door.next())
         try:
             while True:
-                await waits.guard(run.key, asyncio.wait([playing, asking], return_when=asyncio.FIRST_COMPLETED))
+                await waits.guard(attempt.key, asyncio.wait([playing, asking], return_when=asyncio.FIRST_COMPLETED))
                 if playing.done():
                     break
                 call, asking = asking.result(), loop.create_task(self._door.next())
@@ -77,7 +77,7 @@ class _Game:
         return observation
 
     async def _answer(self, call: ChatCall) -> None:
-        run, most = self._session.run, self._session.manager.job.model.context_tokens
+        attempt, most = self._session.attempt, self._session.manager.job.model.context_tokens
         try:
             answer = await self.chat.answer(call.request)
         except JobError as error:
@@ -87,8 +87,8 @@ class _Game:
             call.answer(answer)
             return
         self.cut_off = True
-        if len(run.turns) >= run.settings.max_turns:
-            self._refuse(call, "max_turns", f"this episode has had its {run.settings.max_turns} turns (max_turns)")
+        if len(attempt.turns) >= attempt.settings.max_turns:
+            self._refuse(call, "max_turns", f"this episode has had its {attempt.settings.max_turns} turns (max_turns)")
         else:
             self._refuse(call, "context_length_exceeded", f"this does not fit model.context_tokens {most}")
 

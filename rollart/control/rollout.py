@@ -147,12 +147,12 @@ class Rollout:
             if self._closed:
                 await self._holding.guard(group.id, self._opened.next())
                 continue
-            id = TrajectoryId(group.id, number, member.attempt)
-            run = member.run = Attempt(id, group.task, group.settings, group.order, group.cause)
-            member.attempt += 1
+            id = TrajectoryId(group.id, number, member.next_attempt)
+            attempt = member.attempt = Attempt(id, group.task, group.settings, group.order, group.cause)
+            member.next_attempt += 1
             self._running += 1
             try:
-                trajectory = await self._manager.run(run)
+                trajectory = await self._manager.run(attempt)
             finally:
                 self._running -= 1
                 if not self._running:
@@ -162,11 +162,11 @@ class Rollout:
                 self.health.attempt_failed(group.task.domain, trajectory.reason)
             if group.id not in self.buffer.in_progress:
                 if trajectory.reward is not None:
-                    self._log.emit(schema.Late(id=run.key, cause=run.cause))
+                    self._log.emit(schema.Late(id=attempt.key, cause=attempt.cause))
                 return
             verdict = self.buffer.ended(group, member, trajectory, self._fleet.serving)
             if verdict is not GroupVerdict.RETRY:
-                self._settle(group, verdict, run.cause)
+                self._settle(group, verdict, attempt.cause)
                 return
             await asyncio.sleep(backoff_s(self._job.limits.backoff_s, member.tries))
 
@@ -208,8 +208,8 @@ class Rollout:
         self._end(group.id, group.task, how, cause)
 
     def _stop_members(self, group: GroupInProgress, status: Status, reason: str) -> None:
-        for run in group.runs():
-            run.stop(status, reason)
+        for attempt in group.attempts():
+            attempt.stop(status, reason)
 
     def _end(self, group_id: str, task: Task, how: str, cause: int) -> None:
         """A group is over, untrained. Its slot is free at once."""

@@ -71,41 +71,41 @@ class Scorer:
             for task in job.tasks
         }
 
-    async def score(self, run: Attempt, trajectory: Trajectory) -> Score:
+    async def score(self, attempt: Attempt, trajectory: Trajectory) -> Score:
         """Raises RewardError when one of its rewards cannot be had."""
-        run.stage = "reward"
-        sources = self._sources[run.task.domain]
-        if run.settings.rewards:
-            calls = await _together([self._ask(run, trajectory, source) for source in sources])
-            score = _sum(run.settings.rewards, [score for score, _ in calls])
+        attempt.stage = "reward"
+        sources = self._sources[attempt.task.domain]
+        if attempt.settings.rewards:
+            calls = await _together([self._ask(attempt, trajectory, source) for source in sources])
+            score = _sum(attempt.settings.rewards, [score for score, _ in calls])
         else:
-            calls = [await self._ask(run, trajectory, sources[0])]
+            calls = [await self._ask(attempt, trajectory, sources[0])]
             score = calls[0][0]
-        run.cause = self._log.emit(
+        attempt.cause = self._log.emit(
             schema.Reward(
-                id=run.key,
+                id=attempt.key,
                 value=score.value,
                 s=round(max(call.s for _, call in calls), 6),
                 busy_s=round(score.busy_s, 6),
                 cold_s=round(score.cold_start_s, 6),
                 tries=max(call.tries for _, call in calls),
                 parts=dict(score.parts),
-                calls=[call for _, call in calls] if run.settings.rewards else [],
-                cause=run.cause,
+                calls=[call for _, call in calls] if attempt.settings.rewards else [],
+                cause=attempt.cause,
             ),
         )
         return score
 
-    async def _ask(self, run: Attempt, trajectory: Trajectory, source: _Source) -> tuple[Score, schema.RewardCall]:
+    async def _ask(self, attempt: Attempt, trajectory: Trajectory, source: _Source) -> tuple[Score, schema.RewardCall]:
         """One reward; again after a back-off where that may help."""
         tries, asked_s, spent_s = 1, self._loop.time(), 0.0
         while True:
-            await self._queueing.guard(run.key, source.places.acquire())
-            self._movement.moved(run.mover)
-            began_s = run.mover.moved_s
+            await self._queueing.guard(attempt.key, source.places.acquire())
+            self._movement.moved(attempt.mover)
+            began_s = attempt.mover.moved_s
             try:
                 with boundary(RewardError, "reward"):
-                    score = _checked(await source.waits.guard(run.key, source.backend.score(trajectory)))
+                    score = _checked(await source.waits.guard(attempt.key, source.backend.score(trajectory)))
                 return score, schema.RewardCall(
                     s=round(self._loop.time() - began_s, 6),
                     busy_s=round(score.busy_s, 6),
@@ -113,12 +113,12 @@ class Scorer:
                     tries=tries,
                 )
             except RewardError as error:
-                run.cause = self._log.emit(
+                attempt.cause = self._log.emit(
                     schema.RewardFailed(
-                        id=run.key,
+                        id=attempt.key,
                         reason=str(error),
-                        reward=source.label if run.settings.rewards else "",
-                        cause=run.cause,
+                        reward=source.label if attempt.settings.rewards else "",
+                        cause=attempt.cause,
                     )
                 )
                 if tries > source.retries or not error.retryable:
@@ -126,8 +126,8 @@ class Scorer:
             finally:
                 source.places.release()
                 spent_s += self._loop.time() - began_s
-                if run.notes is not None:
-                    run.notes.scoring(asked_s, spent_s, self._loop.time())
+                if attempt.notes is not None:
+                    attempt.notes.scoring(asked_s, spent_s, self._loop.time())
             await asyncio.sleep(backoff_s(source.backoff_s, tries))
             tries += 1
 

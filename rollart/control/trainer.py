@@ -24,7 +24,7 @@ from rollart.errors import (
 )
 from rollart.events import schema
 from rollart.policy.redundancy import backoff_s
-from rollart.policy.training import Reaction, in_vain, progress, set_aside_whole
+from rollart.policy.training import Reaction, in_vain, reaction, set_aside_whole
 from rollart.ports import Cluster, Journal, Trainer
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
 
@@ -73,7 +73,7 @@ class TrainerDriver:
         why = in_vain(batch, result)
         self._in_vain_in_a_row = self._in_vain_in_a_row + 1 if why else 0
         text = f"the last {self._in_vain_in_a_row} steps changed nothing: {why}"
-        match progress(self._in_vain_in_a_row):
+        match reaction(self._in_vain_in_a_row):
             case Reaction.WARN:
                 self._warn(text)
             case Reaction.STOP:

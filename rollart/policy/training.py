@@ -44,7 +44,7 @@ def in_vain(batch: Batch, result: StepResult) -> str:
     return ""
 
 
-def progress(in_vain_in_a_row: int) -> Reaction:
+def reaction(in_vain_in_a_row: int) -> Reaction:
     if in_vain_in_a_row >= STOP_AFTER:
         return Reaction.STOP
     return Reaction.WARN if in_vain_in_a_row == WARN_AFTER else Reaction.FINE

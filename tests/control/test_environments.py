@@ -190,7 +190,7 @@ class RaisingAgent:
 
     async def play(self, session: Session) -> Status:
         await session.reset()
-        if session.run.id == BAD:
+        if session.attempt.id == BAD:
             raise KeyError("tool")
         completion = await session.generate(np.array([1, 5], dtype=np.int32), fresh=True)
         assert completion is not None

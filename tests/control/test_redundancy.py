@@ -226,4 +226,4 @@ def test_a_task_has_limits_of_its_own() -> None:
 def test_a_group_is_as_old_as_its_oldest_member() -> None:
     group = GroupInProgress("g", Task(id="a/0", domain="a", index=0), scene_job().tasks[0], [Member(), Member()], 0.0)
     assert group.born is None
-    assert group.runs() == []
+    assert group.attempts() == []

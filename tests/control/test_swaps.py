@@ -235,9 +235,9 @@ def test_a_trajectory_too_old_before_its_next_turn_does_not_take_it() -> None:
             assert scene.coordinator is not None
             assert scene.coordinator.learner is not None
             group = scene.coordinator.learner.rollout.buffer.in_progress["g1"]
-            run = group.members[1].run
-            assert run is not None
-            run.born = -5
+            attempt = group.members[1].attempt
+            assert attempt is not None
+            attempt.born = -5
             coordinator_checks.append(Status.STALE)
             return self.says("go on")
 
