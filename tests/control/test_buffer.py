@@ -13,7 +13,7 @@ from rollart.types import Task
 def member(*, running: int | None = None, scored: int | None = None) -> Member:
     """One whose attempt under way, or whose scored trajectory, was born under that version."""
     found: Any = Member()
-    found.run = SimpleNamespace(born=running)
+    found.attempt = SimpleNamespace(born=running)
     found.trajectory = SimpleNamespace(born=scored) if scored is not None else None
     return found  # type: ignore[no-any-return]
 
