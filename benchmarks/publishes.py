@@ -3,8 +3,9 @@
 
 One process pushes small versions and drops all but the last two. Beside it one reader at a time, a process of its own,
 fetches the newest version again and again and checks that every tensor is of that version; after six seconds it is
-killed (SIGKILL) and another comes. For `tcp` the readers are on another host: a copy fed by its own process. Sampled as
-it goes: memory of the pushing process and of the hosts' processes, their open files, files in the store, its bytes.
+killed (SIGKILL) and another comes. For `tcp` and `mooncake` the readers are on another host: a copy fed by its own
+process. Sampled as it goes: memory of the pushing process and of the hosts' processes, their open files, files in the
+store, its bytes.
 """
 
 import argparse
@@ -16,19 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 
+from benchmarks.weights import mooncake_service
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
 from rollart.store.host import read_ready
 from rollart.store.shm import ShmStore
 from rollart.store.tcp import TcpStore
 
-STORES = ("shm", "files", "tcp")
+STORES = ("shm", "files", "tcp", "mooncake")
 PUBLISHES = 5000
 READER_S = 6.0
 """A good part of it is its start."""
@@ -74,13 +77,23 @@ def same_version(found: dict[str, torch.Tensor], version: int) -> None:
             os._exit(1)
 
 
-def open_reader(kind: str, place: str, port: str) -> BucketStore:
+def open_reader(kind: str, place: str, address: str) -> BucketStore:
     match kind:
         case "shm":
             return ShmStore("x", root=Path(place))
         case "files":
             return FileStore(Path(place) / "weights", patience_s=0.0)
-    return TcpStore("x", f"127.0.0.1:{port}", "token", root=Path(place) / "there", patience_s=2.0)
+        case "mooncake":
+            return in_mooncake(address, Path(place) / "there")
+    return TcpStore("x", address, "token", root=Path(place) / "there", patience_s=2.0)
+
+
+def in_mooncake(address: str, root: Path) -> BucketStore:
+    from rollart.store.mooncake import MooncakeStore
+    from rollart.store.mooncake_client import MooncakeSetup
+
+    setup = MooncakeSetup(master=address, run_id="x")
+    return MooncakeStore(setup, bucket_bytes=BUCKET_BYTES, root=root, patience_s=2.0)
 
 
 def sample(place: Path, pids: dict[str, int]) -> dict[str, Any]:
@@ -98,19 +111,24 @@ def sample(place: Path, pids: dict[str, int]) -> dict[str, Any]:
 def measure_store(kind: str, publishes: int) -> dict[str, Any]:
     place = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="rollart-bench-"))
     (place / "there").mkdir()
+    stack = ExitStack()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+        address = "{}:{}".format(*listener.getsockname())
     store: BucketStore
     if kind == "tcp":
-        store = TcpStore("x", f"127.0.0.1:{port}", "token", bucket_bytes=BUCKET_BYTES, root=place)
+        store = TcpStore("x", address, "token", bucket_bytes=BUCKET_BYTES, root=place)
         store.serve()
+    elif kind == "mooncake":
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        address = stack.enter_context(mooncake_service(logs, 64 << 20))
+        store = in_mooncake(address, place)
     elif kind == "shm":
         store = ShmStore("x", bucket_bytes=BUCKET_BYTES, root=place)
     else:
         store = FileStore(place / "weights", bucket_bytes=BUCKET_BYTES)
     samples: list[dict[str, Any]] = []
     killed, fetched, mixes = 0, 0, 0
-    reader, since_s = _reader(kind, place, port), time.monotonic()
+    reader, since_s = _reader(kind, place, address), time.monotonic()
     try:
         for version in range(1, publishes + 1):
             store.push(version, weights(version))
@@ -119,7 +137,7 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
             if time.monotonic() - since_s > READER_S:
                 got, mixed = _end(reader)
                 killed, fetched, mixes = killed + 1, fetched + got, mixes + mixed
-                reader, since_s = _reader(kind, place, port), time.monotonic()
+                reader, since_s = _reader(kind, place, address), time.monotonic()
             if version % (publishes // SAMPLES) == 0:
                 pids = {"pusher": os.getpid()}
                 for name, folder in (("server", place / "rollart-x"), ("copier", place / "there" / "rollart-x-copy")):
@@ -136,6 +154,7 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
             time.sleep(0.1)
         left = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
         shutil.rmtree(place, ignore_errors=True)
+        stack.close()
     return {
         "store": kind,
         "publishes": publishes,
@@ -147,9 +166,9 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
     }
 
 
-def _reader(kind: str, place: Path, port: int) -> "subprocess.Popen[str]":
+def _reader(kind: str, place: Path, address: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", READER, kind, str(place), str(port)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", READER, kind, str(place), address], stdout=subprocess.PIPE, text=True
     )
 
 

@@ -28,10 +28,12 @@ PREPARE = """
 set -e
 hostname {name}
 mount -t tmpfs -o size=1m none /mnt
-mkdir {own}
+mkdir {own} /mnt/repository
 mount --bind {folder} {own}
+mount --bind {repository} /mnt/repository
 mount -t tmpfs -o size=4g none /dev/shm
 mount -t tmpfs -o size=4g none /tmp
+[ -d {repository} ] || {{ mkdir -p {repository} && mount --bind /mnt/repository {repository}; }}
 [ -d {hidden} ] && mount -t tmpfs -o size=1m none {hidden}
 ip link set lo up
 echo ready
@@ -66,7 +68,7 @@ class Side:
 
     def open(self, hidden: Path) -> None:
         self.folder.mkdir(parents=True)
-        script = PREPARE.format(name=self.name, own=OWN, folder=self.folder, hidden=hidden)
+        script = PREPARE.format(name=self.name, own=OWN, folder=self.folder, hidden=hidden, repository=REPOSITORY)
         self._first = subprocess.Popen(
             [*UNSHARE, "bash", "-c", script],
             stdin=subprocess.PIPE,

@@ -251,22 +251,30 @@ with open(sys.argv[1], "rb") as file:
 
 
 @contextmanager
+def mooncake_service(folder: Path, memory_bytes: int) -> Iterator[str]:
+    """A master and the store's memory, in processes of their own. Yields the master's address."""
+    address = f"127.0.0.1:{_free_port()}"
+    with ExitStack() as stack:
+        log = stack.enter_context(open(folder / "mooncake.log", "wb"))
+        program = str(Path(sys.executable).with_name("mooncake_master"))
+        where = [f"--rpc_port={address.partition(':')[2]}", "--rpc_address=127.0.0.1"]
+        master = [program, *where, f"--metrics_port={_free_port()}"]
+        for command in (master, [sys.executable, "-c", MEMORY, address, str(memory_bytes)]):
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            time.sleep(3)
+        yield address
+
+
+@contextmanager
 def mooncake(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
     from rollart.store.mooncake import MooncakeStore
     from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, MooncakeSource
 
-    port, num_bytes = _free_port(), sum(tensor.nbytes for tensor in model.values())
-    with ExitStack() as stack:
-        log = stack.enter_context(open(folder / "mooncake.log", "wb"))
-        program = str(Path(sys.executable).with_name("mooncake_master"))
-        command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={_free_port()}"]
-        memory = [sys.executable, "-c", MEMORY, f"127.0.0.1:{port}", str(4 * num_bytes)]
-        for program_and_arguments in (command, memory):
-            process = subprocess.Popen(program_and_arguments, stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            time.sleep(3)
-        setup = MooncakeSetup(master=f"127.0.0.1:{port}", run_id=f"bench-{uuid.uuid4().hex}")
+    num_bytes = sum(tensor.nbytes for tensor in model.values())
+    with mooncake_service(folder, 4 * num_bytes) as address:
+        setup = MooncakeSetup(master=address, run_id=f"bench-{uuid.uuid4().hex}")
         trainer = MooncakeStore(setup, bucket_bytes=BUCKET_BYTES)
         engine = ShmStore(f"{setup.run_id}-here", bucket_bytes=BUCKET_BYTES)
         source, plain = MooncakeSource(MooncakeClient(setup)), MooncakeClient(setup)

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
-from rollart.store.digests import name_of, new_digest
+from rollart.store.digests import digest_of, name_of, new_digest
 from rollart.store.format import Bytes, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
@@ -31,7 +33,7 @@ from rollart.store.index import (
     read_index,
     read_manifest,
 )
-from rollart.store.media import Medium, SharedMemory, digest_at
+from rollart.store.media import Medium, SharedMemory
 from rollart.store.owner import Claim, claim
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
 
@@ -54,7 +56,7 @@ class MappedFile:
         """Of the bytes at this bucket's place, taken once."""
         place = (bucket.start, bucket.num_bytes)
         if place not in self._seen:
-            self._seen[place] = digest_at(self._raw, *place)
+            self._seen[place] = self._digest_at(bucket)
         return self._seen[place]
 
     def looked_at(self, bucket: Bucket) -> bool:
@@ -66,7 +68,10 @@ class MappedFile:
         return all(self._seen.get((one.start, one.num_bytes)) == one.digest for one in buckets)
 
     def tensors(self) -> dict[str, Tensor]:
-        return tensors_of(self._raw)
+        return tensors_of(torch.from_numpy(self._raw))
+
+    def _digest_at(self, bucket: Bucket) -> str:
+        return digest_of(self._raw[bucket.start : bucket.start + bucket.num_bytes])
 
 
 class BucketStore:
@@ -90,8 +95,7 @@ class BucketStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             index, places = Writer(folder), dict[str, str]()
             for number, members in enumerate(split(tensors, self.bucket_bytes), 1):
-                # The number of files is not in their names: it is known when the last tensor has come.
-                path = folder / f"model-{number:05d}.safetensors"
+                path = folder / file_name(number)
                 places |= dict.fromkeys(members, path.name)
                 for bucket in self._write(path, members):
                     index.add(bucket)
@@ -230,6 +234,33 @@ def split(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str
         size += tensor.nbytes
     if members:
         yield members
+
+
+class LaidOut(NamedTuple):
+    """One bucket of a push, before it has a place."""
+
+    file: str
+    file_bytes: int
+    start: int
+    num_bytes: int
+    pieces: Iterator[tuple[int, Bytes]]
+    """Of its bytes, each with its place in the file. Read them before the next bucket is asked for."""
+
+
+def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[LaidOut]:
+    """For stores whose buckets travel one by one instead of being written to a file."""
+    for number, members in enumerate(split(tensors, bucket_bytes), 1):
+        head, ordered = laid_out(members)
+        file_bytes = len(head) + sum(tensor.nbytes for tensor in ordered)
+        limit = bucket_bytes if file_bytes - len(head) > bucket_bytes else file_bytes
+        for start, pieces in sliced(head, ordered, bucket_bytes):
+            yield LaidOut(file_name(number), file_bytes, start, min(limit, file_bytes - start), pieces)
+        members.clear()  # or they would live on beside the next file's
+
+
+def file_name(number: int) -> str:
+    """The number of files is not in it: that is known when the last tensor has come."""
+    return f"model-{number:05d}.safetensors"
 
 
 @contextmanager

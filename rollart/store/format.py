@@ -75,7 +75,7 @@ def sliced(
 def _pieces(head: bytes, tensors: Sequence[Tensor], limit: int) -> Iterator[tuple[int, Bytes]]:
     """None crosses a multiple of `limit`."""
     at = 0
-    for raw in (np.frombuffer(head, dtype=np.uint8), *map(_raw, tensors)):
+    for raw in (np.frombuffer(bytearray(head), dtype=np.uint8), *map(_raw, tensors)):
         done = 0
         while done < len(raw):
             size = min(CHUNK_BYTES, len(raw) - done, limit - at % limit)
@@ -88,16 +88,19 @@ def _raw(tensor: Tensor) -> Bytes:
     return raw
 
 
-def tensors_of(raw: Bytes) -> dict[str, Tensor]:
-    """The tensors of a file, as views of it. Raises ValueError where it is no such file."""
-    if len(raw) < LENGTH.size:
+def tensors_of(whole: Tensor) -> dict[str, Tensor]:
+    """The tensors of a file, as views of its bytes, on whatever device. Raises ValueError where it is no such file."""
+
+    def text(begin: int, end: int) -> bytes:
+        return whole[begin:end].cpu().numpy().tobytes()
+
+    if len(whole) < LENGTH.size:
         raise ValueError("it ends before its header")
-    start = LENGTH.size + LENGTH.unpack(raw[: LENGTH.size].tobytes())[0]
-    if start > len(raw):
+    start = LENGTH.size + LENGTH.unpack(text(0, LENGTH.size))[0]
+    if start > len(whole):
         raise ValueError("it ends within its header")
-    entries: dict[str, Any] = json.loads(raw[LENGTH.size : start].tobytes())
+    entries: dict[str, Any] = json.loads(text(LENGTH.size, start))
     entries.pop("__metadata__", None)
-    whole = torch.from_numpy(raw)
     found: dict[str, Tensor] = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]

@@ -23,8 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rollart.store.digests import CHUNK_BYTES, digest_of, name_of, new_digest
-
 Bytes = npt.NDArray[np.uint8]
 Put = Callable[[int, Bytes], None]
 """Writes these bytes at this place."""
@@ -69,7 +67,7 @@ class DiskMedium:
 
     def mapped(self, path: Path) -> Bytes:
         handle = os.open(path, os.O_RDONLY)
-        lease = _Lease(handle, by_reading=True)
+        lease = Lease(handle)
         raw = _bytes_of(_private(handle))
         raw.lease = lease
         return raw
@@ -114,15 +112,8 @@ class SharedMemory:
             os.close(handle)
 
     def mapped(self, path: Path) -> Bytes:
-        handle = os.open(path, os.O_RDONLY)
-        lease = _Lease(handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileNotFoundError(path) from None  # it is being used again
-        if not os.path.samestat(os.fstat(handle), path.stat()):
-            raise FileNotFoundError(path)  # it was retired after we opened it
-        raw = _bytes_of(self._read.of(handle, _private))
+        lease = leased(path)
+        raw = _bytes_of(self._read.of(lease.handle, _private))
         raw.lease = lease
         return raw
 
@@ -175,34 +166,32 @@ def _resize(handle: int, num_bytes: int) -> None:
         os.posix_fallocate(handle, 0, num_bytes)
 
 
-class _Leased(np.ndarray):  # type: ignore[type-arg]
+class Leased(np.ndarray):  # type: ignore[type-arg]
     """Bytes of a file, which nobody uses again while they, or a tensor of them, are there."""
 
-    lease: "_Lease"
+    lease: "Lease"
 
 
-class _Lease:
+class Lease:
     """Closes a file, and with it ends the lock on it."""
 
-    def __init__(self, handle: int, *, by_reading: bool = False) -> None:
-        """`by_reading`: its mapping is new each time, so that reading it piece by piece costs less than touching it."""
+    def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.by_reading = by_reading
 
     def __del__(self) -> None:
         os.close(self.handle)
 
 
-def digest_at(raw: Bytes, start: int, num_bytes: int) -> str:
-    """Of a part of a file's bytes."""
-    lease: _Lease | None = getattr(raw, "lease", None)
-    if lease is None or not lease.by_reading:
-        return digest_of(raw[start : start + num_bytes])
-    digest, buffer, end = new_digest(), memoryview(bytearray(CHUNK_BYTES)), start + num_bytes
-    while start < end and (count := os.preadv(lease.handle, [buffer[: end - start]], start)):
-        digest.update(buffer[:count])
-        start += count
-    return name_of(digest)
+def leased(path: Path) -> Lease:
+    """A file that is not used again while the lease lives. Raises FileNotFoundError where it is already."""
+    lease = Lease(os.open(path, os.O_RDONLY))
+    try:
+        fcntl.flock(lease.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileNotFoundError(path) from None
+    if not os.path.samestat(os.fstat(lease.handle), path.stat()):
+        raise FileNotFoundError(path)  # it was retired after we opened it
+    return lease
 
 
 class _Mappings:
@@ -245,5 +234,5 @@ def _shared(handle: int) -> mmap.mmap:
     return mmap.mmap(handle, 0)
 
 
-def _bytes_of(mapping: Any) -> _Leased:
-    return np.frombuffer(mapping, dtype=np.uint8).view(_Leased)
+def _bytes_of(mapping: Any) -> Leased:
+    return np.frombuffer(mapping, dtype=np.uint8).view(Leased)

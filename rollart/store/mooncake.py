@@ -20,10 +20,10 @@ import numpy as np
 from torch import Tensor
 
 from rollart.errors import BoundaryError, StoreFull, WeightError, boundary
-from rollart.store.buckets import split
+from rollart.store.buckets import buckets_of
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
 from rollart.store.digests import name_of, new_digest
-from rollart.store.format import Bytes, laid_out, sliced
+from rollart.store.format import Bytes
 from rollart.store.host import LINGER_S, HostSetup
 from rollart.store.index import MANIFESTS, folder_name
 from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, bucket_key
@@ -132,23 +132,13 @@ class MooncakeStore(CopiedStore):
         self, folder: str, tensors: Mapping[str, Tensor], sizes: dict[str, int]
     ) -> Iterator[tuple[Bucket, Bytes]]:
         """Buckets in registered memory, in two buffers by turns."""
-        turn = 0
-        for number, members in enumerate(split(tensors, self.bucket_bytes), 1):
-            head, ordered = laid_out(members)
-            name = f"model-{number:05d}.safetensors"
-            sizes[name] = num_bytes = len(head) + sum(tensor.nbytes for tensor in ordered)
-            for start, parts in sliced(head, ordered, self.bucket_bytes):
-                raw = self._buffer(
-                    turn % 2, min(num_bytes - start, max(self.bucket_bytes, len(head) + self.bucket_bytes))
-                )
-                digest, end = new_digest(), start
-                for at, piece in parts:
-                    raw[at - start : at - start + len(piece)] = piece
-                    digest.update(piece)
-                    end = at + len(piece)
-                yield Bucket(f"{folder}/{name}", end - start, name_of(digest), start), raw[: end - start]
-                turn += 1
-            members.clear()
+        for turn, one in enumerate(buckets_of(tensors, self.bucket_bytes)):
+            sizes[one.file] = one.file_bytes
+            raw, digest = self._buffer(turn % 2, one.num_bytes)[: one.num_bytes], new_digest()
+            for at, piece in one.pieces:
+                raw[at - one.start : at - one.start + len(piece)] = piece
+                digest.update(piece)
+            yield Bucket(f"{folder}/{one.file}", one.num_bytes, name_of(digest), one.start), raw
 
     def _buffer(self, turn: int, num_bytes: int) -> Bytes:
         while len(self._buffers) <= turn:

@@ -1,10 +1,9 @@
 """An engine's side of staging: maps the buckets of a coming version while the trainer still pushes them.
 
-Owns: one thread, which sleeps unless a version is awaited, and the mappings of that version and of the one that was
-fetched last. Mapping a bucket reads it once for its digest, so that a swap finds pages that are there and checked.
+Owns: one thread, which sleeps unless a version is awaited, and the mappings of that version. Mapping a bucket reads it
+once for its digest, so that a swap finds pages that are there and checked.
 Invariants: what `fetch` gives is what the manifest says, whatever was mapped ahead: a file of other bytes (it was
-pushed again) is mapped anew. The files of the version fetched last stay as they are until another one is fetched, so a
-server may read them.
+pushed again) is mapped anew. A version's files stay as they are while somebody holds a tensor of them.
 """
 
 import threading
@@ -35,7 +34,6 @@ class FetchAhead:
         self._held: dict[str, MappedFile] = {}
         self._wrong: set[Bucket] = set()
         """Buckets whose bytes were not those of their digest."""
-        self._last: dict[str, Tensor] = {}
         self._spent_s: dict[WeightVersion, float] = {}
         self._here: Future[None] = Future()
         """Of the version that is awaited."""
@@ -67,8 +65,7 @@ class FetchAhead:
             if self._version == manifest.version:
                 self._version, self._awaited, self._held = None, False, {}
                 self._settle()
-        self._last = self._store.fetch(manifest, held)
-        return self._last
+        return self._store.fetch(manifest, held)
 
     def spent_s(self, version: WeightVersion) -> float:
         """Seconds that went into bringing this version to this host, and into mapping it ahead."""

@@ -252,10 +252,9 @@ class StoreServer:
         self._closing()
         return web.json_response({})
 
-    async def _until(self, true: Callable[[], bool], wait_s: float) -> bool:
+    async def _until(self, true: Callable[[], bool], wait_s: float) -> None:
         until_s = time.monotonic() + min(wait_s, WAIT_S)
         while not true():
             if time.monotonic() > until_s:
-                return False
+                return
             await asyncio.sleep(LOOK_S)
-        return True

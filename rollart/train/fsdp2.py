@@ -316,7 +316,7 @@ class ShardedTrainer:
         group: dist.ProcessGroup,
         use: Callable[[Gathered], object],
     ) -> None:
-        """Let rank 0 use the whole tensors. Whatever happens there, the others do not wait for ever."""
+        """Let rank 0 use the whole tensors. Whatever happens there, the others stop waiting."""
         if self._rank != 0:
             follow(shards(), group)
             return

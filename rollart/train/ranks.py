@@ -4,7 +4,7 @@ Owns: the plan of each step, what each rank is told, and the end of them all whe
 ranks do (fsdp2.py), each in a process of its own. `RankedTrainer` is told how to reach them; who started them, and
 where, is not its concern.
 Invariants: every rank gets the same calls in the same order; a rank that dies or raises ends the rest at once (they may
-be waiting for it inside a collective call, for ever), and every call from then on raises TrainerError: a trainer is
+be waiting for it inside a collective call, without end), and every call from then on raises TrainerError: a trainer is
 started again as a whole (StartAgain where the next one knows what to do otherwise). What can be refused is refused
 before any rank hears of it.
 """

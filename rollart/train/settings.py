@@ -61,7 +61,7 @@ class TrainerSettings:
     @property
     def probe(self) -> bool:
         """Publish each version with its log-probabilities of the probe: servers need it, embedded engines do not."""
-        return any(pool.engines.type != "embedded" for pool in self.job.pools if pool.engines)
+        return any(engines.type != "embedded" for _, engines in self.job.engines)
 
 
 def temperatures(job: Job) -> dict[str, float]:

@@ -35,7 +35,7 @@ class RankWork(NamedTuple):
     totals: Totals
     """Of the update, over all ranks."""
     parts: tuple[tuple[Sample, ...], ...]
-    """Micro-batches. An empty one is computed for company only, and adds nothing."""
+    """Micro-batches. An empty one is computed only because other ranks compute one, and adds nothing."""
 
 
 class _Update(NamedTuple):
@@ -51,7 +51,7 @@ class Failed(NamedTuple):
     """A micro-batch that cannot be trained on as it is."""
 
     update: int
-    """So many updates after the one that is reported."""
+    """Updates after the one that is reported."""
     part: int
     reason: str
     memory: bool = False

@@ -18,7 +18,7 @@ from rollart.errors import WeightError
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
 from rollart.store.shm import ShmStore
-from rollart.types import WeightManifest, WeightVersion
+from rollart.types import Bucket, WeightManifest, WeightVersion
 from tests.contracts.store import StoreBench, StoreContract, TensorBench, TensorStoreContract, eventually
 from tests.sim.engines import Bench, run
 
@@ -159,6 +159,73 @@ class TestTensorsOverTcp(TestTensorsInMemory):
             for store in (coordinator, trainer, engine):
                 store.close()
         eventually(lambda: not bench.left())
+
+
+class ReceivedBench(TensorBench):
+    """The engine has what it received in memory of its own."""
+
+    def damage(self, bucket: Bucket) -> None:
+        held = vars(self.engine)["_versions"][int(bucket.name[1:9])].files[bucket.name]
+        held[bucket.start + bucket.num_bytes // 2] ^= 4
+
+    def has(self, version: WeightVersion) -> bool:
+        return bool(self.engine.appeared(version))
+
+
+class TestTensorsBroadcast(TestTensorsInMemory):
+    """Between CPUs, by gloo."""
+
+    @contextmanager
+    def below(self, root: Path) -> Iterator[TensorBench]:
+        from rollart.store.nccl import NcclStore
+
+        address = f"127.0.0.1:{free_port()}"
+        trainer, engine, coordinator = (
+            NcclStore(address, torch.device("cpu"), bucket_bytes=4096, patience_s=10.0) for _ in range(3)
+        )
+        trainer.serve()
+        engine.receive()
+        assert engine.joined(10.0)
+        bench = ReceivedBench(
+            trainer=trainer,
+            engine=engine,
+            coordinator=coordinator,
+            left=lambda: list(vars(engine)["_versions"]),
+        )
+        try:
+            yield bench
+        finally:
+            for store in (engine, coordinator, trainer):
+                store.close()
+
+    def full(self) -> AbstractContextManager[TensorBench]:
+        pytest.skip("its memory is the engines' own")
+
+
+class SharedGpuBench(TensorBench):
+    def damage(self, bucket: Bucket) -> None:
+        held = vars(self.engine.map_file(bucket.name))["_whole"]
+        held[bucket.start + bucket.num_bytes // 2] ^= 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestTensorsOnOneGpu(TestTensorsInMemory):
+    """CUDA IPC; here within one process, between two in tests/store/test_cuda_ipc.py."""
+
+    @contextmanager
+    def below(self, root: Path) -> Iterator[TensorBench]:
+        from rollart.store.cuda_ipc import CudaIpcStore
+
+        trainer, engine, coordinator = (
+            CudaIpcStore("x", torch.device("cuda:0"), bucket_bytes=4096, root=root) for _ in range(3)
+        )
+        yield SharedGpuBench(
+            trainer=trainer, engine=engine, coordinator=coordinator, left=lambda: sorted(root.rglob("*"))
+        )
+        coordinator.close()
+
+    def full(self) -> AbstractContextManager[TensorBench]:
+        pytest.skip("its memory is the GPU's")
 
 
 class Mooncake:

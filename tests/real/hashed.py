@@ -1,8 +1,8 @@
 """`python -m tests.real.hashed train JOB ...`: rollart, whose workers note in a file what weights they push and hold.
 
-The trainer notes the hash of every version that it pushes, before the push and after; an engine the hash of its live
-parameters after each swap, and after each swap that failed. Pushes and pulls take longer than they would, so that a
-test can strike in the middle. Everything else is the real thing.
+The trainer notes the hash of every version that it pushes; an engine the hash of its live parameters after each swap,
+and after each swap that failed. Where a test asks for it (`Strike`), a push stops when a part of it is there, and a
+pull before it reads anything, until the test has done what it wants. Everything else is the real thing.
 """
 
 import hashlib
@@ -11,11 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 NOTES = "PYTHON_ROLLART_TEST_NOTES"
-PUSH_S, PULL_S = 1.5, 0.4
-"""How much longer a push takes in all, and a pull for each file."""
 
 
 def note(**what: Any) -> None:
@@ -33,14 +32,41 @@ def hash_of(tensors: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-class Slow(Mapping[str, Any]):
-    """Tensors that take their time."""
+class Strike:
+    """A push or a pull of this version, or a newer one, waits for the test."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, event: str) -> None:
+        self._file = folder / f"hold-{event}"
+        self._event = event
+
+    def ask(self, first: int) -> None:
+        hidden = self._file.with_suffix(".new")
+        hidden.write_text(str(first))
+        hidden.rename(self._file)
+
+    def release(self) -> None:
+        self._file.unlink()
+
+    def meet(self, version: int) -> None:
+        """In the worker."""
+        met = False
+        while self._file.exists() and version >= int(self._file.read_text()):
+            if not met:
+                note(event=f"held {self._event}", version=version)
+            met = True
+            time.sleep(0.01)
+
+
+class Stopping(Mapping[str, Any]):
+    """Tensors, the last of which comes when the test lets it."""
+
+    def __init__(self, tensors: Mapping[str, Any], version: int) -> None:
         self._tensors = tensors
+        self._version = version
 
     def __getitem__(self, name: str) -> Any:
-        time.sleep(PUSH_S / len(self._tensors))
+        if name == list(self._tensors)[-1]:
+            Strike(Path(os.environ[NOTES]).parent, "push").meet(self._version)
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -56,9 +82,7 @@ class NotedStore:
 
     def push(self, version: int, tensors: Mapping[str, Any], probe: Any = None) -> Any:
         note(event="push", version=version, hash=hash_of(tensors))
-        manifest = self._store.push(version, Slow(tensors), probe)
-        note(event="pushed", version=version)
-        return manifest
+        return self._store.push(version, Stopping(tensors, version), probe)
 
 
 async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
@@ -73,7 +97,7 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
     from rollart.model.network import named_weights
     from rollart.store.buckets import BucketStore
 
-    core, swap, map_file = made._core, made.swap, BucketStore.map_file
+    core, swap = made._core, made.swap
 
     async def holds(event: str, version: int) -> None:
         found = await made._call(lambda: (core.version, hash_of(named_weights(core._model))))
@@ -88,13 +112,15 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
         await holds("swapped", manifest.version)
         return report
 
-    def slow(store: BucketStore, file: str) -> Any:
-        note(event="pull", engine=name, version=int(file.split("/")[0][1:]))
-        time.sleep(PULL_S)
+    kind = type(made._fetch.__self__._store)
+    map_file = kind.map_file
+
+    def stopping(store: BucketStore, file: str) -> Any:
+        Strike(Path(os.environ[NOTES]).parent, "pull").meet(int(file.split("/")[0][1:]))
         return map_file(store, file)
 
     made.swap = noted
-    BucketStore.map_file = slow  # type: ignore[method-assign,assignment]
+    kind.map_file = stopping
     await holds("began", 0)
     return made
 

@@ -1,0 +1,391 @@
+"""Weights beside a step against weights between steps, in one run: `python -m benchmarks.overlap --json` (needs root).
+
+A trainer computes a fixed amount for each step and pushes a version of the model; engines, each a process of its own,
+compute all the time (the rollout's load), stage what comes and swap. Blocks of steps alternate:
+- `overlapped`: the version of the step before crosses while the next one is trained, and is swapped in after it;
+- `blocking`: engines stand still from the push until they have swapped, then the next step is trained.
+The network is a loopback device of its own (`unshare --net`), shaped by `tc tbf` so that the way over it takes
+`PUSH_OF_PULL` times what an engine takes to read the version on its host, as in the paper. `shm` and `files` cross no
+link. `exposed_s`: from suspend to resume. `pull_s`: all that was spent to bring the version to the engine, hidden or
+not: over the link, checked and mapped, copied. `memory`: the most that was seen beside the model, in models: of each
+process, and of the store's files on the trainer's side (`here`), on the engines' (`there`) or for both (`store`).
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from benchmarks.weights import _free_port, change, mooncake_service, small_step_density, weights
+from rollart.store.buckets import BucketStore
+from rollart.store.files import FileStore
+from rollart.store.prefetch import FetchAhead
+from rollart.store.shm import ShmStore
+from rollart.types import WeightManifest
+
+STORES = ("shm", "files", "tcp", "delta", "mooncake")
+PUSH_OF_PULL = 4.6
+"""The paper: 32.4, 67.8, 127.3 s to push, 6.2, 16.3, 29.7 s to pull."""
+TRAIN_OF_PUSH = 1.5
+"""A step is longer than a push, as in the paper."""
+BUCKET_BYTES = 32_000_000
+BLOCKS, STEPS = 3, 3
+"""Blocks of each kind, and steps in each; the first step of a block is not counted."""
+WARM = 3
+"""Versions before the first block: memory is touched for the first time."""
+INSIDE = "ROLLART_BENCH_OVERLAP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a store is; made anew in each process."""
+
+    kind: str
+    run: str
+    root: Path
+    address: str
+
+    def open(self, *, engine: bool) -> BucketStore:
+        there = self.root / "there" if engine else self.root / "here"
+        match self.kind:
+            case "shm":
+                return ShmStore(self.run, bucket_bytes=BUCKET_BYTES, root=self.root)
+            case "files":
+                return FileStore(self.root / "weights", bucket_bytes=BUCKET_BYTES)
+            case "mooncake":
+                from rollart.store.mooncake import MooncakeStore
+                from rollart.store.mooncake_client import MooncakeSetup
+
+                setup = MooncakeSetup(master=self.address, run_id=self.run)
+                return MooncakeStore(setup, bucket_bytes=BUCKET_BYTES, root=there)
+        from rollart.store.tcp import TcpStore
+
+        return TcpStore(
+            self.run, self.address, "token", bucket_bytes=BUCKET_BYTES, root=there, deltas=self.kind == "delta"
+        )
+
+
+def work(count: int) -> None:
+    """Of a trainer or a rollout: so many matrix products."""
+    matrix = torch.ones(384, 384)
+    for _ in range(count):
+        matrix @ matrix
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
+
+
+def engine(place: Place, num_bytes: int, link: Connection) -> None:
+    """Another process: computes, stages, swaps."""
+    torch.set_num_threads(1)
+    parameters = weights(num_bytes)
+    ahead = FetchAhead(place.open(engine=True))
+    goes = threading.Event()
+    stopped = threading.Event()
+    goes.set()
+    products = 0
+
+    def load() -> None:
+        nonlocal products
+        while not stopped.is_set():
+            goes.wait()
+            work(20)
+            products += 20
+
+    threading.Thread(target=load, daemon=True).start()
+    link.send("ready")
+    while (asked := link.recv()) is not None:
+        what, given = asked
+        if what == "stage":
+            ahead.stage(given).add_done_callback(lambda _, version=given: link.send(("staged", version)))  # type: ignore[misc]
+        elif what == "suspend":
+            goes.clear()
+            link.send(("suspended", products))
+        else:
+            began_s = time.perf_counter()
+            goes.clear()
+            spent_s = ahead.spent_s(given.version)
+            for name, tensor in ahead.fetch(given).items():
+                parameters[name].copy_(tensor)
+            goes.set()
+            exposed_s = time.perf_counter() - began_s
+            link.send(("swapped", (exposed_s, spent_s, products)))
+    stopped.set()
+
+
+class Engines:
+    def __init__(self, place: Place, num_bytes: int, count: int) -> None:
+        started = multiprocessing.get_context("spawn")
+        self._links: list[Connection] = []
+        self.processes = []
+        for _ in range(count):
+            own, other = started.Pipe()
+            process = started.Process(target=engine, args=(place, num_bytes, other), daemon=True)
+            process.start()
+            self._links.append(own)
+            self.processes.append(process)
+        for link in self._links:
+            assert link.recv() == "ready"
+
+    def tell(self, what: str, given: Any = None) -> None:
+        for link in self._links:
+            link.send((what, given))
+
+    def told(self, what: str) -> list[Any]:
+        """What each answers to that."""
+        found = []
+        for link in self._links:
+            while (answer := link.recv())[0] != what:
+                pass
+            found.append(answer[1])
+        return found
+
+    def close(self) -> None:
+        for link, process in zip(self._links, self.processes, strict=True):
+            link.send(None)
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+class Peak:
+    """The most memory that was seen, above what there was at the beginning."""
+
+    def __init__(self, root: Path, pids: dict[str, int]) -> None:
+        self._root, self._pids = root, pids
+        self._first = {name: value if name in pids else 0 for name, value in self._now().items()}
+        self.most = dict.fromkeys(self._first, 0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _now(self) -> dict[str, int]:
+        found = {}
+        for name, pid in self._pids.items():
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            found[name] = int(status["RssAnon"].split()[0]) * 1000
+        for name in ("here", "there", "."):
+            folder, taken = self._root / name, 0
+            for path in folder.rglob("*"):
+                try:
+                    taken += path.stat().st_blocks * 512
+                except FileNotFoundError:
+                    continue
+            found["store" if name == "." else name] = taken
+        found["store"] -= found["here"] + found["there"]
+        return found
+
+    def _look(self) -> None:
+        while not self._over.wait(0.05):
+            for name, value in self._now().items():
+                self.most[name] = max(self.most[name], value - self._first[name])
+
+    def end(self) -> dict[str, int]:
+        self._over.set()
+        self._thread.join()
+        return self.most
+
+
+@contextmanager
+def opened(kind: str, num_bytes: int, disk: Path | None) -> Iterator[Place]:
+    root = Path(tempfile.mkdtemp(dir=disk if kind == "files" else "/dev/shm", prefix="rollart-bench-"))
+    for name in ("here", "there"):
+        (root / name).mkdir()
+    run = f"overlap-{uuid.uuid4().hex[:8]}"
+    try:
+        if kind == "mooncake":
+            with tempfile.TemporaryDirectory() as logs, mooncake_service(Path(logs), 3 * num_bytes) as address:
+                yield Place(kind=kind, run=run, root=root, address=address)
+        else:
+            yield Place(kind=kind, run=run, root=root, address=f"127.0.0.1:{_free_port()}")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def shape(gb_s: float) -> None:
+    rate = ["rate", f"{gb_s * 8000:.0f}mbit", "burst", "2m", "latency", "50ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *rate], check=True)
+
+
+def read_s(num_bytes: int) -> float:
+    """What an engine takes to check a version on its host and to copy it."""
+    model, target = weights(num_bytes), weights(num_bytes)
+    with opened("shm", num_bytes, None) as place:
+        store = place.open(engine=False)
+        taken = []
+        for version in range(1, 6):
+            manifest = store.push(version, model)
+
+            def once(wanted: WeightManifest = manifest) -> None:
+                for name, tensor in store.fetch(wanted).items():
+                    target[name].copy_(tensor)
+
+            taken.append(seconds(once))
+            asyncio.run(store.drop_before(version))
+        store.close()
+    return statistics.median(taken[2:])
+
+
+def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    read = read_s(num_bytes)
+    shape(num_bytes / 1e9 / (PUSH_OF_PULL * read))
+    each_s = statistics.median(seconds(lambda: work(200)) for _ in range(5)) / 200
+    products = int(TRAIN_OF_PUSH * PUSH_OF_PULL * read / each_s)
+    density = small_step_density() if kind == "delta" else 1.0
+    model = weights(num_bytes)
+    rows: dict[str, list[dict[str, float]]] = {"overlapped": [], "blocking": []}
+    with opened(kind, num_bytes, disk) as place:
+        trainer = place.open(engine=False)
+        if kind in ("tcp", "delta"):
+            trainer.serve()  # type: ignore[attr-defined]
+        both = Engines(place, num_bytes, engines)
+        pids = {"trainer": os.getpid(), **{f"engine{n}": each.pid or 0 for n, each in enumerate(both.processes)}}
+        version = 0
+
+        def push() -> WeightManifest:
+            """Of a copy on the host: the model changes meanwhile."""
+            copy = {name: tensor.clone() for name, tensor in model.items()}
+            return trainer.push(version, copy)
+
+        def swap(manifest: WeightManifest, row: dict[str, float]) -> None:
+            both.tell("swap", manifest)
+            answers = both.told("swapped")
+            row["exposed_s"] = max(answer[0] for answer in answers)
+            row["pull_s"] = max(answer[1] for answer in answers) + row["exposed_s"]
+            asyncio.run(trainer.drop_before(manifest.version))
+
+        def step(row: dict[str, float]) -> None:
+            if kind == "delta":
+                change(model, density, version)
+            row["train_s"] = seconds(lambda: work(products))
+
+        def blocking() -> dict[str, float]:
+            nonlocal version
+            row: dict[str, float] = {}
+            began_s = time.perf_counter()
+            version += 1
+            step(row)
+            both.tell("suspend")
+            both.told("suspended")
+            stands_s = time.perf_counter()
+            manifest = push()
+            row["push_s"] = time.perf_counter() - stands_s
+            both.tell("stage", version)
+            both.told("staged")
+            swap(manifest, row)
+            row["exposed_s"] = time.perf_counter() - stands_s
+            row["step_s"] = time.perf_counter() - began_s
+            return row
+
+        def overlapped(count: int) -> list[dict[str, float]]:
+            """The first of them has nothing to swap to."""
+            nonlocal version
+            found: list[dict[str, float]] = []
+            under_way: threading.Thread | None = None
+            pushed: list[WeightManifest] = []
+            for _ in range(count + 1):
+                row: dict[str, float] = {}
+                began_s = time.perf_counter()
+                if under_way is not None:
+                    under_way.join()
+                    both.told("staged")
+                    swap(pushed.pop(), row)
+                version += 1
+                both.tell("stage", version)
+                under_way = threading.Thread(target=lambda: pushed.append(push()))
+                under_way.start()
+                step(row)
+                row["step_s"] = time.perf_counter() - began_s
+                found.append(row)
+            assert under_way is not None
+            under_way.join()
+            both.told("staged")
+            swap(pushed.pop(), {})
+            return found[1:]
+
+        try:
+            for _ in range(WARM):
+                blocking()
+            peak = Peak(place.root, pids)
+            for _ in range(BLOCKS):
+                rows["overlapped"] += overlapped(STEPS)[1:]
+                rows["blocking"] += [blocking() for _ in range(STEPS)][1:]
+            most = peak.end()
+        finally:
+            both.close()
+            if kind in ("tcp", "delta"):
+                trainer._serving.stop()  # type: ignore[attr-defined]
+            trainer.close()
+    middle = {
+        mode: {key: statistics.median(row[key] for row in found) for key in found[0]} for mode, found in rows.items()
+    }
+    each = {mode: [row["step_s"] for row in found] for mode, found in rows.items()}
+    ratios = [
+        statistics.median(each["blocking"][at : at + STEPS - 1])
+        / statistics.median(each["overlapped"][at : at + STEPS - 1])
+        for at in range(0, BLOCKS * (STEPS - 1), STEPS - 1)
+    ]
+    fast = middle["overlapped"]
+    return {
+        "store": kind,
+        "gb": round(num_bytes / 1e9, 3),
+        "engines": engines,
+        "density": round(density, 4),
+        "link_gb_s": round(num_bytes / 1e9 / (PUSH_OF_PULL * read), 3) if kind not in ("shm", "files") else None,
+        "host_read_s": round(read, 4),
+        **{mode: {key: round(value, 4) for key, value in found.items()} for mode, found in middle.items()},
+        "exposed_of_pull": round(fast["exposed_s"] / fast["pull_s"], 3),
+        "blocking_of_overlapped": round(statistics.median(ratios), 3),
+        "spread": [round(min(ratios), 3), round(max(ratios), 3)],
+        "memory": {name: round(value / num_bytes, 2) for name, value in most.items()},
+        "rows": {mode: [{key: round(v, 4) for key, v in row.items()} for row in found] for mode, found in rows.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.25, 1.0], help="sizes of the model")
+    parser.add_argument("--stores", nargs="+", default=STORES, choices=STORES)
+    parser.add_argument("--engines", type=int, default=2, help="on one host (default: 2)")
+    parser.add_argument("--folder", type=Path, help="the disk that `files` is measured on; default: that of /tmp")
+    asked = parser.parse_args()
+    if INSIDE not in os.environ:
+        inside = f'ip link set lo up && exec {sys.executable} -m benchmarks.overlap "$@"'
+        command = ["unshare", "--net", "sh", "-c", inside, "overlap", *sys.argv[1:]]
+        return subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode
+    found = []
+    for kind in asked.stores:
+        for size in asked.gb:
+            found.append(measure_store(kind, int(size * 1e9), asked.engines, asked.folder))
+            shown = {key: value for key, value in found[-1].items() if key != "rows"}
+            print(shown, file=sys.stderr, flush=True)
+    if asked.json:
+        figures = {"load": os.getloadavg(), "stores": found}
+        sys.stdout.buffer.write(orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
