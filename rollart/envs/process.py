@@ -23,7 +23,7 @@ from rollart.workers.pool import ProcessPool
 CLOSE_GRACE_S = 5.0
 """How long an environment may take to close itself before its process is killed."""
 RECENT_KEYS = 4
-"""So many of the newest preparations are made in a worker that is started ahead."""
+"""How many of the newest preparations are made in a worker that is started ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,9 @@ def carried_by(job: Job) -> list[Carried]:
     train = job.train
     trainers = ("trainer", "rank")
     wanted: dict[str, set[str]] = {job.model.path: {"engine", *trainers}}
+    for pool in job.judge_pools:
+        assert pool.judge is not None
+        wanted.setdefault(pool.judge.path, set()).add("engine")
     for path in (train.reference, train.lora.adapter if train.lora is not None else None):
         if path is not None:
             wanted.setdefault(path, set()).update(trainers)

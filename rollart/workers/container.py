@@ -32,7 +32,10 @@ INSTALL = {
     "docker": "docs.docker.com/engine/install",
     "runc": "apt-get install runc",
 }
-UNTIL_WE_END = '(cat /dev/fd/"$LIFE"; exec $REMOVE) < /dev/null > /dev/null 2>&1 & exec "$@"'
+CLIENTS = ("PATH", "HOME", "XDG_RUNTIME_DIR", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG")
+"""Variables by which a runtime's client finds its engine and its images."""
+KEPT = ("sh", "-c", '(cat /dev/fd/"$LIFE"; exec $REMOVE) < /dev/null > /dev/null 2>&1 & exec "$@"', "sh")
+"""What a box's command begins with: when we are gone, a shell that waited removes the box."""
 NAMED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "JAVA_HOME", "SHELL")
 """Variables that say where things are on this machine: the image has its own."""
 
@@ -66,18 +69,16 @@ class Container:
         paths = os.pathsep.join(dict.fromkeys(str(place.parent) for place in code))
         inside = {name: value for name, value in environment.items() if name not in NAMED}
         inside |= {**OWN, "PYTHONPATH": paths}
-        here = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_RUNTIME_DIR") if name in os.environ}
-        here |= {"LIFE": str(lifeline()), "REMOVE": " ".join(self._removing)}
-        kept = ["sh", "-c", UNTIL_WE_END, "sh"]
+        here = clients_environment(self._removing)
         if self.container.runtime == "runc":
-            return [*kept, *self._runc(words, inside, places)], here
+            return [*KEPT, *self._runc(words, inside, places)], here
         # Names on the command line, values in the client's environment: no secret is in the list of processes.
         # The client's own HOME and PATH are needed to find its images, so these are written out.
         written = {name: value for name, value in inside.items() if name in here}
         passed = {name: value for name, value in inside.items() if name not in here}
         options = [word for name in passed for word in ("--env", name)]
         options += [word for name, value in written.items() for word in ("--env", f"{name}={value}")]
-        return [*kept, *self._run(places), *options, self.container.image, *words], {**here, **passed}
+        return [*KEPT, *self._run(places), *options, self.container.image, *words], {**here, **passed}
 
     def over(self) -> str:
         return ""
@@ -161,6 +162,12 @@ class Container:
                 "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
             },
         }
+
+
+def clients_environment(removing: Sequence[str]) -> dict[str, str]:
+    """What a runtime's client is given, and `KEPT`."""
+    found = {name: os.environ[name] for name in CLIENTS if name in os.environ}
+    return found | {"LIFE": str(lifeline()), "REMOVE": " ".join(removing)}
 
 
 def unusable(container: ContainerSettings) -> str:

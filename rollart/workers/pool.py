@@ -40,10 +40,11 @@ class ProcessPool:
         box: MakeBox | None = None,
         warm: int = 0,
         prepare: Prepare | None = None,
+        idle_s: float | None = None,
     ) -> None:
         """`size`: how many are in use at a time; a semaphore is shared with others. `variables`: of our environment,
         those that user code gets beside what every program needs. `box`: where each is put; it is then used once.
-        `warm`: so many are kept started ahead, beside those in use."""
+        `warm`: so many are kept started ahead, beside those in use. `idle_s`: one that nobody used for so long ends."""
         environment = {"OMP_NUM_THREADS": "1"} | for_children(os.environ, variables)
         self._process = partial(Process, target=target, log_dir=log_dir, environment=environment, lost=lost)
         self._name = name
@@ -56,6 +57,9 @@ class ProcessPool:
         """Started, or being started, for nobody yet; the oldest first."""
         self._cooling: asyncio.TimerHandle | None = None
         self._idle: list[Process] = []
+        self._idle_s = idle_s
+        self._ending: dict[Process, asyncio.TimerHandle] = {}
+        """Of idle ones: when each ends."""
         self._all: dict[int, Process] = {}
         self._closed = False
 
@@ -65,6 +69,7 @@ class ProcessPool:
         try:
             while self._idle:
                 process = self._idle.pop()
+                self._stays(process)
                 if process.ready and process.pid is not None:
                     return process
                 self._forget(process)
@@ -78,6 +83,9 @@ class ProcessPool:
         if process.ready and not self._closed and self._box is None:
             process.trim_log()
             self._idle.append(process)
+            if self._idle_s is not None:
+                loop = asyncio.get_running_loop()
+                self._ending[process] = loop.call_later(self._idle_s, self._end_idle, process)
         else:
             self._forget(process)
         self._slots.release()
@@ -86,6 +94,8 @@ class ProcessPool:
         """Kill all processes, and wait until they are gone."""
         self._closed = True
         self._cool()
+        for process in list(self._ending):
+            self._stays(process)
         processes, self._all = list(self._all.values()), {}
         await asyncio.gather(*(process.stop() for process in processes))
 
@@ -146,6 +156,15 @@ class ProcessPool:
     def _drop(self, task: "asyncio.Task[Process]") -> None:
         if not task.cancelled() and task.exception() is None:
             self._forget(task.result())
+
+    def _end_idle(self, process: Process) -> None:
+        self._stays(process)
+        self._idle.remove(process)
+        self._forget(process)
+
+    def _stays(self, process: Process) -> None:
+        if (ending := self._ending.pop(process, None)) is not None:
+            ending.cancel()
 
     async def _start(self) -> Process:
         if self._closed:

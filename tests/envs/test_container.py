@@ -3,10 +3,12 @@
 The image is a skeleton: links and empty folders. What Python needs is put in from this machine, as code is in a job.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
@@ -26,30 +28,61 @@ from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, cl
 from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
 
 Runtime = Literal["podman", "docker", "runc"]
-RUNTIMES: list[Runtime] = ["runc", "podman"]
+RUNTIMES: list[Runtime] = ["runc", "podman", "docker"]
 IMAGE = "localhost/rollart-skeleton:test"
 PYTHON_PLACES = [Path(place) for place in dict.fromkeys(("/usr", sys.base_prefix, sys.prefix))]
+
+
+@contextlib.contextmanager
+def docker_engine(folder: Path) -> Iterator[None]:
+    """One of our own, without a network, where none runs."""
+    if subprocess.run(["docker", "version"], capture_output=True, timeout=60, check=False).returncode == 0:
+        yield
+        return
+    if shutil.which("dockerd") is None:
+        pytest.skip("needs dockerd (apt-get install docker.io), or an engine that runs")
+    socket = f"unix://{folder}/docker.sock"
+    words = ["dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"]
+    words += ["--host", socket, "--iptables=false", "--bridge=none", "--storage-driver=vfs"]
+    before = os.environ.get("DOCKER_HOST")
+    with open(folder / "log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as engine:
+        try:
+            os.environ["DOCKER_HOST"] = socket
+            asks = ["docker", "version"]
+            wait_for(lambda: subprocess.run(asks, capture_output=True, timeout=60, check=False).returncode == 0)
+            yield
+        finally:
+            engine.terminate()
+            os.environ.pop("DOCKER_HOST") if before is None else os.environ.update(DOCKER_HOST=before)
 
 
 @pytest.fixture(scope="module", params=RUNTIMES)
 def container(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerSettings]:
     runtime: Runtime = request.param
-    if shutil.which(runtime) is None or os.geteuid() != 0:
+    if os.geteuid() != 0 or shutil.which(runtime) is None:
         pytest.skip(f"needs {runtime}, and root")
-    root = tmp_path_factory.mktemp("image") / "root"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-")))
+        if runtime == "docker":
+            stack.enter_context(docker_engine(folder))
+        root = tmp_path_factory.mktemp("image") / "root"
+        _make_root(root)
+        if runtime == "runc":
+            yield ContainerSettings(runtime=runtime, image=str(root), python=sys.executable)
+            return
+        tar = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
+        subprocess.run([runtime, "import", "-", IMAGE], input=tar, capture_output=True, check=True, timeout=60)
+        yield ContainerSettings(runtime=runtime, image=IMAGE, python=sys.executable)
+        subprocess.run([runtime, "rmi", "--force", IMAGE], capture_output=True, check=False, timeout=60)
+
+
+def _make_root(root: Path) -> None:
     root.mkdir(mode=0o755)
     for place in ("usr", "proc", "dev", "tmp", "etc"):
         (root / place).mkdir()
     (root / "tmp").chmod(0o1777)  # as in every image; runc keeps it
     for link in ("bin", "lib", "lib64", "sbin"):
         (root / link).symlink_to(f"usr/{link}")
-    if runtime == "runc":
-        yield ContainerSettings(runtime=runtime, image=str(root), python=sys.executable)
-        return
-    tar = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
-    subprocess.run([runtime, "import", "-", IMAGE], input=tar, capture_output=True, check=True, timeout=60)
-    yield ContainerSettings(runtime=runtime, image=IMAGE, python=sys.executable)
-    subprocess.run([runtime, "rmi", "--force", IMAGE], capture_output=True, check=False, timeout=60)
 
 
 def make_host(
@@ -114,8 +147,9 @@ def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSetting
             await until(lambda: not processes_with(seconds))
 
     run(work)
-    words = ["runc", "list", "--quiet"] if container.runtime == "runc" else ["podman", "ps", "--all", "--quiet"]
-    assert not subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.strip()
+    listing = ["list"] if container.runtime == "runc" else ["ps", "--all"]
+    words = [container.runtime, *listing, "--quiet"]
+    wait_for(lambda: not subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.strip())
 
 
 @pytest.mark.slow
