@@ -101,7 +101,7 @@ def _ray(directory: Path) -> tuple[Any, Callable[[], Sequence[int]]]:
 
     nothing = Needs(cpus=0.0)
     cluster = RayCluster(start, _setup(directory), engine_needs={POOL: nothing}, trainer_needs=nothing, room=[nothing])
-    return cluster, lambda: [worker.places[name]["pid"] for name, worker in cluster.workers.items()]
+    return cluster, lambda: [worker.places[name].pid for name, worker in cluster.workers.items()]
 
 
 async def _rounds(engines: Sequence[WorkerEngine]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_shared_memory_is_refused_where_there_are_several_machines(monkeypatch: 
     nodes = [Node(name=f"{host}/0", host=host, resources={"CPU": 64.0}) for host in ("one", "two")]
     monkeypatch.setattr(resources, "nodes_for", lambda job: nodes)
     raw = {**JOB, "pools": [{"name": "compute", "engines": {"count": 2}, "slots": 8}], "tasks": [{"name": "lake"}]}
-    with pytest.raises(JobError, match=r"^weights.type: shm is the memory of one machine, and the cluster has 2"):
+    with pytest.raises(JobError, match=r"^weights.type: shm is for one machine, and the cluster has 2"):
         resources.refuse_unplaceable(build_job(raw))
     resources.refuse_unplaceable(build_job({**raw, "weights": {"type": "files"}}))
     del nodes[1]

@@ -139,6 +139,7 @@ def test_a_run_shows_what_it_waits_for(
     monkeypatch.setattr(
         "rollart.launch.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
     )
+    monkeypatch.setattr("rollart.launch.training._stop_on_signals", lambda *args: None)  # a virtual loop has none
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(
             _drive(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)

@@ -21,7 +21,7 @@ class InlineCluster:
     def __init__(self, build: Build, setup: WorkerSetup) -> None:
         self._build = build
         self._setup = setup
-        self.workers: dict[str, Any] = {}
+        self.workers: dict[str, object] = {}
         """By name: the engines' ids, and `trainer`."""
 
     async def engine(self, spec: EngineSpec) -> Engine:
@@ -39,8 +39,9 @@ class InlineCluster:
     async def _start(self, setup: WorkerSetup) -> Any:
         await self._stop(setup.name)
         with boundary(ClusterError, f"{setup.name} could not start"):
-            self.workers[setup.name] = await self._build(setup)
-        return self.workers[setup.name]
+            worker = await self._build(setup)
+        self.workers[setup.name] = worker
+        return worker
 
     async def _stop(self, name: str) -> None:
         close = getattr(self.workers.pop(name, None), "close", None)

@@ -17,6 +17,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ MAX_CALLS = 100_000
 """Calls under way in one actor. Far above any batch: a swap must never queue behind generate calls."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs."""
+
+    node: str
+    host: str
+    pid: int
+
+
 class ActorWorker:
     """The inside of an actor: one worker, called by method name."""
 
@@ -57,9 +67,9 @@ class ActorWorker:
         with contextlib.suppress(OSError):
             os.chdir(directory)  # relative paths of the job mean the same here, where the directory is shared
 
-    async def where(self) -> dict[str, Any]:
+    async def where(self) -> Place:
         """Answers as soon as the actor has a machine."""
-        return {"node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(), "pid": os.getpid()}
+        return Place(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid())
 
     async def rendezvous(self) -> str:
         """Where ranks can meet: this machine's address, and a port that is free now."""
@@ -132,8 +142,8 @@ class RayWorker:
     def __init__(self, name: str, actor: Any, ranks: Sequence[Any] = (), group: Any = None) -> None:
         self.name = name
         self.gone = False
-        """A call has found that it is lost."""
-        self.places: dict[str, dict[str, Any]] = {}
+        """It was stopped, or a call has found that it is lost."""
+        self.places: dict[str, Place] = {}
         """By name, its own and those of its ranks."""
         self._actor = actor
         self._ranks = ranks
@@ -154,7 +164,7 @@ class RayWorker:
         except RayError as error:
             raise ClusterError(f"{self.name} could not start: {_one_line(error)}") from None
         for name, actor in actors.items():
-            async with locks[self.places[name]["node"]]:
+            async with locks[self.places[name].node]:
                 await self._send_files(actor, setup)
         await _answered(self, ClusterError, self._actor.setup.remote(setup.model_dump_json(), list(self._ranks)))
 
@@ -172,9 +182,12 @@ class RayWorker:
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
         """One call of the worker's port; what goes wrong is raised as the port's error."""
+        if self.gone:  # Ray raises a plain Exception for an actor of a cluster that was let go of
+            raise error(f"{self.name}: its actor is lost")
         return await _answered(self, error, self._actor.call.remote(method, pack(list(arguments))))
 
     def stop(self) -> None:
+        self.gone = True
         for actor in (self._actor, *self._ranks):
             ray.kill(actor)
         if self._group is not None:
@@ -240,7 +253,7 @@ class RayCluster:
             raise
         with (self._log_dir / PLACED).open("ab") as log:
             for part, place in worker.places.items():
-                log.write(orjson.dumps({"worker": part, **place}, option=orjson.OPT_APPEND_NEWLINE))
+                log.write(orjson.dumps({"worker": part, **asdict(place)}, option=orjson.OPT_APPEND_NEWLINE))
         return worker
 
     async def close(self) -> None:

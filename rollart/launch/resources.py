@@ -35,7 +35,8 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             attached = engines.url is not None
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
             needs = _needs(kind, engines.threads, engines.all_gpus, on_cpu=on_cpu)
-            found.append(Demand(pool=pool.name, role="rollout", count=engines.count, needs=needs))
+            role = "judge" if pool.judge else "rollout"
+            found.append(Demand(pool=pool.name, role=role, count=engines.count, needs=needs))
         if pool.slots:
             workers = math.ceil(pool.slots / pool.slots_per_worker)
             needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
@@ -68,9 +69,9 @@ def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ..
     found = devices_for(job, trains=trains)
     servers = {
         f"{pool.name}-{number}"
-        for pool in job.engine_pools
-        if pool.engines and pool.engines.type != "embedded"
-        for number in range(pool.engines.count)
+        for pool, engines in job.all_engines
+        if engines.type != "embedded"
+        for number in range(engines.count)
     }
     return {**found.own, **{worker: names for worker, names in found.shared.items() if worker in servers}}
 
@@ -78,10 +79,10 @@ def visible_devices(job: Job, *, trains: bool = True) -> dict[str, tuple[str, ..
 def gpu_shares(job: Job, *, trains: bool = True) -> dict[str, float]:
     """By worker, its share of its GPU; where one has a share, all that name a GPU have one. Empty: nobody has."""
     found = {
-        f"{pool.name}-{number}": pool.engines.share
-        for pool in job.engine_pools
-        if pool.engines and pool.engines.device != "cpu"
-        for number in range(pool.engines.count)
+        f"{pool.name}-{number}": engines.share
+        for pool, engines in job.all_engines
+        if engines.device != "cpu"
+        for number in range(engines.count)
     }
     if trains and job.train.device != "cpu":
         found["trainer"] = job.train.share
@@ -93,9 +94,7 @@ def _device_demands(job: Job, *, trains: bool) -> list[DeviceDemand]:
     if job.cluster.type == "ray":
         return []
     found: list[DeviceDemand] = []
-    for pool in job.engine_pools:
-        engines = pool.engines
-        assert engines is not None
+    for pool, engines in job.all_engines:
         for number in range(engines.count):
             worker, keys = f"{pool.name}-{number}", f"pools.{pool.name}.engines"
             if engines.type == "embedded":
@@ -145,12 +144,12 @@ def refuse_unplaceable(job: Job, *, trains: bool = True) -> None:
         return
     nodes = nodes_for(job)
     hosts = {node.host for node in nodes}
-    if job.weights.type == "shm" and len(hosts) > 1:
+    if job.weights.type in ("shm", "cuda_ipc") and len(hosts) > 1:
         raise JobError(
-            f"weights.type: shm is the memory of one machine, and the cluster has {len(hosts)}; set weights.type to "
+            f"weights.type: {job.weights.type} is for one machine, and the cluster has {len(hosts)}; set it to "
             "files and weights.path to a directory that they share, or to tcp (or cluster.check to false)"
         )
-    if job.weights.type == "tcp" and len(hosts) > 1 and job.weights.address.endswith(":0"):
+    if job.weights.type in ("tcp", "nccl") and len(hosts) > 1 and job.weights.address.endswith(":0"):
         raise JobError(
             f"weights.address: {job.weights.address} is nothing that the {len(hosts)} machines of the cluster could "
             "reach; give the address of the machine that trains and a free port, such as 10.0.0.1:7700"

@@ -27,7 +27,7 @@ RENDEZVOUS = "ranks-meet"
 """Name of the file in the log directory through which the ranks of a trainer find each other."""
 
 if TYPE_CHECKING:
-    from rollart.config.settings import Isolation, TaskSettings
+    from rollart.config.settings import Isolation, JudgeSettings, ModelSettings, TaskSettings
     from rollart.engines.embedded.threaded import ThreadedEngine
     from rollart.engines.remote import RemoteEngine
     from rollart.envs.process import Boxed
@@ -77,7 +77,8 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from rollart.store.open import open_store
+    from rollart.model.network import device_named
+    from rollart.store.open import Part, open_store
     from rollart.train.settings import TrainerSettings
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -91,13 +92,15 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
-            return AsyncTrainer(SingleTrainer(trainer), open_store(setup.store, pushes=True))
+            store = open_store(setup.store, "trainer", device=device_named(setup.job.train.device))
+            return AsyncTrainer(SingleTrainer(trainer), store)
         case "rank":
             from rollart.train.fsdp2 import ShardedTrainer
             from rollart.train.ranks import AsyncRank
 
             assert setup.rank is not None
-            store = open_store(setup.store, pushes=setup.rank.rank == 0)
+            part: Part = "trainer" if setup.rank.rank == 0 else "coordinator"
+            store = open_store(setup.store, part, device=torch.device(setup.rank.device))
             return AsyncRank(await asyncio.to_thread(ShardedTrainer, trainer, setup.rank), store)
 
 
@@ -113,23 +116,31 @@ def _make_run_directory(setup: WorkerSetup) -> None:
 
 
 async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
+    from rollart.model.network import device_named
     from rollart.store.open import open_store
     from rollart.store.prefetch import FetchAhead
 
     job, pool = setup.job, setup.own_pool
-    store = open_store(setup.store, site=pool.site)
     assert pool.engines is not None
+    store = open_store(setup.store, "engine", site=pool.site, device=device_named(pool.engines.device))
+    model: ModelSettings | JudgeSettings = job.model
+    stop_tokens, lora = setup.stop_tokens, job.train.lora
+    if pool.judge is not None:
+        from rollart.model.tokenizer import ChatTokenizer
+
+        model, lora = pool.judge, None
+        stop_tokens = ChatTokenizer(model.path, model.chat_template, model.chat_template_args).stop_tokens
     if pool.engines.type == "embedded":
         from rollart.engines.embedded.engine import EmbeddedEngine
         from rollart.engines.embedded.threaded import ThreadedEngine
 
         core = EmbeddedEngine.from_directory(
-            job.model.path,
+            model.path,
             pool.engines,
             engine_id=setup.name,
             seed=job.seed,
-            max_context=job.model.context_tokens,
-            stop_tokens=setup.stop_tokens,
+            max_context=model.context_tokens,
+            stop_tokens=stop_tokens,
         )
         ahead = FetchAhead(store)
         return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s)
@@ -138,13 +149,13 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
     server = ServerSettings(
         engines=pool.engines,
         engine_id=setup.name,
-        model=Path(job.model.path),
-        context_tokens=job.model.context_tokens,
+        model=Path(model.path),
+        context_tokens=model.context_tokens,
         log_dir=setup.log_dir,
         cpu=pool.hardware == "cpu",
-        stop_tokens=setup.stop_tokens,
+        stop_tokens=stop_tokens,
         start_s=job.limits.start_s,
-        lora=job.train.lora,
+        lora=lora,
     )
     return await launch(server, store, FetchAhead(store))
 

@@ -16,9 +16,9 @@ from rollart.cluster.inline import InlineCluster
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
 from rollart.errors import ClusterError, EngineError, WeightError
-from rollart.launch.worker import START, build
+from rollart.launch.worker import START, build, start
 from rollart.ports import Trainer
-from rollart.types import Batch, WeightManifest, WeightVersion
+from rollart.types import Batch, Needs, WeightManifest, WeightVersion
 from rollart.workers.launch import Process
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.trainer import ClusterBench, ClusterContract, TrainerBench, TrainerContract
@@ -111,6 +111,31 @@ class TestLocalCluster(Given, ClusterContract):
         async def main() -> None:
             async with local_cluster(self.model, self.folder) as (cluster, _):
                 await work(ClusterBench(cluster=cluster, spec=SPEC, generates=generates))
+
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestRayCluster(Given, ClusterContract):
+    """On an embedded cluster of one node."""
+
+    def play(self, work: Callable[[ClusterBench], Awaitable[None]]) -> None:
+        pytest.importorskip("ray")
+        from rollart.cluster.ray import RayCluster
+
+        async def main() -> None:
+            setup = small_setup(self.model, self.folder)
+            needs = Needs(resource="", cpus=1.0)
+            cluster = RayCluster(
+                start, setup, engine_needs={SPEC.pool: needs}, trainer_needs=needs, room=[needs, needs]
+            )
+            try:
+                async with asyncio.timeout(600):
+                    await work(ClusterBench(cluster=cluster, spec=SPEC, generates=generates))
+            finally:
+                await cluster.close()
 
         asyncio.run(main())
 

@@ -63,7 +63,7 @@ def test_a_cancelled_timer_neither_runs_nor_moves_the_clock() -> None:
         late = loop.call_later(1.0, seen.append, "cancelled by another of the same moment")
         loop.call_later(0.5, loop.call_later(0.7, seen.append, "cancelled before").cancel)
         first = loop.call_at(1.0, lambda: second.cancel())
-        second = loop.call_at(1.0, seen.append, "cancelled between falling due and running")
+        second: asyncio.TimerHandle = loop.call_at(1.0, seen.append, "cancelled between falling due and running")
         late.cancel()
         assert not first.cancelled()
         await asyncio.sleep(2.0)
