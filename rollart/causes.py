@@ -1,6 +1,6 @@
 """Why things fail, counted. Texts that differ only in ids, numbers and addresses are one cause.
 
-Bounded: so many different causes are told apart, and the rest counts together, however many texts there are.
+Bounded: only a fixed number of causes is told apart; all others count together.
 """
 
 import re

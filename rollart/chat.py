@@ -23,7 +23,7 @@ class Form(NamedTuple):
     """A call is JSON between <tool_call> and </tool_call> (Hermes, Qwen). Otherwise an answer that calls is JSON from
     its beginning to its end, with `;` between several (Llama)."""
     thinks: bool = True
-    """What comes before </think> is no part of the answer."""
+    """What comes before </think> is not part of the answer."""
 
 
 class Answer(NamedTuple):
@@ -70,7 +70,7 @@ def _tagged(text: str) -> tuple[str, list[Any]]:
 
 
 def _bare(text: str) -> tuple[str, list[Any]]:
-    """Text that is no JSON, or JSON that does not look like a call, is text."""
+    """Text that is not JSON, or JSON that does not look like a call, is text."""
     decoder, at, whole = json.JSONDecoder(), 0, text.strip()
     found: list[Any] = []
     if not whole.startswith(("{", "[")):

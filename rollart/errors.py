@@ -70,7 +70,7 @@ class RequestError(BoundaryError):
 
 
 class AnswerError(BoundaryError):
-    """The engine is well, but this answer of it cannot be believed: a log-probability that is no number, say."""
+    """The engine is well, but this answer cannot be believed: a log-probability that is not a number, say."""
 
 
 class EnvError(BoundaryError):
@@ -94,11 +94,14 @@ class TaskError(BoundaryError):
 
 
 class RewardError(BoundaryError):
-    """A reward function failed. `retryable` is False where another try gives the same error."""
+    """A reward function failed. `retryable` is False where another try gives the same error. `calls`: that were made,
+    none where nobody was reached. `busy_s`: of a judge's engines."""
 
-    def __init__(self, message: str, *, retryable: bool = True) -> None:
+    def __init__(self, message: str, *, retryable: bool = True, calls: int = 1, busy_s: float = 0.0) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.calls = calls
+        self.busy_s = busy_s
 
 
 class TrainerError(BoundaryError):
@@ -188,5 +191,5 @@ def text_of(error: BaseException) -> str:
 
 
 def as_utf8(text: str) -> str:
-    """The text with `?` for what is no character: half a surrogate pair, as in the name of a file that is not UTF-8."""
+    """The text with `?` for what is not a character: half a surrogate pair, as in a file name that is not UTF-8."""
     return text.encode("utf-8", "replace").decode()

@@ -58,6 +58,13 @@ class Engine(Protocol):
         engine then still serves the version it had."""
 
 
+class FrozenModel(Protocol):
+    """A model that is not trained, such as a judge: takes tokens, gives tokens. There may be several engines behind."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Raises EngineError, RequestError or AnswerError."""
+
+
 class Env(Protocol):
     """One single-use environment."""
 
@@ -181,7 +188,7 @@ class Tokenizer(Protocol):
 
     def parse(self, tokens: Tokens) -> Message:
         """A sampled answer as a message: what was thought, said and called, in the format of the chat template. What
-        is no call that can be read stays text."""
+        cannot be read as a call stays text."""
 
 
 class ChatCall(Protocol):

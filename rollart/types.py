@@ -322,7 +322,10 @@ class Score:
     cold_start_s: float = 0.0
     """Part of the call spent starting a function instance."""
     busy_s: float = 0.0
-    """Seconds the function itself ran, where the backend knows."""
+    """Seconds the function itself ran, or the engines of a judge, where the backend knows."""
+    calls: int = 1
+    """That were made for it: more where one was asked again beside a slow one or a judge votes, none where the answer
+    was known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

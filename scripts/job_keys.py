@@ -1,8 +1,13 @@
-"""Prints every key that a job file may have, one a line, to compare two versions, each run in its own checkout:
+"""Every key that a job file may have, one a line; or, beside another checkout, those that are lost and new since.
 
-diff <(cd BEFORE && python scripts/job_keys.py) <(python scripts/job_keys.py)
+python scripts/job_keys.py
+git worktree add /tmp/before COMMIT && python scripts/job_keys.py --before /tmp/before
 """
 
+import argparse
+import os
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
@@ -32,7 +37,22 @@ def _models(annotation: Any, between: str) -> Iterator[tuple[type[BaseModel], st
 
 
 def main() -> None:
-    print("\n".join(sorted(set(keys(Job)))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", metavar="CHECKOUT", help="a checkout of an earlier version")
+    before = parser.parse_args().before
+    here = set(keys(Job))
+    if before is None:
+        print("\n".join(sorted(here)))
+        return
+    command = [sys.executable, os.path.abspath(__file__)]
+    there = set(
+        subprocess.check_output(
+            command, cwd=before, env={**os.environ, "PYTHONPATH": os.path.abspath(before)}, text=True
+        ).split()
+    )
+    print(f"{len(there)} keys before, {len(here)} now")
+    for sign, names in (("lost", there - here), ("new", here - there)):
+        print("\n".join(f"{sign} {name}" for name in sorted(names)))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "store": ("tests/store", "tests/contracts"),
     "cluster": ("tests/cluster", "tests/contracts", "tests/test_training.py"),
     "tasks": ("tests/tasks", "tests/envs", "tests/rewards"),
+    "gateway": ("tests/gateway", "tests/control/test_programs.py"),
+    "launch": (
+        "tests/real/test_checks.py",
+        "tests/sim/test_plan.py",
+        "tests/test_driver.py",
+        "tests/test_resources.py",
+    ),
+    "workers": ("tests/cluster", "tests/envs", "tests/tasks", "tests/test_wire.py"),
 }
 """Folder of the package -> its fast tests."""
 COMPARISONS = {
@@ -89,13 +97,14 @@ def main() -> int:
         "--first", type=int, default=1, help="number of the mistake to begin with; those before it come last"
     )
     parser.add_argument("--folders", nargs="*", default=list(TESTS), choices=list(TESTS))
+    parser.add_argument("--files", nargs="*", default=[], help="only these, as store/tcp.py")
     parser.add_argument(
         "--skip", type=Path, help="file of tests, or test files, that fail anyway on this machine, one a line"
     )
     parser.add_argument("--list", action="store_true", help="only show what would be put in")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    mutants = draw(args.folders, args.count, args.seed)
+    mutants = draw(args.folders, args.count, args.seed, args.files)
     mutants = mutants[args.first - 1 :] + mutants[: args.first - 1]
     if args.list:
         for mutant in mutants:
@@ -116,8 +125,8 @@ def main() -> int:
     return 0
 
 
-def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
-    """So many mistakes, in the order they were drawn: any first part of them is a fair draw too."""
+def draw(folders: list[str], count: int, seed: int, files: list[str]) -> list[Mutant]:
+    """`count` mistakes, in the order they were drawn: any first part of them is a fair draw too."""
     rng = random.Random(seed)
     found = [
         mutant
@@ -125,7 +134,8 @@ def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
         for path in sorted((ROOT / "rollart" / folder).rglob("*.py"))
         for mutant in of(path)
     ]
-    found = [mutant for mutant in found if mutant.file not in SLOW]
+    wanted = {f"rollart/{name}" for name in files}
+    found = [mutant for mutant in found if mutant.file not in SLOW and (not wanted or mutant.file in wanted)]
     drawn = rng.sample(found, min(count, len(found)))
     return [replace(mutant, number=number) for number, mutant in enumerate(drawn, start=1)]
 

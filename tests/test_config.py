@@ -37,6 +37,10 @@ def refusal(tmp_path: Path, *overrides: str, text: str = JOB) -> str:
     return message
 
 
+def with_pool(third: str) -> str:
+    return f"pools=[{{name: compute, hardware: h800, engines: {{}}}}, {{name: environments, slots: 9}}, {third}]"
+
+
 WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     # id, overrides, the key that the message must begin with, a part of the fix
     ("unknown key", ["rolout={}"], "rolout:", "did you mean 'rollout'?"),
@@ -90,6 +94,61 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
         "rewards.workers:",
         "only with type local",
     ),
+    ("judge nowhere", ["rewards={type: judge, rubric: a}"], "rewards.url:", "give one of them, and only one"),
+    (
+        "judge in two places",
+        ["rewards={type: judge, rubric: a, url: 'http://a', model: m, pool: compute}"],
+        "rewards.url:",
+        "give one of them, and only one",
+    ),
+    ("judge without a name", ["rewards={type: judge, rubric: a, url: 'http://a'}"], "rewards.model:", "called at its"),
+    ("judge without a rubric", ["rewards={type: judge, pool: a}"], "rewards.rubric:", "what a good answer is"),
+    ("judge in no pool", ["rewards={type: judge, pool: a, rubric: a}"], "rewards.pool:", "no pool has a judge"),
+    (
+        "judge in a pool of the policy",
+        ["rewards={type: judge, pool: compute, rubric: a}", with_pool("{name: judges, judge: {}, engines: {}}")],
+        "rewards.pool:",
+        "one of judges",
+    ),
+    (
+        "a name for a pool's judge",
+        ["rewards={type: judge, pool: j, rubric: a, model: m}", with_pool("{name: j, judge: {}, engines: {}}")],
+        "rewards.model:",
+        "type judge and a url",
+    ),
+    (
+        "price of a pool's judge",
+        ["rewards={type: judge, pool: j, rubric: a, call_cost: 1}", with_pool("{name: j, judge: {}, engines: {}}")],
+        "rewards.call_cost:",
+        "a url",
+    ),
+    (
+        "judge without engines",
+        [with_pool("{name: j, slots: 1, judge: {}}")],
+        "pools.2.judge:",
+        "add engines: {count: 1}",
+    ),
+    ("judge that nobody asks", [with_pool("{name: j, judge: {}, engines: {}}")], "pools.2.judge:", "nobody asks it"),
+    (
+        "judge that grows",
+        ["rewards={type: judge, pool: j, rubric: a}", with_pool("{name: j, judge: {}, engines: {most: 2}}")],
+        "pools.2.engines.most:",
+        "as many as count says",
+    ),
+    (
+        "affinity to a judge",
+        [
+            "rewards={type: judge, pool: j, rubric: a}",
+            with_pool("{name: j, judge: {}, engines: {}}"),
+            "tasks.0.affinity=j",
+        ],
+        "tasks.0.affinity:",
+        "one of auto",
+    ),
+    ("judge on no port", ["pools.0.judge={listen: here}"], "pools.0.judge.listen:", "match"),
+    ("simulated judge of nobody", ["sim.judges.j={}"], "sim.judges.j:", "no pool has a judge"),
+    ("memory without a price", ["rewards={type: http, url: 'http://a', memory_mb: 1}"], "rewards.memory_mb:", "gb_sec"),
+    ("price of a local GB", ["rewards.gb_second_cost=1"], "rewards.gb_second_cost:", "only with type http"),
     ("no master", ["weights.type=mooncake"], "weights.master:", "as master: 10.0.0.1:50051"),
     ("master of shared memory", ["weights.master=a:1"], "weights.master:", "only with weights.type mooncake"),
     ("address of shared memory", ["weights.address=a:1"], "weights.address:", "only with weights.type tcp"),

@@ -142,6 +142,7 @@ HTTP = {"type": "http", "url": "http://127.0.0.1:1"}
         ({"workers": 3, "cost": 0.5}, 3 * 0.5 * 4.0),
         ({**HTTP, "cost": 8.0}, 8.0 * (0.5 + 0.6)),
         ({**HTTP, "call_cost": 0.25}, 3 * 0.25),
+        ({**HTTP, "gb_second_cost": 2.0, "memory_mb": 512}, 3600.0 * (0.5 + 0.6)),
         (HTTP, 0.0),
     ],
 )
@@ -155,9 +156,54 @@ def test_rewards_have_a_price(rewards: dict[str, Any], price: float) -> None:
     assert cost.total == pytest.approx(8.0 + price)
 
 
+def test_each_call_that_was_made_is_paid() -> None:
+    """Asked again beside a slow one: both run. Known to the judge: nobody was asked. Nobody was reached: none."""
+    seconds = {"s": 0.5 * HOUR_S, "busy_s": 0.0, "cold_s": 0.0, "id": "g0.0.0", "value": 1.0}
+    twice, never = some(schema.Reward, made=2, **seconds), some(schema.Reward, made=0, **seconds)
+    refused = schema.RewardFailed(id="g0.0.0", reason="no", s=HOUR_S, made=0)
+    late = schema.RewardFailed(id="g0.0.0", reason="no answer", s=0.25 * HOUR_S)
+    priced = {**HTTP, "cost": 8.0, "call_cost": 1.0}
+    result = summary_of(at(1.0, twice), at(2.0, never), at(3.0, refused), at(3.0, late), rewards=priced)
+    assert result.cost.rewards == pytest.approx(2 * 0.5 * 8.0 + 2 * 1.0 + 0.25 * 8.0 + 1.0)
+    assert (result.reward.made, result.reward.calls, result.reward.failed) == (3, 2, 2)
+
+
+def judged(**changes: Any) -> dict[str, Any]:
+    own = {"name": "style", "type": "judge", "url": "http://127.0.0.1:1", "model": "m", "rubric": "r", **changes}
+    return {"tasks": [{"name": "a", "group_size": 2, "rewards": [own]}]}
+
+
+def graded(mean: float, spread: float, weight: float, made: int = 2) -> Event:
+    call = schema.RewardCall(s=1.0, busy_s=0.0, cold_s=0.0, tries=1, made=made)
+    parts = {"style": weight * mean, "style/spread": spread}
+    return some(schema.Reward, id="g0.0.0", value=weight * mean, parts=parts, calls=[call], made=made)
+
+
+@pytest.mark.parametrize(
+    ("grades", "spread", "agreement"),
+    [
+        ([(0.2, 0.0), (0.8, 0.0)], 0.0, 1.0),
+        ([(0.5, 0.1), (0.5, 0.1)], 0.1, -0.5),  # nothing but noise
+        ([(0.2, 0.1), (0.8, 0.1), (0.4, 0.0)], 0.0667, 0.8387),  # votes 1 3, 7 9, 4 4: by hand
+        ([(0.5, 0.0), (0.5, 0.0)], 0.0, None),
+    ],
+)
+def test_how_far_a_judge_agrees_with_itself(
+    grades: list[tuple[float, float]], spread: float, agreement: float | None
+) -> None:
+    """Krippendorff's alpha for intervals. An episode that was known adds nothing."""
+    events = [graded(mean, apart, 0.5) for mean, apart in [*grades, grades[0]]]
+    events[-1] = graded(*grades[0], 0.5, made=0)
+    result = summary_of(start("g0.0.0"), *events, **judged(votes=2, weight=0.5))
+    row = result.reward.judges["a/style"]
+    assert (row.graded, row.known, row.votes) == (len(events), 1, 2)
+    assert row.spread == pytest.approx(spread, abs=1e-4)
+    assert row.agreement == (None if agreement is None else pytest.approx(agreement, abs=1e-4))
+
+
 def test_a_price_that_nothing_reads_is_refused() -> None:
     with pytest.raises(
-        JobError, match=r"^rewards\.call_cost: has an effect only with type http or judge: local workers are"
+        JobError, match=r"^rewards\.call_cost: has an effect only with a url: local workers and the engines of a judge"
     ):
         build_job({**RAW, "rewards": {"call_cost": 1.0}})
 

@@ -36,6 +36,7 @@ NAMES = {
     "eval": ["<task>"],
     "faults": ["<kind>"],
     "failures": ["<what>"],
+    "reward.judges": ["<reward>"],
 }
 """Where the summary has names instead of fixed keys, and how the page writes them, level by level."""
 
@@ -61,11 +62,19 @@ def tiny_job() -> Job:
     """Every kind of name in the summary, and most events: two pools, evaluation, failures, faults, a restart."""
     raw: dict[str, Any] = {
         "name": "tiny",
-        "tasks": [{"name": "game", "group_size": 2}, {"name": "maths", "group_size": 2}],
+        "tasks": [
+            {"name": "game", "group_size": 2},
+            {
+                "name": "maths",
+                "group_size": 2,
+                "rewards": [{"type": "judge", "name": "style", "pool": "judge", "rubric": "short"}],
+            },
+        ],
         "rollout": {"groups_per_step": 2, "spare_members": 1},
         "pools": [
             {"name": "compute", "hardware": "h800", "engines": {"count": 1}},
             {"name": "bandwidth", "hardware": "h20", "engines": {"count": 1}},
+            {"name": "judge", "hardware": "h20", "judge": {}, "engines": {"count": 1}},
             {"name": "environments", "slots": 64},
         ],
         "train": {"steps": 6},

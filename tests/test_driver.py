@@ -10,6 +10,7 @@ import pytest
 
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
+from rollart.errors import Deadlock, Interrupted, JobStopped, RollartError, StayedFull
 from rollart.events import schema
 from rollart.events.log import EventLog, Reader, read_events
 from rollart.launch.driver import Life, drive
@@ -57,6 +58,40 @@ def test_a_killed_coordinator_says_nothing_more_and_another_one_goes_on() -> Non
     assert [type(event) for event in said] == [schema.Killed]
     assert len(closed) == 2
     assert took_s == pytest.approx(2.0 + 5.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (JobStopped("enough"), ""),
+        (Interrupted("ctrl-c"), "user"),
+        (StayedFull("no room"), "full"),
+        (Deadlock("nobody moves"), "deadlock"),
+    ],
+)
+def test_what_stops_a_job_is_logged_with_its_kind_and_returned(error: RollartError, kind: str) -> None:
+    said: list[schema.Event] = []
+
+    async def work(coordinator: Coordinator) -> None:
+        raise error
+
+    async def close() -> None:
+        pass
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        log = EventLog(loop.time)
+        log.read_by(said.append)
+        world: Any = NoWorld()
+        life = Life(world=world, close=close, killed=loop.create_future())
+        assert await drive(build_job(JOB), log, lambda: life, work, lambda coordinator: None) is error
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+    (stopped,) = said
+    assert isinstance(stopped, schema.Stopped)
+    assert stopped.reason == str(error)
+    assert [name for name in ("user", "full", "deadlock") if getattr(stopped, name)] == [kind] * bool(kind)
 
 
 def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

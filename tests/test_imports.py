@@ -287,6 +287,33 @@ def test_at_the_top_are_few_modules() -> None:
     assert len(list((ROOT / "rollart").glob("*.py"))) <= 8
 
 
+def reached_from(start: str) -> set[str]:
+    """Every module of ours that may be loaded once this one is, imports inside functions included."""
+    found = dict(modules())
+    reached = [start]
+    for module in reached:
+        path = found[module]
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for item in imports_in(ast.parse(path.read_text()), package):
+            target = item.name if item.name in found else item.name.rpartition(".")[0]
+            if target in found and target not in reached:
+                reached.append(target)
+    return set(reached)
+
+
+@pytest.mark.parametrize("start", ["rollart.launch.training", "rollart.launch.worker"])
+def test_nothing_of_a_real_run_can_import_the_simulator(start: str) -> None:
+    reached = reached_from(start)
+    assert "rollart.config.job" in reached
+    assert [name for name in reached if name.startswith("rollart.sim")] == []
+
+
+def test_nothing_of_a_simulated_run_can_import_a_trainer_or_an_engine() -> None:
+    reached = reached_from("rollart.launch.simulation")
+    assert "rollart.sim.engine" in reached
+    assert [name for name in reached if name.startswith(("rollart.train", "rollart.engines", "rollart.model"))] == []
+
+
 def rollart_modules_after(work: str) -> set[str]:
     """Ours, and torch, in sys.modules of a fresh interpreter that has done this."""
     code = (

@@ -45,11 +45,22 @@ class Job(settings.Settings):
 
     @property
     def engine_pools(self) -> tuple[settings.PoolSettings, ...]:
-        return tuple(pool for pool in self.pools if pool.engines)
+        """Those that serve the policy."""
+        return tuple(pool for pool in self.pools if pool.engines and not pool.judge)
+
+    @property
+    def judge_pools(self) -> tuple[settings.PoolSettings, ...]:
+        """Those that serve a judge."""
+        return tuple(pool for pool in self.pools if pool.engines and pool.judge)
 
     @property
     def engines(self) -> tuple[tuple[settings.PoolSettings, settings.EngineSettings], ...]:
-        """Each pool that has engines, with these."""
+        """Each pool that serves the policy, with its engines."""
+        return tuple((pool, engines) for pool, engines in self.all_engines if not pool.judge)
+
+    @property
+    def all_engines(self) -> tuple[tuple[settings.PoolSettings, settings.EngineSettings], ...]:
+        """Each pool that has engines, a judge's too, with these."""
         return tuple((pool, pool.engines) for pool in self.pools if pool.engines)
 
     def prefill_pool(self, pool: settings.PoolSettings) -> settings.PoolSettings | None:
@@ -141,17 +152,22 @@ def _name_problems(job: Job) -> Iterator[str]:
     for position, task in enumerate(job.tasks):
         named.append((f"tasks.{position}.affinity", task.affinity, ["auto", *with_engines]))
     named += [(f"sim.tasks.{name}", name, tasks) for name in job.sim.tasks]
-    named += [(f"sim.engine.measured.{name}", name, with_engines) for name in job.sim.engine.measured]
+    judges = [pool.name for pool in job.judge_pools]
+    named += [(f"{place}.pool", reward.pool, judges) for place, reward in job.asked_rewards.items()]
+    named += [(f"sim.judges.{name}", name, judges) for name in job.sim.judges]
+    named += [(f"sim.judges.{name}.model", judge.model, MODELS) for name, judge in job.sim.judges.items()]
+    named += [(f"sim.engine.measured.{name}", name, [*with_engines, *judges]) for name in job.sim.engine.measured]
     named.append(("sim.model", job.sim.model, MODELS))
     for key, given, known in named:
         if given is not None and given not in known:
-            yield f"{key}: {given!r} is not known{nearest(given, known)}; one of {', '.join(known)}"
+            one_of = f"one of {', '.join(known)}" if known else "no pool has a judge"
+            yield f"{key}: {given!r} is not known{nearest(given, known)}; {one_of}"
 
 
 def _pool_problems(job: Job) -> Iterator[str]:
     if not any(pool.slots for pool in job.pools):
         yield "pools: no pool has environment slots; add a pool such as {name: environments, slots: 64}"
-    prefilling = [engines.prefill.pool for _, engines in job.engines if engines.prefill]
+    prefilling = [engines.prefill.pool for _, engines in job.all_engines if engines.prefill]
     for position, pool in enumerate(job.pools):
         if not pool.engines and not pool.slots and pool.name not in (job.train.pool, *prefilling):
             yield (
@@ -161,6 +177,22 @@ def _pool_problems(job: Job) -> Iterator[str]:
         engines = pool.engines
         if engines and engines.most is not None and engines.most < engines.count:
             yield f"pools.{position}.engines.most: {engines.most} is less than count {engines.count}; raise it"
+        if pool.judge is not None:
+            yield from _judge_problems(job, pool, f"pools.{position}")
+
+
+def _judge_problems(job: Job, pool: settings.PoolSettings, key: str) -> Iterator[str]:
+    if pool.engines is None:
+        yield f"{key}.judge: the pool has no engines to serve it; add engines: {{count: 1}}"
+    elif pool.engines.most is not None:
+        yield f"{key}.engines.most: the engines of a judge are as many as count says; remove it"
+    if not any(reward.pool == pool.name for reward in job.asked_rewards.values()) and not (
+        pool.judge and pool.judge.listen
+    ):
+        yield (
+            f"{key}.judge: nobody asks it; name the pool in a reward (type: judge, pool: {pool.name}), let others "
+            "reach it (judge.listen), or remove it"
+        )
 
 
 def _task_problems(job: Job, task: settings.TaskSettings, key: str) -> Iterator[str]:

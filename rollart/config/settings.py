@@ -101,16 +101,35 @@ class ModelSettings(Settings):
     does not read is refused. Not read by `rollart sim`."""
 
 
+class JudgeSettings(Settings):
+    """A frozen model that the engines of a pool serve, and that grades (`rewards.pool`). They take part in no swap."""
+
+    path: Place = ""
+    """A Hugging Face directory. `rollart sim` does not read it."""
+    context_tokens: Count = 8192
+    """Rubric, episode and answer together. Of an episode that is longer the middle is left out, and the judge is told
+    so. Not read by `rollart sim`."""
+    chat_template: Template = ""
+    """As `model.chat_template`."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """As `model.chat_template_args`."""
+    listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    """`HOST:PORT`: other jobs reach this judge there, by OpenAI's protocol, as `rewards.url: http://HOST:PORT/v1`.
+    Beyond loopback they must show the token of ROLLART_JUDGE_TOKEN. Not read by `rollart sim`."""
+
+
 class RewardSettings(Settings):
     """Where rewards are computed."""
 
     type: Literal["local", "http", "judge"] = "local"
     """`local`: functions in processes here. `http`: one behind a URL, such as a serverless function. `judge`: a frozen
-    model behind an OpenAI-compatible endpoint."""
+    model, behind an OpenAI-compatible endpoint or in a pool of this job."""
     url: str | None = None
     """For `http`: the function's address; `lambda://NAME` is an AWS Lambda function (region and credentials as AWS's
     tools find them), `fc://HOST/PATH` the HTTPS trigger of Alibaba's Function Compute. For `judge`: the endpoint's, up
     to `/v1`."""
+    pool: str | None = None
+    """For `judge`: the pool whose engines serve it (`pools.N.judge`), instead of `url` and `model`."""
     function: Code | None = None
     """For `local`, in `tasks.N.rewards`: the function, as `module:function` or `file.py:function`. Default: `score` of
     the task's own file, or else the sum of what its environment gave."""
@@ -119,12 +138,14 @@ class RewardSettings(Settings):
     weight: float = 1.0
     """In `tasks.N.rewards`: what it is multiplied with before several are summed."""
     model: str | None = None
-    """For `judge`: the model's name there."""
+    """For `judge`, with `url`: the model's name there."""
     rubric: str | None = None
     """For `judge`: what a good answer is, in words. The judge grades from 0 to 10; the reward is that by 10."""
     votes: Count = 1
     """For `judge`: how often it is asked about each episode; the mean counts, and how far they lie apart is the part
     `spread`. Above 1 it is asked at temperature 1, else at 0."""
+    max_tokens: Count = 512
+    """For `judge`: of its answer; one that thinks aloud needs more."""
     environment: Anytime[tuple[Variable, ...]] = ()
     """For `local`: names of environment variables that reward functions may see, beside those that every program needs.
     Not read by `rollart sim`."""
@@ -144,8 +165,18 @@ class RewardSettings(Settings):
     cost: NonNegative = 0.0
     """Price of an hour, in the unit of `pools.cost`: `local`, of one worker, reserved for the whole run; `http`, of one
     running function, its cold starts included."""
+    gb_second_cost: NonNegative = 0.0
+    """For `http`: price of a second of one GB of a running function's memory, as platforms of functions have it; it
+    comes to `cost`."""
+    memory_mb: Count = 512
+    """For `http`: memory of one function, for `gb_second_cost`."""
     call_cost: NonNegative = 0.0
-    """For `http` and `judge`: price of one call, failed ones included."""
+    """For `http` and `judge`: price of one call, failed ones included. Of a judge in a pool the engines are paid."""
+
+    @property
+    def hour_cost(self) -> float:
+        """Of a worker, or of a function that runs."""
+        return self.cost + 3600.0 * self.gb_second_cost * self.memory_mb / 1024.0
 
     @property
     def at_once(self) -> int:
@@ -158,12 +189,18 @@ class RewardSettings(Settings):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.type != "local" and not self.url:
-            example = "http://127.0.0.1:8080" if self.type == "http" else "http://127.0.0.1:8000/v1"
-            raise ValueError(f".url: type {self.type} needs an address, such as {example}")
-        for key in ("model", "rubric") if self.type == "judge" else ():
-            if not getattr(self, key):
-                raise ValueError(f".{key}: missing; a judge needs a model and a rubric")
+        if self.type == "http" and not self.url:
+            raise ValueError(".url: type http needs an address, such as http://127.0.0.1:8080")
+        if self.type == "judge":
+            if bool(self.url) == bool(self.pool):
+                raise ValueError(
+                    ".url: type judge needs an address, such as http://127.0.0.1:8000/v1, or the pool that serves it; "
+                    "give one of them, and only one"
+                )
+            if self.url and not self.model:
+                raise ValueError(".model: missing; say what the judge's model is called at its url")
+            if not self.rubric:
+                raise ValueError(".rubric: missing; say what a good answer is")
         if not self.weight:
             raise ValueError(".weight: 0 makes nothing of the reward; give another number, or remove the reward")
         return self
@@ -492,6 +529,8 @@ class PoolSettings(Settings):
     """Weights `tcp`: machines of the same site have a fast network between them. Each bucket crosses once from the
     trainer's machine to a site, and from machine to machine there."""
     engines: EngineSettings | None = None
+    judge: JudgeSettings | None = None
+    """These engines serve a judge instead of the policy."""
     slots: Count | None = None
     """Environments that run here at a time."""
     slots_per_worker: Count = 32
@@ -692,16 +731,18 @@ class TrainSettings(Settings):
 class WeightSettings(Settings):
     """How weights travel from the trainer to the engines."""
 
-    type: Literal["shm", "files", "tcp", "mooncake"] = "shm"
+    type: Literal["shm", "files", "tcp", "mooncake", "nccl", "cuda_ipc"] = "shm"
     """`shm`: shared memory of one machine. `files`: Hugging Face directories on a disk all of them share. `tcp`: the
     trainer's machine serves them, and each other machine keeps a copy in its memory. `mooncake`: a Mooncake store has
-    them, and each machine with engines keeps a copy in its memory."""
+    them, and each machine with engines keeps a copy in its memory. For `embedded` engines alone: `nccl`, broadcast from
+    the trainer's GPU to the engines' (between CPUs by gloo); `cuda_ipc`, in the memory of the one GPU that trainer and
+    engines share."""
     path: Place | None = None
     """`files`: the directory, in which each run makes its own. Default: `weights` in the run directory."""
     address: Address = "127.0.0.1:0"
-    """`tcp`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
+    """`tcp`, `nccl`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
-    """`tcp`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
+    """`tcp`, `nccl`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
     delta: Literal["auto", "off"] = "auto"
     """`tcp`: send only what changed of a bucket, where that is less than half of it, measured for each; or never."""
     master: Address | None = None

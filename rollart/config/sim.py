@@ -72,6 +72,16 @@ class SimRewardSettings(Settings):
     """An instance idle for this long is gone."""
 
 
+class SimJudgeSettings(Settings):
+    """The judge of one pool (`pools.N.judge`) in the simulator."""
+
+    model: str = "qwen3-8b"
+    """A shape, as `sim.model`."""
+    prompt_tokens: Spread = Spread(mean=256)
+    """The rubric and what is said around the episode; the episode itself comes to that."""
+    answer_tokens: Spread = Spread(mean=64)
+
+
 class SimTrainSettings(Settings):
     """The trainer in the simulator."""
 
@@ -247,5 +257,7 @@ class SimSettings(Settings):
     train: SimTrainSettings = SimTrainSettings()
     links: SimLinkSettings = SimLinkSettings()
     reward: SimRewardSettings = SimRewardSettings()
+    judges: dict[str, SimJudgeSettings] = Field(default_factory=dict)
+    """By pool; a judge that is not named here behaves by the defaults."""
     faults: tuple[FaultSettings, ...] = ()
     chaos: ChaosSettings = ChaosSettings()

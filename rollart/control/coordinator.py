@@ -68,6 +68,8 @@ class Coordinator:
             fleet, _ = self._players
             if engine in fleet.slots:
                 fleet.down(fleet.slots[engine], reason)
+            for judge in self._world.judges:
+                judge.lost(engine, reason)
 
     async def _until_done(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -126,11 +128,15 @@ class Coordinator:
         self._log.emit(schema.Finished(steps=0))
 
     async def _start_engines(self) -> dict[EngineSpec, Engine]:
-        """All at once."""
-        specs, cluster = self._world.engines, self._world.cluster
+        """All at once, those of judges too. Returns the policy's."""
+        cluster, judges = self._world.cluster, self._world.judges
+        specs = [*self._world.engines, *(spec for judge in judges for spec in judge.specs)]
         waiting = self.waits.on("engine.start", self._job.limits.start_s)
         engines = await asyncio.gather(*(waiting.guard(spec.id, cluster.engine(spec)) for spec in specs))
-        return dict(zip(specs, engines, strict=True))
+        made = dict(zip(specs, engines, strict=True))
+        for judge in judges:
+            judge.begin(self._context, cluster, {spec: made.pop(spec) for spec in judge.specs})
+        return made
 
     def _connect(self, engines: dict[EngineSpec, Engine], repair: Repair) -> tuple[Fleet, AffinityDriver, EnvManager]:
         """What plays: over the engines, with the environments and rewards of this world."""
@@ -149,9 +155,10 @@ class Coordinator:
         if self._players is None:
             return ()
         fleet, manager = self._players
+        engines = [*fleet.parts(), *(part for judge in self._world.judges for part in judge.parts())]
         if self._job.rollout.stepping != "asynchronous":  # in lockstep all wait for the slowest, by design
-            return fleet.parts()
-        return fleet.parts() + manager.movement.parts(fleet.engine_of())
+            return engines
+        return engines + manager.movement.parts(fleet.engine_of())
 
 
 async def _nobody_pushes(version: WeightVersion) -> WeightManifest:

@@ -241,8 +241,8 @@ class Fleet:
         if all(other.gone or (other.further and not other.view.up) for other in self.slots.values()):
             self._supervisor.fail(
                 JobStopped(
-                    f"no engine is left: each was restarted {self._limits.engine_restarts} times; "
-                    "see engine.down in events.jsonl for the reasons"
+                    f"no engine is left: each was restarted {self._limits.engine_restarts} times (pools: "
+                    f"{', '.join(self.pools)}); see engine.down in events.jsonl for the reasons"
                 )
             )
 

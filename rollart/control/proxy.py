@@ -22,8 +22,10 @@ MAX_SENDS = 6
 
 
 class Proxy:
-    def __init__(self, context: JobContext, fleet: Fleet) -> None:
+    def __init__(self, context: JobContext, fleet: Fleet, *, recorded: bool = True) -> None:
+        """`recorded`: each call is written as events."""
         limits, waits = context.job.limits, context.waits
+        self._recorded = recorded
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
         self._supervisor = context.supervisor
@@ -55,7 +57,8 @@ class Proxy:
                 slot.served += 1
                 return completion, slot.view, self._log_said(request, slot, completion, cause), sent_s
             last = None
-            cause = self._log.emit(schema.Lost(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
+            if self._recorded:
+                cause = self._log.emit(schema.Lost(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
         raise EngineError(f"{MAX_SENDS} engines in a row were lost with this request; the last: {reason}")
 
     async def _place(
@@ -71,19 +74,20 @@ class Proxy:
                 raise EngineError("no engine is left")
             await self._queueing.guard(request.id, fleet.freed.next())
         view = route.engine
-        self._log.emit(
-            schema.Send(
-                id=request.id,
-                engine=view.id,
-                pool=view.pool,
-                want=order[0],
-                version=view.version,
-                why=route.why,
-                prompt=request.prompt_tokens,
-                fallback=route.fallback,
-                cause=cause,
+        if self._recorded:
+            self._log.emit(
+                schema.Send(
+                    id=request.id,
+                    engine=view.id,
+                    pool=view.pool,
+                    want=order[0],
+                    version=view.version,
+                    why=route.why,
+                    prompt=request.prompt_tokens,
+                    fallback=route.fallback,
+                    cause=cause,
+                )
             )
-        )
         return fleet.slots[view.id]
 
     async def _send(self, slot: EngineSlot, request: GenerateRequest) -> tuple[Completion | None, str]:
@@ -126,13 +130,16 @@ class Proxy:
 
     def _refused(self, slot: EngineSlot, request: GenerateRequest, reason: str, cause: int) -> None:
         """Nobody gets to see this answer. Its attempt ends; an engine that gives nothing better is lost."""
-        self._log.emit(schema.Refused(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
+        if self._recorded:
+            self._log.emit(schema.Refused(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
         slot.refused += 1
         if engine_is_broken(slot.refused):
             self._fleet.down(slot, f"{slot.refused} answers in a row could not be believed; the last: {reason}")
             slot.refused = 0
 
     def _log_said(self, request: GenerateRequest, slot: EngineSlot, completion: Completion, cause: int) -> int:
+        if not self._recorded:
+            return cause
         return self._log.emit(
             schema.Said(
                 id=request.id,

@@ -89,6 +89,7 @@ class Scorer:
                 busy_s=round(score.busy_s, 6),
                 cold_s=round(score.cold_start_s, 6),
                 tries=max(call.tries for _, call in calls),
+                made=sum(call.made for _, call in calls),
                 parts=dict(score.parts),
                 calls=[call for _, call in calls] if attempt.settings.rewards else [],
                 cause=attempt.cause,
@@ -111,6 +112,7 @@ class Scorer:
                     busy_s=round(score.busy_s, 6),
                     cold_s=round(score.cold_start_s, 6),
                     tries=tries,
+                    made=score.calls,
                 )
             except RewardError as error:
                 attempt.cause = self._log.emit(
@@ -118,6 +120,9 @@ class Scorer:
                         id=attempt.key,
                         reason=str(error),
                         reward=source.label if attempt.settings.rewards else "",
+                        s=round(self._loop.time() - began_s, 6),
+                        made=error.calls,
+                        busy_s=round(error.busy_s, 6),
                         cause=attempt.cause,
                     )
                 )
@@ -158,6 +163,7 @@ def _sum(rewards: Sequence[RewardSettings], scores: Sequence[Score]) -> Score:
         parts=parts,
         cold_start_s=max(score.cold_start_s for score in scores),
         busy_s=math.fsum(score.busy_s for score in scores),
+        calls=sum(score.calls for score in scores),
     )
 
 

@@ -10,6 +10,7 @@ from rollart.types import EngineSpec
 
 if TYPE_CHECKING:
     from rollart.control.env_manager import Agent
+    from rollart.control.judges import JudgePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,5 +33,7 @@ class World:
     """By task: who plays it. The others are played turn by turn: render, generate, step."""
     further_engines: tuple[EngineSpec, ...] = ()
     """May join while the job runs."""
+    judges: "Sequence[JudgePool]" = ()
+    """Frozen models of this job's own, which rewards ask."""
     recorder: Recorder | None = None
     """Keeps finished trajectories, where somebody wants to read them."""

@@ -79,9 +79,9 @@ class Http:
         try:
             event = orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise AnswerError(f"{self.url}{path}: an event is no JSON ({error}): {_start(text)}") from None
+            raise AnswerError(f"{self.url}{path}: an event is not JSON ({error}): {_start(text)}") from None
         if not isinstance(event, dict):
-            raise AnswerError(f"{self.url}{path}: an event is no JSON object: {_start(text)}")
+            raise AnswerError(f"{self.url}{path}: an event is not a JSON object: {_start(text)}")
         return event
 
     @contextlib.asynccontextmanager

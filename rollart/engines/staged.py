@@ -53,6 +53,8 @@ class StagedFiles:
         self._ahead = ahead
         self._own = store.directory / f"for-{engine_id}"
         self._shape: PreTrainedModel | None = None
+        self._held: Mapping[str, Tensor] = {}
+        """While these are held, the store's files stay as they are."""
 
     def begin(self, version: WeightVersion) -> "Future[None]":
         """Fetch what appears of a coming version. Done when all of it is here, or when it is not awaited any more."""
@@ -71,7 +73,7 @@ class StagedFiles:
     def of(self, manifest: WeightManifest) -> list[Path]:
         """The files of a version, digests checked; of adapters, their folder. They stay until another one is asked
         for. Raises WeightError."""
-        tensors = self._ahead.fetch(manifest)
+        tensors = self._held = self._ahead.fetch(manifest)
         shutil.rmtree(self._own, ignore_errors=True)
         if are_adapters(tensors):
             folder = self._folder(manifest.version)

@@ -84,6 +84,8 @@ class PoolFacts(Value):
     """Where prefill is apart from decode."""
     slots: int
     """Environments at a time."""
+    judge: bool = False
+    """Its engines serve a judge: no swap reaches them, and their calls are in `reward` events only."""
 
 
 class TrainFacts(Value):
@@ -107,7 +109,7 @@ class RewardCost(Value):
 
 
 class RewardFacts(Value):
-    """One reward of a task that has its own."""
+    """One reward."""
 
     type: str
     """`type` of it."""
@@ -115,6 +117,12 @@ class RewardFacts(Value):
     """Reserved for it; null where functions are called."""
     cost: RewardCost
     """What it costs."""
+    pool: str = ""
+    """Of a judge that has engines of this job."""
+    votes: int = 1
+    """Of a judge: how often it is asked about each episode."""
+    weight: float = 1.0
+    """Of a task's own: what its score is multiplied with."""
 
 
 class Change(msgspec.Struct, array_like=True, gc=False):
@@ -212,10 +220,8 @@ class Run(Event, tag="run", kw_only=True):
     """What trains."""
     rewards: str
     """The types of all rewards."""
-    reward_workers: int | None
-    """Reserved for scoring; null where functions are called."""
-    reward_cost: RewardCost
-    """What scoring costs."""
+    reward: RewardFacts
+    """Of tasks that have none of their own; without workers where all have."""
     task_rewards: dict[str, dict[str, RewardFacts]] = {}
     """By task and name: the rewards of tasks that have their own."""
     store_full_s: float
@@ -534,11 +540,14 @@ class RewardCall(Value):
     s: float
     """Seconds from the call to the answer."""
     busy_s: float
-    """Seconds the function itself ran, 0 where the backend does not know."""
+    """Seconds the function itself ran, or the judge's engines; 0 where the backend does not know."""
     cold_s: float
     """Seconds of starting a function instance."""
     tries: int
-    """Calls it took."""
+    """Until it was answered; each that failed is a `reward.failed`."""
+    made: int = 1
+    """Calls of the last try: several where a slow one was asked again beside it or a judge votes, none where the judge
+    had graded the same before."""
 
 
 class Reward(Event, tag="reward", kw_only=True):
@@ -555,16 +564,19 @@ class Reward(Event, tag="reward", kw_only=True):
     s: float
     """Seconds from the call to the answer."""
     busy_s: float
-    """Seconds the function itself ran, 0 where the backend does not know."""
+    """Seconds the function itself ran, or the judge's engines; 0 where the backend does not know."""
     cold_s: float
     """Seconds of starting a function instance."""
     tries: int
-    """Calls it took."""
+    """Until it was answered; each that failed is a `reward.failed`."""
+    made: int = 1
+    """Calls of the last try: several where a slow one was asked again beside it or a judge votes, none where the judge
+    had graded the same before."""
     parts: Mapping[str, float] = {}
     """Its named parts, only where the function gave any."""
     calls: list[RewardCall] = []
     """Of a task with rewards of its own: each, in the order of `tasks.N.rewards`. `s` and `tries` are then those of the
-    slowest."""
+    slowest, and `made` is the sum."""
 
 
 class RewardFailed(Event, tag="reward.failed", kw_only=True):
@@ -580,6 +592,12 @@ class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """Why."""
     reward: str = ""
     """Which, of a task with rewards of its own."""
+    s: float = 0.0
+    """Seconds from the call to its failure."""
+    made: int = 1
+    """Calls; none where nobody was reached."""
+    busy_s: float = 0.0
+    """Seconds of a judge's engines."""
 
 
 class End(Event, tag="end", kw_only=True):

@@ -124,7 +124,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def _as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error is one that OpenAI's clients can read."""
     try:
         return await handler(request)
@@ -185,7 +185,7 @@ class HttpGateway:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _serve(self) -> web.AppRunner:
-        app = web.Application(middlewares=[_as_errors], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[as_errors], client_max_size=MAX_BODY)
         app.router.add_post("/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/{name}/v1/models", self._models)
         app.router.add_get("/{name}/v1/models/{model}", self._models)

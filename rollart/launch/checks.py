@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.job import Job
-from rollart.config.settings import EngineSettings, PoolSettings, RewardSettings, TaskSettings
+from rollart.config.settings import (
+    EngineSettings,
+    JudgeSettings,
+    ModelSettings,
+    PoolSettings,
+    RewardSettings,
+    TaskSettings,
+)
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError, WeightError, install
 from rollart.launch.resources import kind_of, refuse_unplaceable
@@ -79,12 +86,14 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, _refuse_pythons, _refuse_weights_path, _refuse_functions):
+    for check in (check_trackers, _refuse_pythons, _refuse_weights, _refuse_functions):
         look(check, job)
     found += unsupported(job)
     look(partial(refuse_unplaceable, trains=trains), job)
     for place, reward in job.asked_rewards.items():
         look(_refuse_reward, place, reward)
+    for pool in job.judge_pools:
+        look(_refuse_judge, pool)
     evaluates = not trains or job.evaluation.first or job.evaluation.every > 0
     sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
     if trains:
@@ -119,11 +128,11 @@ def check_supported(job: Job) -> None:
 
 def unsupported(job: Job) -> Iterator[str]:
     """One line for each such key."""
-    for pool, engines in job.engines:
+    for pool, engines in job.all_engines:
         yield from _engine_problems(job, pool, engines)
         yield from _prefill_problems(job, pool, engines)
     for key, cores, device in [
-        *((f"pools.{pool.name}.engines", engines.cores, engines.device) for pool, engines in job.engines),
+        *((f"pools.{pool.name}.engines", engines.cores, engines.device) for pool, engines in job.all_engines),
         ("train", job.train.cores, job.train.device),
     ]:
         most = (os.cpu_count() or 1) - 1
@@ -141,12 +150,13 @@ def unsupported(job: Job) -> Iterator[str]:
 
 def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
     key, cluster, server = f"pools.{pool.name}.engines", job.cluster.type, engines.type != "embedded"
+    adapters = job.train.lora is not None and pool.judge is None
     if not server and engines.gpus > 1:
         yield (
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
         )
-    if engines.type == "sglang" and job.train.lora is not None:
+    if engines.type == "sglang" and adapters:
         yield (
             f"train.lora: sglang engines (pool {pool.name!r}) are not given adapters yet; set engines.type to vllm or "
             "embedded, or remove train.lora"
@@ -163,7 +173,7 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
             f"{key}.device: {engines.device}, but the pool's hardware is cpu, where a server computes on none; "
             "remove it, or name the hardware"
         )
-    if engines.type == "vllm" and job.train.lora is not None and engines.keep_kv:
+    if engines.type == "vllm" and adapters and engines.keep_kv:
         yield (f"{key}.keep_kv: a request to vLLM keeps the adapter that it began with; remove it, or train.lora")
     if server and engines.prefill is not None and engines.keep_kv:
         yield f"{key}.keep_kv: servers that prefill apart cannot keep what is in flight; remove it, or engines.prefill"
@@ -419,15 +429,19 @@ def _refuse_adapter(job: Job) -> None:
 
 
 def _tokenizer(job: Job) -> "ChatTokenizer":
+    return _tokenizer_of("model.path", job.model)
+
+
+def _tokenizer_of(key: str, model: ModelSettings | JudgeSettings) -> "ChatTokenizer":
     from rollart.model.tokenizer import ChatTokenizer
 
     try:
         # raises where there is no tokenizer, or no chat template
-        return ChatTokenizer(job.model.path, job.model.chat_template, job.model.chat_template_args)
-    except JobError:
-        raise
+        return ChatTokenizer(model.path, model.chat_template, model.chat_template_args)
+    except JobError as error:
+        raise JobError(str(error).replace("model.", f"{key.rpartition('.')[0]}.", 1)) from None
     except Exception as error:  # the boundary to transformers
-        raise JobError(f"model.path: the tokenizer of {job.model.path}: {_one_line(error)}") from None
+        raise JobError(f"{key}: the tokenizer of {model.path}: {_one_line(error)}") from None
 
 
 # --- tasks ----------------------------------------------------------------------------------------------------------
@@ -551,6 +565,47 @@ def _one_line(error: BaseException) -> str:
 # --- what is around it ----------------------------------------------------------------------------------------------
 
 
+def _refuse_judge(pool: PoolSettings) -> None:
+    """A judge that its engines could not serve, or that anybody could use."""
+    key, judge, engines = f"pools.{pool.name}.judge", pool.judge, pool.engines
+    assert judge is not None
+    assert engines is not None
+    path = Path(judge.path)
+    if not (path / "config.json").is_file():
+        raise JobError(f"{key}.path: {judge.path!r} is not a Hugging Face directory (it has no config.json); name one")
+    config = _causal_config(f"{key}.path", path)
+    most = usual_names(json.loads((path / "config.json").read_text())).get("max_position_embeddings")
+    if most and judge.context_tokens > most:
+        raise JobError(
+            f"{key}.context_tokens: {judge.context_tokens} is more than the {most} positions of {path}; lower it"
+        )
+    if engines.type == "embedded":
+        from rollart.engines.embedded.steps import prove_steps_architecture
+
+        if engines.device == "cpu" and judge.context_tokens > engines.cpu_kv_tokens:
+            raise JobError(
+                f"{key}.context_tokens: {judge.context_tokens} is more than pools.{pool.name}.engines.kv_tokens "
+                f"{engines.cpu_kv_tokens}, where one episode must fit; lower context_tokens, or raise kv_tokens"
+            )
+        try:
+            prove_steps_architecture(config, judge.context_tokens)
+        except JobError as error:
+            raise JobError(f"{key}.path: {path}: {error}") from None
+    _tokenizer_of(f"{key}.path", judge)
+    if judge.listen:
+        from importlib.util import find_spec
+
+        from rollart.rewards.http import is_loopback
+
+        if find_spec("aiohttp") is None:
+            raise JobError(f"{key}.listen: needs aiohttp: {install('agents')}")
+        if not is_loopback(judge.listen.rpartition(":")[0]) and not os.environ.get("ROLLART_JUDGE_TOKEN"):
+            raise JobError(
+                f"{key}.listen: {judge.listen} can be reached by others; set ROLLART_JUDGE_TOKEN to a secret that they "
+                "must show, or listen on 127.0.0.1"
+            )
+
+
 def _refuse_reward(place: str, reward: RewardSettings) -> None:
     """A function that is not there, or an address where nobody answers."""
     if reward.function is not None:
@@ -577,7 +632,7 @@ def _refuse_pythons(job: Job) -> None:
     """A server's interpreter that is not on this machine. On Ray, servers run on other machines."""
     from rollart.engines.launch import PYTHON_VARIABLES, server_python
 
-    for pool, engines in job.engines if job.cluster.type != "ray" else ():
+    for pool, engines in job.all_engines if job.cluster.type != "ray" else ():
         if engines.type == "embedded" or engines.url is not None:
             continue
         python = server_python(engines.type, engines.python)
@@ -597,7 +652,9 @@ def _try_out(out: Path) -> bool:
     return True
 
 
-def _refuse_weights_path(job: Job) -> None:
+def _refuse_weights(job: Job) -> None:
+    if job.weights.type in ("nccl", "cuda_ipc"):
+        _refuse_devices(job)
     if job.weights.type == "mooncake":
         from rollart.store.mooncake_client import refuse_unreachable
 
@@ -609,6 +666,31 @@ def _refuse_weights_path(job: Job) -> None:
             raise JobError(str(error)) from None
     if job.weights.type == "files" and job.weights.path is not None:
         _try_place("weights.path", Path(job.weights.path))
+
+
+def _refuse_devices(job: Job) -> None:
+    """Where weights go from device to device."""
+    kind, trainer = job.weights.type, job.train.device
+    engines = {f"pools.{at}.engines": pool.engines for at, pool in enumerate(job.pools) if pool.engines is not None}
+    for place, own in engines.items():
+        if own.type != "embedded":
+            raise JobError(
+                f"weights.type: {kind} is for embedded engines, and {place}.type is {own.type}; take shm or tcp"
+            )
+        if kind == "cuda_ipc" and (own.device != trainer or not trainer.startswith("cuda:") or job.train.gpus > 1):
+            raise JobError(
+                f"weights.type: cuda_ipc is for one GPU; {place}.device is {own.device} and train.device {trainer} "
+                f"({job.train.gpus} of them); name the same for both, as cuda:0, or take nccl or shm"
+            )
+        if kind == "nccl" and own.device.partition(":")[0] != trainer.partition(":")[0]:
+            raise JobError(
+                f"weights.type: nccl is between devices of one kind; {place}.device is {own.device} and train.device "
+                f"{trainer}; take shm or tcp"
+            )
+        if kind == "nccl" and own.device == trainer != "cpu" and ":" in trainer:
+            raise JobError(
+                f"weights.type: nccl is between GPUs, and {place} shares {trainer} with the trainer; take cuda_ipc"
+            )
 
 
 def _try_place(key: str, place: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from rollart.append import AppendFile
@@ -211,6 +212,8 @@ def facts(job: Job, clock: str) -> schema.Run:
     """What readers of the events need to know about the job."""
     target = task_shares(job)
     train_pool, shared = job.train_pool, _reward_facts(job.rewards)
+    if "rewards" not in job.asked_rewards:
+        shared = msgspec.structs.replace(shared, workers=0)
     return schema.Run(
         name=job.name,
         mode=job.mode,
@@ -241,6 +244,7 @@ def facts(job: Job, clock: str) -> schema.Run:
                 gpus=pool.engines.decode_gpus if pool.engines else 0,
                 prefill=_prefill_facts(job, pool),
                 slots=pool.slots or 0,
+                judge=pool.judge is not None,
             )
             for pool in job.pools
         },
@@ -250,8 +254,7 @@ def facts(job: Job, clock: str) -> schema.Run:
             cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
         ),
         rewards=", ".join(sorted({reward.type for reward in job.asked_rewards.values()})),
-        reward_workers=shared.workers if "rewards" in job.asked_rewards else 0,
-        reward_cost=shared.cost,
+        reward=shared,
         task_rewards={
             task.name: {reward.label: _reward_facts(reward) for reward in task.rewards}
             for task in job.tasks
@@ -266,7 +269,10 @@ def _reward_facts(reward: RewardSettings) -> schema.RewardFacts:
     return schema.RewardFacts(
         type=reward.type,
         workers=reward.workers if reward.type == "local" else None,
-        cost=schema.RewardCost(hour=reward.cost, call=reward.call_cost),
+        cost=schema.RewardCost(hour=reward.hour_cost, call=reward.call_cost),
+        pool=reward.pool or "",
+        votes=reward.votes,
+        weight=reward.weight,
     )
 
 

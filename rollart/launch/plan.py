@@ -181,7 +181,7 @@ class Planner:
         for train_gpus, sizes in self._grid():
             add(train_gpus, sizes)
         strides = [max(1, self._span(pool) // GRID) for pool in self.pools]
-        while max(strides) >= 1:
+        while True:
             for key in sorted(found, key=lambda key: value(found[key]))[:6]:
                 for number, stride in enumerate(strides):
                     unit = self._unit(number)

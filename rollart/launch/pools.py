@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollart.config.job import Job
+from rollart.config.settings import PoolSettings
+from rollart.control.judges import JudgePool
 from rollart.hardware import HARDWARE, Disaggregated, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
@@ -17,7 +19,7 @@ class Binding(NamedTuple):
     """A role and where it runs."""
 
     role: str
-    """`rollout`, `prefill`, `environments`, `train`."""
+    """`rollout`, `judge`, `prefill`, `environments`, `train`."""
     pool: str
     hardware: str
     workers: int
@@ -30,10 +32,10 @@ def bindings(job: Job) -> list[Binding]:
     for pool in job.pools:
         engines = pool.engines.count if pool.engines else 0
         decode_gpus = engines * pool.engines.decode_gpus if pool.engines else 0
-        served = [other.engines for other in job.engine_pools if other.engines and job.prefill_pool(other) is pool]
+        served = [other.engines for other in job.pools if other.engines and job.prefill_pool(other) is pool]
         prefilling = [(each.count * each.prefill.workers, each.prefill.gpus) for each in served if each.prefill]
         rows = [
-            ("rollout", engines, decode_gpus),
+            ("judge" if pool.judge else "rollout", engines, decode_gpus),
             ("prefill", sum(workers for workers, _ in prefilling), sum(workers * gpus for workers, gpus in prefilling)),
             ("environments", pool.slots or 0, 0),
             ("train", int(pool is job.train_pool), job.train.gpus),
@@ -45,18 +47,25 @@ def bindings(job: Job) -> list[Binding]:
 
 
 def engine_specs(job: Job, *, further: bool = False) -> tuple[EngineSpec, ...]:
-    """One for each engine that the job begins with, or for each that may join; ids `<pool>-<number>`."""
+    """One for each engine of the policy that the job begins with, or for each that may join; ids `<pool>-<number>`."""
     return tuple(
-        EngineSpec(
-            id=f"{pool.name}-{number}",
-            pool=pool.name,
-            type=engines.type,
-            hardware=pool.hardware,
-            gpus=engines.decode_gpus,
-        )
-        for pool in job.engine_pools
-        if (engines := pool.engines) is not None
-        for number in (range(engines.count, engines.most or 0) if further else range(engines.count))
+        spec
+        for pool, engines in job.engines
+        for spec in _specs(pool, range(engines.count, engines.most or 0) if further else range(engines.count))
+    )
+
+
+def judges_of(job: Job) -> dict[str, JudgePool]:
+    """By pool."""
+    return {pool.name: JudgePool(_specs(pool, range(pool.engines.count))) for pool in job.judge_pools if pool.engines}
+
+
+def _specs(pool: PoolSettings, numbers: range) -> tuple[EngineSpec, ...]:
+    assert pool.engines is not None
+    kind, gpus = pool.engines.type, pool.engines.decode_gpus
+    return tuple(
+        EngineSpec(id=f"{pool.name}-{number}", pool=pool.name, type=kind, hardware=pool.hardware, gpus=gpus)
+        for number in numbers
     )
 
 
@@ -105,7 +114,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
 def disaggregated(job: Job) -> dict[str, Disaggregated]:
     """By pool, where its engines have prefill and decode apart."""
     found: dict[str, Disaggregated] = {}
-    for pool in job.engine_pools:
+    for pool in job.pools:
         other = job.prefill_pool(pool)
         if other and pool.engines and (prefill := pool.engines.prefill):
             found[pool.name] = Disaggregated(

@@ -18,7 +18,7 @@ from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.launch.checks import agent_class
-from rollart.launch.pools import build_affinity, engine_specs
+from rollart.launch.pools import build_affinity, engine_specs, judges_of
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
@@ -30,17 +30,21 @@ from rollart.workers.setup import StoreSetup, WorkerSetup
 
 if TYPE_CHECKING:
     from rollart.cluster.ray import RayCluster, RayWorker
+    from rollart.control.judges import JudgePool
     from rollart.envs.remote import RemoteEnvHost
     from rollart.envs.service import ClosableHost
+    from rollart.gateway.judge import JudgeEndpoint
     from rollart.gateway.server import HttpGateway
     from rollart.rewards.episodes import Decode
     from rollart.rewards.http import HttpRewards
-    from rollart.rewards.judge import JudgeRewards
+    from rollart.rewards.judge import JudgeModel, JudgeRewards
     from rollart.rewards.local import LocalRewards
     from rollart.tasks.api import TaskSet
 
     Rewards = HttpRewards | JudgeRewards | LocalRewards
 
+JUDGE_TOKEN = "ROLLART_JUDGE_TOKEN"
+"""Holds the key of a judge: of one behind a URL, and of our own where others reach it."""
 STORES = "stores.jsonl"
 """In the run directory while it runs: where its weights are. A resumed run removes what a killed one left there."""
 
@@ -100,10 +104,12 @@ def real_world(
     )
     gateway = _gateway(job)
     cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
+    judges = judges_of(job)
+    models, endpoints = _judge_models(job, judges)
     scorers: list[Rewards] = []
 
     def rewards(settings: RewardSettings, task: str) -> "Rewards":
-        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost))
+        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost, models))
         return scorers[-1]
 
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
@@ -112,6 +118,8 @@ def real_world(
     async def close() -> None:
         if gateway is not None:
             await gateway.close()
+        for endpoint in endpoints:
+            await endpoint.close()
         await rooms.close()
         await cluster.close()
         for scorer in scorers:
@@ -134,6 +142,7 @@ def real_world(
         affinity=build_affinity(job, shape_of(model_path), held),
         agents=_agents(job, gateway),
         further_engines=engine_specs(job, further=True),
+        judges=tuple(judges.values()),
     )
     return RealWorld(world=world, close=close)
 
@@ -157,7 +166,7 @@ def _workers(
         on_ray = RayCluster(
             worker.start,
             setup,
-            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role == "rollout"},
+            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role in ("rollout", "judge")},
             trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
             room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
         )
@@ -235,21 +244,44 @@ def _rewards(
     decode: "Decode",
     log_dir: Path,
     lost: Lost | None,
+    judges: "Mapping[str, JudgeModel]",
 ) -> "Rewards":
-    """Who scores: of one task, or for all tasks that have no rewards of their own."""
+    """Who scores: of one task, or for all tasks that have no rewards of their own. `judges`: by pool."""
     from rollart.rewards.http import HttpRewards
-    from rollart.rewards.judge import JudgeRewards
+    from rollart.rewards.judge import HttpJudge, JudgeRewards
     from rollart.rewards.local import LocalRewards
 
     match settings.type:
         case "http":
             return HttpRewards(settings, decode, os.environ.get("ROLLART_REWARD_TOKEN"))
         case "judge":
-            return JudgeRewards(settings, decode, os.environ.get("ROLLART_JUDGE_TOKEN"))
+            model = judges[settings.pool] if settings.pool else HttpJudge(settings, os.environ.get(JUDGE_TOKEN))
+            return JudgeRewards(settings, decode, model)
         case "local":
             own = {task: settings.function or functions[task]} if task else functions
             name = f"reward-{task}-{settings.label}" if task else "reward"
             return LocalRewards(settings, own, decode, log_dir, lost, name=name)
+
+
+def _judge_models(job: Job, judges: "Mapping[str, JudgePool]") -> "tuple[dict[str, JudgeModel], list[JudgeEndpoint]]":
+    """The judges that have engines of this job, by pool, as rewards ask them; and where other jobs reach them."""
+    if not judges:
+        return {}, []
+    from rollart.gateway.judge import JudgeEndpoint
+    from rollart.model.tokenizer import ChatTokenizer
+    from rollart.rewards.judge import PoolJudge
+
+    models: dict[str, JudgeModel] = {}
+    endpoints: list[JudgeEndpoint] = []
+    for pool in job.judge_pools:
+        judge = pool.judge
+        assert judge is not None
+        tokenizer = ChatTokenizer(judge.path, judge.chat_template, judge.chat_template_args)
+        models[pool.name] = PoolJudge(judges[pool.name], tokenizer, pool.name, judge.context_tokens)
+        if judge.listen:
+            token = os.environ.get(JUDGE_TOKEN, "")
+            endpoints.append(JudgeEndpoint(judges[pool.name], tokenizer, pool.name, judge, token))
+    return models, endpoints
 
 
 def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from rollart.config.job import Job
-from rollart.config.sim import FaultSettings, SimTaskSettings
+from rollart.config.settings import RewardSettings
+from rollart.config.sim import FaultSettings, SimJudgeSettings, SimTaskSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
 from rollart.envs.batched import in_lockstep
@@ -21,7 +22,7 @@ from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.pools import build_affinity, disaggregated, engine_specs
+from rollart.launch.pools import build_affinity, disaggregated, engine_specs, judges_of
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
@@ -29,7 +30,7 @@ from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimDisk, SimLink, SimStore
-from rollart.sim.rewards import SimRewards
+from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
 from rollart.sim.trainer import SimCluster, SimJournal
 
 
@@ -155,13 +156,17 @@ def simulated_world(
     dice = Dice(job.seed)
     tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
     store = SimStore(log)
+    judges = judges_of(job)
+    judged = {name: sim.judges.get(name, SimJudgeSettings()) for name in judges}
+    answers = {judge_domain(name): SimTaskSettings(answer_tokens=each.answer_tokens) for name, each in judged.items()}
     engines = EngineWorld(
         model=MODELS[sim.model],
         hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
         disaggregated=disaggregated(job),
-        tasks=tasks,
+        tasks={**tasks, **answers},
+        judges={name: MODELS[each.model] for name, each in judged.items()},
         dice=dice,
         store=store,
         pull=pull,
@@ -181,11 +186,13 @@ def simulated_world(
         disk,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
-    played = in_lockstep(
-        job,
-        SimHost(slots, tasks, dice, faults),
-        lambda rewards, task: SimRewards(rewards, sim.reward, tasks, dice, faults),
-    )
+
+    def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
+        if settings.pool is not None:
+            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice)
+        return SimRewards(settings, sim.reward, tasks, dice, faults)
+
+    played = in_lockstep(job, SimHost(slots, tasks, dice, faults), rewards)
     return World(
         cluster=cluster,
         engines=engine_specs(job),
@@ -197,5 +204,6 @@ def simulated_world(
         store=store,
         journal=journal,
         affinity=build_affinity(job, MODELS[sim.model]),
+        judges=tuple(judges.values()),
         further_engines=engine_specs(job, further=True),
     )

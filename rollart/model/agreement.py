@@ -34,7 +34,7 @@ EPSILONS = 8
 NOISES = 4
 """How much more than transformers differs from itself we may differ from it."""
 CAP = 4
-"""The most that is ever taken for rounding, in floors. A model that differs from itself by more is no causal one."""
+"""The most that is ever taken for rounding, in floors. A model that differs from itself by more is not causal."""
 
 BESIDE = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version"})
 """Keys of a config that say nothing of what is computed."""

@@ -107,13 +107,13 @@ def window_of(config: PreTrainedConfig) -> int | None:
 
 
 def fits_windows(config: PreTrainedConfig, context_tokens: int | None) -> bool:
-    """Whether a model has a sliding window, and no sequence of so many tokens reaches beyond it."""
+    """Whether a model has a sliding window, and no sequence of this many tokens reaches beyond it."""
     window = window_of(config)
     return window is not None and context_tokens is not None and max(context_tokens, PROBE_LENGTH) <= window
 
 
 def device_named(name: str, number: int = 0) -> torch.device:
-    """A job's `cpu`, `cuda` or `cuda:2`; or the one so many after it. Whoever has GPUs of its own sees no others."""
+    """A job's `cpu`, `cuda` or `cuda:2`; or the one this many after it. Whoever has GPUs of its own sees no others."""
     kind, _, first = name.partition(":")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(first or 0) + number)
 

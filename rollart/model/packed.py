@@ -116,7 +116,7 @@ def _families(rows: Sequence[npt.NDArray[Any]], members: list[int], known: int) 
 
 
 class _Call(NamedTuple):
-    """One attention call: so many sequences, padded to `length`, that go on from the same beginning, if any."""
+    """One attention call: sequences, padded to `length`, that go on from the same beginning, if any."""
 
     sequences: int
     length: int

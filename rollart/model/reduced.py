@@ -21,7 +21,7 @@ MAX_LAYERS = 6
 MAX_PARAMETERS = 2_000_000
 """Larger than any reduced model should be: then some size was not recognised."""
 TRIAL_TOKENS = 40
-"""A reduced model counts only if transformers itself can run it over so many."""
+"""A reduced model counts only if transformers itself can run it over this many."""
 SPREAD = 0.3
 """Deviation of random weights: with the usual 0.02 a network says nearly the same of everything."""
 NOISE = 0.1

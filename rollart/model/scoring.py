@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities and entropies: the vocabulary projection, so many rows at a time.
+"""From hidden states to log-probabilities and entropies: the vocabulary projection, some rows at a time.
 
 Logits of a whole micro-batch would be the largest tensor of a step by far, so they exist in chunks. On a CPU the
 backward pass computes each chunk again. On a GPU logits are kept for it, in the network's own type, while they take a
@@ -27,7 +27,7 @@ KEPT_SHARE = 1 / 24
 
 
 class _Cut(NamedTuple):
-    """How the vocabulary projection of so many tokens is cut."""
+    """How the vocabulary projection of some tokens is cut."""
 
     rows: int
     """Of one chunk."""
@@ -97,7 +97,7 @@ def _slope(
 
 
 class _InChunks(torch.autograd.Function):
-    """So many rows at a time. The backward pass adds up the head's gradients in float32: autograd would add them up in
+    """Some rows at a time. The backward pass adds up the head's gradients in float32: autograd would add them up in
     the head's own type, and in bfloat16 round late chunks away."""
 
     @staticmethod

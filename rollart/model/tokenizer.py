@@ -40,7 +40,7 @@ ENTRY_BYTES = 500
 
 
 class TextCache(Generic[K, V]):
-    """What was used last, up to so many bytes: an entry may be a word or a whole book."""
+    """What was used last, up to a number of bytes: an entry may be a word or a whole book."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -106,7 +106,7 @@ class ChatTokenizer:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the template's end of turn, where it is no plain text, and the end of text."""
+        """Tokens that end an answer: the template's end of turn, where it is not plain text, and the end of text."""
         turn = self.end_of_turn if self.end_of_turn in self._tokenizer.added_tokens_decoder else None
         found = dict.fromkeys([turn, self._tokenizer.eos_token_id])
         return tuple(int(token) for token in found if token is not None)
@@ -140,7 +140,7 @@ class ChatTokenizer:
         return text
 
     def parse(self, tokens: Tokens) -> Message:
-        """A sampled answer as a message. What is no call that can be read stays text."""
+        """A sampled answer as a message. What cannot be read as a call stays text."""
         answer = read(self.decode(tokens), self._form)
         return Message(role="assistant", content=answer.content, reasoning=answer.reasoning, tool_calls=answer.calls)
 

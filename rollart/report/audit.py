@@ -65,6 +65,10 @@ class Audit(Fold):
         """Calls whose answer a fault has spoilt: it must not be believed."""
         self._outages: dict[str, float] = {}
         """Task -> a fault makes it fail until this time."""
+        self._judges_down: dict[str, None] = {}
+        """Engines of judges that a fault has hit, until they come up again."""
+        self._judges_up_s = -1.0
+        """When one came up last."""
         self._task_books = TaskBooks(self._broken)
         self._buckets: dict[int, dict[int, None]] = {}
         self._manifests: dict[int, int] = {}
@@ -153,6 +157,8 @@ class Audit(Fold):
         self._trainer_faults += event.fault.startswith("trainer")
         if event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event.target] = event.n
+            if self._is_judge(event.target):
+                self._judges_down[event.target] = None
         elif event.fault == "bad_answer":
             self._hit[attempt_of(event.target)] = event.n
             self._spoilt[event.target] = None
@@ -283,7 +289,9 @@ class Audit(Fold):
         if event.status in ("done", "truncated"):
             self._scored[event.id] = (event.status, run.born if run.born is not None else -1)
         if event.status == "failed":
-            self._must_have_cause(event.id, event.reason, run, call[1] if call else "")
+            judged = event.stage == "reward" and (self._judges_down or run.started_s <= self._judges_up_s)
+            if not judged:
+                self._must_have_cause(event.id, event.reason, run, call[1] if call else "")
 
     @property
     def _simulated(self) -> bool:
@@ -425,6 +433,11 @@ class Audit(Fold):
         for engine in event.engines:
             self._suspended.pop(engine, None)
 
+    def _is_judge(self, engine: str) -> bool:
+        """It has no versions, and its calls are no events."""
+        pool = self._job.pools.get(engine.rpartition("-")[0])
+        return pool is not None and pool.judge
+
     def _on_engine_down(self, event: schema.EngineDown) -> None:
         """An engine that computes is not given up because one request takes long."""
         other = event.reason.startswith("swap to") or "could not be believed" in event.reason
@@ -434,6 +447,10 @@ class Audit(Fold):
         self._suspended.pop(event.engine, None)
 
     def _on_engine_up(self, event: schema.EngineUp) -> None:
+        if self._is_judge(event.engine):
+            self._judges_down.pop(event.engine, None)
+            self._judges_up_s = event.t
+            return
         self._versions[event.engine] = event.version
         if event.version < self._serving:
             self._broken(5, f"{event.engine} came up with version {event.version} under {self._serving}")
@@ -473,6 +490,7 @@ class Audit(Fold):
         self._calls.clear()
         self._versions.clear()
         self._suspended.clear()
+        self._judges_down.clear()
         self._swapping = False
         self._full_s.clear()
         self._serving = self._target = 0

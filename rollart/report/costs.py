@@ -80,9 +80,8 @@ class CostFold:
         self._rewards_paid = self._paid_for_rewards(now_s)
         self._changed_s = now_s
         self._train = job.train
-        shared = schema.RewardFacts(type=job.rewards, workers=job.reward_workers, cost=job.reward_cost)
         self._rewards = {
-            ("", ""): shared,
+            ("", ""): job.reward,
             **{(task, name): facts for task, own in job.task_rewards.items() for name, facts in own.items()},
         }
         for name, now in job.pools.items():
@@ -132,21 +131,32 @@ class CostFold:
 
     # --- rewards ----------------------------------------------------------------------------------------------
 
-    def reward(self, event: schema.Reward, task: str) -> None:
-        """A call that gave a score, or one for each reward of the task's own."""
+    def reward(self, event: schema.Reward, task: str) -> float:
+        """A call that gave a score, or one for each reward of the task's own. Returns what judges of this job cost."""
         own = [facts for (name, _), facts in self._rewards.items() if name == task]
-        for facts, call in zip(own, event.calls, strict=False) if event.calls else [(self._rewards["", ""], event)]:
-            self._reward_called(facts, call.busy_s + call.cold_s if call.busy_s else call.s)
+        calls = zip(own, event.calls, strict=False) if event.calls else [(self._rewards["", ""], event)]
+        return sum(
+            self._reward_called(facts, call.busy_s + call.cold_s if call.busy_s else call.s, call.made)
+            for facts, call in calls
+        )
 
-    def reward_failed(self, event: schema.RewardFailed, task: str) -> None:
-        """A call that failed: how long it ran is not known."""
+    def reward_failed(self, event: schema.RewardFailed, task: str) -> float:
+        """A call that failed: a function ran for as long as it was waited for, as far as is known. Returns what a judge
+        of this job cost."""
         facts = self._rewards.get((task, event.reward) if event.reward else ("", ""))
-        if facts is not None:
-            self._reward_called(facts, 0.0)
+        if facts is None:
+            return 0.0
+        return self._reward_called(facts, event.busy_s if facts.pool else event.s, event.made)
 
-    def _reward_called(self, facts: schema.RewardFacts, ran_s: float) -> None:
+    def _reward_called(self, facts: schema.RewardFacts, ran_s: float, made: int) -> float:
+        """Calls that were made beside each other ran for as long as the one that is known."""
+        if facts.pool:
+            pool = self._pools[facts.pool]
+            pool.requests += made
+            return _used(pool, ran_s, pool.gpus) if made else 0.0
         if facts.workers is None:
-            self._rewards_paid += ran_s * facts.cost.hour + HOUR_S * facts.cost.call
+            self._rewards_paid += made * (ran_s * facts.cost.hour + HOUR_S * facts.cost.call)
+        return 0.0
 
     # --- figures ----------------------------------------------------------------------------------------------
 

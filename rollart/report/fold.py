@@ -13,7 +13,8 @@ from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
 from rollart.events.schema import Event, attempt_of, task_set
 from rollart.report import summary
 from rollart.report.costs import CostFold
-from rollart.report.fold_parts import EvaluationFold, Failures, RewardFold, SwapFold, TaskSums, step_times
+from rollart.report.fold_parts import EvaluationFold, Failures, SwapFold, TaskSums, step_times
+from rollart.report.rewards import RewardFold
 from rollart.report.summary import Summary
 from rollart.report.weights import VersionFold
 
@@ -115,6 +116,7 @@ class SummaryFold(Fold):
     def _take_job(self, job: schema.Run) -> None:
         self._job = job
         self._costs.job(job, self._last_s)
+        self._rewards.job(job)
 
     def _on_admit(self, event: schema.Admit) -> None:
         group_id = event.group
@@ -290,15 +292,19 @@ class SummaryFold(Fold):
 
     def _on_reward(self, event: schema.Reward) -> None:
         work = self._live.get(event.id)
-        self._rewards.scored(event)
-        self._costs.reward(event, work.task if work is not None else "")
+        task = work.task if work is not None else ""
+        self._rewards.scored(event, task)
+        cost = self._costs.reward(event, task)
         if work is not None:
             work.parts = event.parts
+            work.cost += cost
 
     def _on_reward_failed(self, event: schema.RewardFailed) -> None:
-        self._rewards.failed += 1
+        self._rewards.failed(event)
         work = self._live.get(event.id)
-        self._costs.reward_failed(event, work.task if work is not None else "")
+        cost = self._costs.reward_failed(event, work.task if work is not None else "")
+        if work is not None:
+            work.cost += cost
         self._failures.add("reward", event.id, event.reason)
 
     def _on_worker_lost(self, event: schema.WorkerLost) -> None:

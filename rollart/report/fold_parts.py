@@ -1,4 +1,4 @@
-"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long swaps and rewards took.
+"""Parts of the summary's fold: what fails, each task's sums, held-out play, and how long swaps took.
 
 Bounded: reasons are counted by cause (`rollart.causes`), and only the most frequent are listed.
 """
@@ -172,34 +172,6 @@ class SwapFold(Fold):
 
     def _on_swap_end(self, event: schema.SwapEnd) -> None:
         self._metrics.add("timing_s/swap", Last(event.t - self._swap_began))
-
-
-class RewardFold:
-    """Calls of reward functions. The summary's fold calls it: both read the same events."""
-
-    def __init__(self) -> None:
-        self._calls = self._cold_starts = self.failed = 0
-        self._seconds = self._cold_start_s = 0.0
-
-    def scored(self, event: schema.Reward) -> None:
-        for call in event.calls or (event,):
-            self._calls += 1
-            self._seconds += call.busy_s or call.s - call.cold_s
-            self._cold_starts += call.cold_s > 0
-            self._cold_start_s += call.cold_s
-
-    def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
-        facts = [facts for own in job.task_rewards.values() for facts in own.values()] if job else []
-        workers = (job.reward_workers or 0) + sum(each.workers or 0 for each in facts) if job else 0
-        return summary.Rewards(
-            type=job.rewards if job else None,
-            calls=self._calls,
-            failed=self.failed,
-            mean_s=round(self._seconds / self._calls, 6) if self._calls else 0.0,
-            cold_starts=self._cold_starts,
-            cold_start_s=round(self._cold_start_s, 3),
-            utilisation=round(self._seconds / (seconds * workers), 4) if workers else None,
-        )
 
 
 def step_times(values: list[float]) -> summary.StepTimes:

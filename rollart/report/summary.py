@@ -122,13 +122,34 @@ class Weights(Figures, frozen=True):
     """Of single engines."""
 
 
+class Judge(Figures, frozen=True):
+    """`<reward>` is `rewards`, or a task and the name of one of its own."""
+
+    graded: Annotated[int, Meta(title="episodes")]
+    known: Annotated[int, Meta(title="episodes")]
+    """Of these, graded before, word for word: the judge was not asked again."""
+    votes: Annotated[int, Meta(title="votes")]
+    """On each episode."""
+    spread: float | None
+    """Standard deviation of the votes on one episode, of grades from 0 to 1, mean over the episodes; null with one
+    vote."""
+    agreement: float | None
+    """Krippendorff's alpha of the votes: 1 where those on an episode agree, 0 where they lie as far apart as votes on
+    different episodes do. Null with one vote, or where all grades are the same."""
+
+
 class Rewards(Figures, frozen=True):
     type: str | None
     """`local`, `http` or `judge`; all that the job has."""
     calls: Calls
-    """That gave a score."""
+    """Tries that gave a score."""
     failed: Calls
-    """That failed or timed out."""
+    """Tries that failed or timed out."""
+    retries: Calls
+    """Tries after the first, of what got its score in the end."""
+    made: Calls
+    """In all: of tries that failed, of each vote of a judge, and beside slow ones (`rewards.hedge`); none where a judge
+    had graded the same before."""
     mean_s: Seconds
     """Mean time that the function ran, without cold start. Where the backend does not know it: from the call to the
     score."""
@@ -138,6 +159,7 @@ class Rewards(Figures, frozen=True):
     """Sum of these starts."""
     utilisation: Share | None
     """These seconds by workers and `time_s`. Null for `http`, which has no reserved workers."""
+    judges: dict[Annotated[str, Meta(title="<reward>")], Judge]
 
 
 class Lengths(Figures, frozen=True):
@@ -220,7 +242,8 @@ class Reserved(Figures, frozen=True):
     """The trainer's GPUs."""
     rewards: Cost
     """`local`: workers, for the whole `time_s`, by `rewards.cost`. `http`: seconds that functions ran, cold starts
-    included, by `rewards.cost`, and calls by `rewards.call_cost`. 0 where no price is set."""
+    included, by `rewards.cost` and `rewards.gb_second_cost`, and calls by `rewards.call_cost`. 0 where no price is set.
+    The engines of a judge are among the pools."""
 
 
 class Costs(Reserved, frozen=True):

@@ -24,6 +24,8 @@ from rollart.types import Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
+KEPT_OPEN_S = 60.0
+"""A connection that is not used for so long is closed: from burst to burst they stay, where the server keeps them."""
 LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
 TOO_MUCH = frozenset({429, 503})
@@ -46,7 +48,11 @@ class HttpRewards:
         self._hedge = Hedge(settings.hedge) if settings.hedge is not None else None
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.timeout_s),
-            limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
+            limits=httpx.Limits(
+                max_connections=settings.concurrency,
+                max_keepalive_connections=settings.concurrency,
+                keepalive_expiry=KEPT_OPEN_S,
+            ),
             trust_env=not is_loopback(urlsplit(self._address).hostname or ""),  # no proxy between us and ourselves
         )
 

@@ -1,4 +1,6 @@
-"""A RewardBackend of functions in a pool of local processes. One that takes too long is killed, with its process."""
+"""A RewardBackend of functions in a pool of local processes. One that takes too long is killed, with its process.
+
+Processes are started when a score is asked for and none is free, and end when nobody used them for a while."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,6 +13,9 @@ from rollart.types import Score, Trajectory
 from rollart.workers.launch import Lost
 from rollart.workers.link import WorkerFailed, WorkerGone
 from rollart.workers.pool import ProcessPool
+
+IDLE_S = 60.0
+"""A process that scored nothing for so long ends: after a burst the pool goes back to none."""
 
 
 class LocalRewards:
@@ -25,6 +30,7 @@ class LocalRewards:
         lost: Lost | None = None,
         *,
         name: str = "reward",
+        idle_s: float = IDLE_S,
     ) -> None:
         """`name`: of its processes."""
         self._functions = dict(functions)
@@ -38,6 +44,7 @@ class LocalRewards:
             log_dir=log_dir,
             variables=settings.environment,
             lost=lost,
+            idle_s=idle_s,
         )
 
     async def score(self, trajectory: Trajectory) -> Score:

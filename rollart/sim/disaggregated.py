@@ -27,7 +27,7 @@ class SimDisaggregated(SimEngine):
         self._prefill_workers = apart.workers
         self._loading_gpus = min(gpus, apart.gpus)
         """All workers load at the same time; the smallest is done last."""
-        self._token_link_s = world.model.kv_bytes_per_token / apart.link_bytes_per_s
+        self._token_link_s = world.model_of(spec.pool).kv_bytes_per_token / apart.link_bytes_per_s
         self._room = apart.workers * self._prefill_costs.kv_tokens
         self._prompts: dict[str, int] = {}
         """Prompt tokens of sessions in the prefill workers' caches, least recently used first."""

@@ -52,6 +52,7 @@ class EngineWorld:
     """What all simulated engines share."""
 
     model: ModelShape
+    """The policy."""
     hardware: Mapping[str, Hardware]
     settings: SimEngineSettings
     max_batch: Mapping[str, int]
@@ -59,6 +60,7 @@ class EngineWorld:
     disaggregated: Mapping[str, Disaggregated]
     """By pool, where its engines have prefill and decode on workers of their own."""
     tasks: Mapping[str, SimTaskSettings]
+    """By domain, for the lengths of answers; a judge is a domain too."""
     dice: Dice
     store: SimStore
     pull: SimLink
@@ -66,10 +68,15 @@ class EngineWorld:
     """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
+    judges: Mapping[str, ModelShape] = field(default_factory=dict)
+    """By pool, where its engines serve a judge."""
+
+    def model_of(self, pool: str) -> ModelShape:
+        return self.judges.get(pool, self.model)
 
     def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> EngineCosts:
         """What steps of a worker of this pool cost; measured, where that is known."""
-        costs = engine_costs(self.model, hardware, gpus, self.settings.runtime(kind))
+        costs = engine_costs(self.model_of(pool), hardware, gpus, self.settings.runtime(kind))
         measured = self.settings.measured.get(pool)
         return costs if measured is None else measured.costs(costs.kv_tokens)
 
@@ -97,11 +104,14 @@ class SimSequence:
     slow_s: float = 0.0
     """A fault: its last token takes this much longer, while all others go on."""
     spans: list[Span] = field(default_factory=list)
+    said: int = 0
+    """Tokens whose version is settled: those before the last swap."""
 
-    @property
-    def said(self) -> int:
-        """Tokens whose version is settled: those before the last swap."""
-        return sum(span.length for span in self.spans)
+    def say(self, version: WeightVersion, tokens: int) -> None:
+        """So many more are of this version."""
+        if tokens:
+            self.spans.append(Span(version, tokens))
+            self.said += tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -356,16 +366,18 @@ class SimEngine:
         if self._paused or self._held:
             self._cancel_timer()
             return
+        decoding = self._decoding
         while True:
-            moved = self._finish_packs()
-            while self._decoding and self._decoding[0][0] <= self._steps + ALMOST:
-                self._finish(heapq.heappop(self._decoding)[2])
+            moved = bool(self._packs) and self._finish_packs()
+            while decoding and decoding[0][0] <= self._steps + ALMOST:
+                self._finish(heapq.heappop(decoding)[2])
                 moved = True
-            if not (self._admit() or moved):
+            if not ((self._waiting and self._admit()) or moved):
                 break
-        while self._decoding and self._decoding[0][2].target < 0:
-            heapq.heappop(self._decoding)
-        self._form_packs()
+        while decoding and decoding[0][2].target < 0:
+            heapq.heappop(decoding)
+        if self._prefilling:
+            self._form_packs()
         when_s = min(self._planned_s(), self._moved_s())
         if when_s == math.inf:
             self._cancel_timer()
@@ -401,7 +413,7 @@ class SimEngine:
     # --- what is different where prefill and decode are apart -------------------------------------------------
 
     def _form_packs(self) -> None:
-        if self._prefilling and not self._packs:
+        if not self._packs:
             budget = max(1.0, self._world.settings.chunk_tokens - self._num_decoding)
             self._packs.append(self._pack(budget, self._costs))
 
@@ -555,9 +567,7 @@ class SimEngine:
         if sequence.target < 0:
             return  # aborted or restarted; its place in the heap is all that was left
         self._leave_decode(sequence)
-        rest = sequence.need - sequence.said
-        if rest:
-            sequence.spans.append(Span(self.version, rest))
+        sequence.say(self.version, sequence.need - sequence.said)
         if sequence.slow_s:
             self._slow[sequence.request.id] = sequence
             self._loop.call_later(sequence.slow_s, self._at_last, sequence)
@@ -602,9 +612,7 @@ class SimEngine:
         rebuilt = 0
         decoding = [entry[2] for entry in sorted(self._decoding, key=lambda entry: entry[1]) if entry[2].target >= 0]
         for sequence in decoding:
-            said = self._leave_decode(sequence)
-            if said:
-                sequence.spans.append(Span(self.version, said))
+            sequence.say(self.version, self._leave_decode(sequence))
         self._decoding.clear()
         prefilling = [sequence for pack in self._packs for sequence in pack.sequences]
         for pack in self._packs:

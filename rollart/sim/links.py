@@ -47,7 +47,7 @@ class SimLink:
         return factor, until_s
 
     async def transfer(self, num_bytes: float) -> None:
-        """Wait until so many bytes have passed, whatever happens to the link meanwhile."""
+        """Wait until this many bytes have passed, whatever happens to the link meanwhile."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         while (done_s := self.done_s(start_s, num_bytes)) > loop.time():  # noqa: ASYNC110 - the link may change

@@ -1,14 +1,20 @@
-"""Simulated rewards: dedicated workers, or serverless functions with cold starts that scale to zero."""
+"""Simulated rewards: dedicated workers, serverless functions with cold starts that scale to zero, and judges, which are
+simulated engines that batch."""
 
 import asyncio
 from collections.abc import Mapping
 
+import numpy as np
+
 from rollart.config.settings import RewardSettings
-from rollart.config.sim import FaultSettings, SimRewardSettings, SimTaskSettings
-from rollart.errors import RewardError
+from rollart.config.sim import FaultSettings, SimJudgeSettings, SimRewardSettings, SimTaskSettings
+from rollart.errors import AnswerError, EngineError, RequestError, RewardError
+from rollart.ports import FrozenModel
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, Workplace
-from rollart.types import Score, Trajectory
+from rollart.types import GenerateRequest, Sampling, Score, Tokens, Trajectory
+
+_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
 
 
 class SimRewards:
@@ -39,7 +45,7 @@ class SimRewards:
         await self._work.do(Work(key, cold_s + busy_s))
         if self._serverless:
             self._warm.append(self._loop.time())
-        return Score(value=self._value(trajectory, settings, key), cold_start_s=cold_s, busy_s=busy_s)
+        return Score(value=_value(trajectory, settings, self._dice), cold_start_s=cold_s, busy_s=busy_s)
 
     def _cold_start_s(self) -> float:
         """Take the instance used last, which is the warmest; start one where none is warm."""
@@ -52,11 +58,63 @@ class SimRewards:
             return 0.0
         return self._sim.cold_start_s
 
-    def _value(self, trajectory: Trajectory, settings: SimTaskSettings, key: str) -> float:
-        """1 or 0; the chance of 1 rises with the weights that played."""
-        version = trajectory.born or 0
-        chance = settings.success + settings.success_gain * (1.0 - 2.718281828 ** (-version / settings.success_steps))
-        return 1.0 if self._dice.uniform(f"{key}/success") < chance else 0.0
+
+def judge_domain(pool: str) -> str:
+    """Under which the engines of a judge know how long its answers are."""
+    return f"judge of {pool}"
+
+
+class SimJudge:
+    """Reads the whole episode behind its rubric, and answers, once for each vote."""
+
+    def __init__(
+        self,
+        settings: RewardSettings,
+        sim: SimJudgeSettings,
+        model: FrozenModel,
+        tasks: Mapping[str, SimTaskSettings],
+        dice: Dice,
+    ) -> None:
+        assert settings.pool is not None
+        self._settings = settings
+        self._sim = sim
+        self._model = model
+        self._tasks = tasks
+        self._dice = dice
+        self._domain = judge_domain(settings.pool)
+        self._asked = 0
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        key, votes = str(trajectory.id), self._settings.votes
+        episode = sum(len(turn.context) + len(turn.completion.tokens) for turn in trajectory.turns)
+        rubric = self._dice.count(self._sim.prompt_tokens, f"{self._domain}/rubric")
+        busy_s = 0.0
+        for vote in range(votes):
+            self._asked += 1
+            request = GenerateRequest(
+                id=f"{key}/judge-{self._asked}",
+                session=key,
+                domain=self._domain,
+                turn=vote,
+                prompt=(_TOKENS[:rubric], _TOKENS[:episode]),
+                prompt_tokens=rubric + episode,
+                sampling=Sampling(max_tokens=self._settings.max_tokens),
+                last=vote + 1 == votes,
+            )
+            try:
+                completion = await self._model.generate(request)
+            except (EngineError, RequestError, AnswerError) as error:
+                raise RewardError(str(error), calls=vote + 1) from error
+            busy_s += completion.busy_s + completion.prefill_busy_s
+        value = _value(trajectory, self._tasks[trajectory.task.domain], self._dice)
+        return Score(value=value, busy_s=busy_s, calls=votes)
+
+
+def _value(trajectory: Trajectory, settings: SimTaskSettings, dice: Dice) -> float:
+    """1 or 0; the chance of 1 rises with the weights that played."""
+    version = trajectory.born or 0
+    chance = settings.success + settings.success_gain * (1.0 - 2.718281828 ** (-version / settings.success_steps))
+    return 1.0 if dice.uniform(f"{trajectory.id}/success") < chance else 0.0
 
 
 def _strike(work: Work, fault: FaultSettings) -> None:

@@ -165,7 +165,7 @@ class SimTrainer:
             raise TrainerError(f"the trainer died {self.dead} (simulated)")
 
     async def _work(self, seconds: float) -> None:
-        """So many seconds of the core, of which the coordinator takes some for each call answered meanwhile."""
+        """This many seconds of the core, of which the coordinator takes some for each call answered meanwhile."""
         before = self._answered()
         await self._sleep(seconds)
         while self._settings.call_s and (now := self._answered()) > before:

@@ -26,7 +26,7 @@ from rollart.tasks.order import shuffled
 from rollart.types import Message, Observation, Task
 
 HELD_OUT_SHARE = 5
-"""One in so many of a taskset's tasks is held out, where they are counted and not drawn."""
+"""One in this many of a taskset's tasks is held out, where they are counted and not drawn."""
 
 
 MAX_CHARACTERS = 2**26

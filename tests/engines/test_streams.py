@@ -88,11 +88,11 @@ def test_a_whole_stream_is_taken_whatever_the_text_in_it(kind: str, lines: list[
 @pytest.mark.parametrize(
     ("kind", "lines", "says"),
     [
-        ("vllm", [of_vllm([5]), "data: {broken", of_vllm([7], "length"), counted(3)], "an event is no JSON"),
-        ("vllm", [of_vllm([5]), "data: [6]", of_vllm([7], "length"), counted(3)], "an event is no JSON object"),
+        ("vllm", [of_vllm([5]), "data: {broken", of_vllm([7], "length"), counted(3)], "an event is not JSON"),
+        ("vllm", [of_vllm([5]), "data: [6]", of_vllm([7], "length"), counted(3)], "an event is not a JSON object"),
         ("vllm", [of_vllm([5]), of_vllm([7], "length"), counted(3)], "counts 3 tokens and sent 2"),
         ("vllm", [of_vllm([5]), of_vllm([6, 7], "length", 1), counted(3)], "2 tokens with 1 log-probabilities"),
-        ("sglang", [of_sglang([5], 1), "data: {broken", of_sglang([7], 3, "length")], "an event is no JSON"),
+        ("sglang", [of_sglang([5], 1), "data: {broken", of_sglang([7], 3, "length")], "an event is not JSON"),
         ("sglang", [of_sglang([5], 1), of_sglang([7], 3, "length")], "counts 3 tokens and sent 2"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from tests.gateway.talk_tasks import LAST, SURE
@@ -32,8 +33,9 @@ def solve_in_a_box(question: str) -> str:
             raise AssertionError("there is a way out")
         except OSError:
             pass
-    found = [place for place in os.listdir("/tmp") if not place.startswith("rollart-endpoint-")]
-    assert not found, found
+    found = {place for place in os.listdir("/tmp") if not place.startswith("rollart-endpoint-")}
+    code = Path(__file__).parts  # the box shows it, and so the folders above it
+    assert found <= set(code[2:3] if code[1] == "tmp" else ()), found
     return solve(question)
 
 

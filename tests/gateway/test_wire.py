@@ -135,6 +135,7 @@ def test_tool_calls_and_what_they_gave_cross_both_ways() -> None:
         first, second = asked
         assert first.tools == second.tools
         assert (first.tools[0].name, json.loads(first.tools[0].parameters)["type"]) == ("add", "object")
+        assert first.tools[0].description == "Add."
         assert second.messages[1] == CALLS.message
         assert second.messages[2] == Message(role="tool", content="2", tool_call_id="call_0_0")
 

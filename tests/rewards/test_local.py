@@ -1,5 +1,6 @@
 """Reward functions in local processes."""
 
+import asyncio
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -41,5 +42,20 @@ class TestLocalRewards(RewardFunctionContract):
                 with pytest.raises(RewardError, match="elsewhere") as raised:
                     await backend.score(trajectory("sum", domain="elsewhere"))
                 assert not raised.value.retryable
+
+        run(work)
+
+    def test_the_pool_grows_from_none_and_goes_back_to_none(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            rewards = LocalRewards(RewardSettings(workers=2), {DOMAIN: FUNCTION}, decode, tmp_path, idle_s=0.2)
+            async with closing(rewards) as backend:
+                assert rewards.pool.pids == []
+                for _ in range(2):
+                    scores = await asyncio.gather(*(backend.score(trajectory("sum")) for _ in range(4)))
+                    assert [score.value for score in scores] == [0.75] * 4
+                    assert sum(score.cold_start_s > 0 for score in scores) == 2, "those of the burst before are gone"
+                    async with asyncio.timeout(60):
+                        while rewards.pool.pids:  # noqa: ASYNC110 - nobody is told of it
+                            await asyncio.sleep(0.02)
 
         run(work)

@@ -176,6 +176,7 @@ def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_traje
         "tasks.0={name: game, group_size: 4, max_turns: 12, max_tokens: 2048}",
         "tasks.1={name: maths, group_size: 4, max_turns: 4}",
         "sim.tasks.game.answer_tokens=300",
+        'pools.2.judge={listen: "127.0.0.1:8123"}',
         "pools.0.engines.count=2",
         "sim.tasks.maths.prompt_tokens=20000",
         "sim.tasks.maths.answer_tokens=20",

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from rollart.engines.embedded.sequence import Sequence
 
 CONTEXT_TOKENS = 3
-"""What comes next is guessed from so many tokens of the answer."""
+"""Tokens of the answer from which the next one is guessed."""
 SURE = 3
-"""So many times in a row the same token must have come next."""
+"""Times in a row that the same token must have come next."""
 MAX_CONTEXTS = 1 << 16
 
 Context = tuple[str | int, ...]
@@ -38,7 +38,7 @@ class Drafts:
             self._next.clear()
 
     def guess(self, seq: Sequence, most: int) -> list[int]:
-        """What it will probably say next, at most so many tokens."""
+        """What it will probably say next, at most this many tokens."""
         return [token for token, _ in zip(self._likely(seq.context), range(most), strict=False)]
 
     def _likely(self, context: Context) -> Iterator[int]:
