@@ -4,10 +4,10 @@ Frozen dataclasses, numpy arrays, no torch: control moves these, adapters fill t
 `WeightVersion` is an int: 0 is the initial model, and the trainer mints n + 1 when step n ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,15 @@ Tokens = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one per token."""
 WeightVersion = int
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+"""What JSON can say; for what we write."""
+JsonObject: TypeAlias = Mapping[str, Json]
+ParsedJson: TypeAlias = dict[str, Any]
+"""An object as a parser of JSON or YAML gives it, in whatever shape its author chose. Only at JSON's edge, which
+tests/test_imports.py lists."""
+Payload: TypeAlias = Mapping[str, Any]
+"""A problem, as the author of its task set wrote it. JSON values only."""
 
 NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS: Logprobs = np.zeros(0, dtype=np.float32)
@@ -61,7 +70,7 @@ class Task:
     """The task set's name, and the affinity key: tasks of a domain are placed on pools together."""
     index: int
     """Position in the task set; the mix keeps the cursor."""
-    payload: Mapping[str, Any] = field(default_factory=dict)
+    payload: Payload = field(default_factory=dict)
     """What the environment needs to build this problem. JSON values only."""
     seed: int = 0
 
@@ -126,7 +135,7 @@ class Observation:
     """The environment's own limit was reached."""
     fresh: bool = False
     """History was rewritten: `messages` is the whole conversation and the prefix restarts."""
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,30 @@ HEAVY = frozenset({"torch", "transformers", "ray", "vllm"})
 ONLY_IN = {"ray": "cluster"}
 """A library that one package keeps to itself."""
 
+JSONS_EDGE = frozenset(
+    {
+        "rollart.config.load",
+        "rollart.config.paths",
+        "rollart.config.settings",
+        "rollart.engines.http",
+        "rollart.engines.launch",
+        "rollart.engines.sglang",
+        "rollart.engines.vllm",
+        "rollart.gateway.openai",
+        "rollart.launch.checks",
+        "rollart.launch.plan",
+        "rollart.launch.resume",
+        "rollart.launch.shapes",
+        "rollart.model.adapters",
+        "rollart.model.reduced",
+        "rollart.sim.fit",
+        "rollart.store.nccl",
+        "rollart.train.checkpoints",
+    }
+)
+"""Modules that read JSON or YAML of many shapes, and may call that `ParsedJson`: job files and profiles, models'
+config.json, servers' answers, a store's messages. It is spelled out in rollart/types.py only."""
+
 DEEPEST_CHAIN = 12
 """Modules of ours that import one another, each at its top, from the command line down."""
 
@@ -259,6 +283,46 @@ def test_the_job_file_needs_nothing_heavy() -> None:
     loaded = loaded_after("import rollart.config.load")
     assert "rollart" in loaded
     assert loaded & HEAVY == set()
+
+
+def untyped_objects(module: str, source: str) -> list[str]:
+    """Where this module has objects of any shape and is not at JSON's edge, one sentence each."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Subscript(
+                value=ast.Name(id="dict" | "Mapping" | "MutableMapping" | "Dict"),
+                slice=ast.Tuple(elts=[ast.Name(id="str"), ast.Name(id="Any")]),
+            ) if module != "rollart.types":
+                found.append(f"{module} line {node.lineno}: {ast.unparse(node)}; give it a type, or say JsonObject")
+            case ast.alias(name="ParsedJson") if module not in JSONS_EDGE:
+                found.append(f"{module} line {node.lineno}: ParsedJson, and it is not in JSONS_EDGE; give it a type")
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(*found, id=found[0]) for found in modules()])
+def test_objects_have_types(module: str, path: Path) -> None:
+    assert untyped_objects(module, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "count"),
+    [
+        ("rollart.store.host", "def f() -> dict[str, Any]: ...", 1),
+        ("rollart.store.host", "def f(given: list[Mapping[str, Any]] | None) -> None: ...", 1),
+        ("rollart.config.load", "Plain = dict[str, Any]", 1),
+        ("rollart.store.host", "from rollart.types import Json, ParsedJson", 1),
+        ("rollart.config.load", "from rollart.types import ParsedJson", 0),
+        ("rollart.store.host", "from rollart.types import JsonObject\ndef f() -> dict[str, object]: ...", 0),
+    ],
+)
+def test_an_untyped_object_is_found(module: str, source: str, count: int) -> None:
+    assert len(untyped_objects(module, source)) == count
+
+
+def test_each_edge_is_one() -> None:
+    sources = {module: path.read_text() for module, path in modules()}
+    assert [module for module in sorted(JSONS_EDGE) if "ParsedJson" not in sources.get(module, "")] == []
 
 
 def chain_from(module: str, imported: dict[str, list[str]], known: dict[str, list[str]]) -> list[str]:

@@ -18,8 +18,9 @@ import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import orjson
 import ray
@@ -303,10 +304,10 @@ def connect(address: str | None, room: Sequence[Needs]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    start = partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
     if address is not None:
         try:
-            ray.init(address=address, **quiet)
+            start(address=address)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise JobError(
                 f"cluster.address: no Ray cluster answers at {address!r} ({_one_line(error)}); start one with "
@@ -316,13 +317,20 @@ def connect(address: str | None, room: Sequence[Needs]) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own default makes its workers the last to get a core
     kinds = {need.resource: 1.0 for need in room if need.resource}
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
-    ray.init(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False, **quiet)
+    start(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False)
+
+
+class _Lines(TypedDict):
+    """What a process of the cluster has written."""
+
+    pid: int
+    lines: list[str]
 
 
 def _say_into(path: Path) -> None:
     """What Ray tells a driver of its nodes goes to a file: on stdout it would end up in our JSON. It has no setting."""
 
-    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    def write(data: _Lines, ignore_prefix: bool) -> None:
         with path.open("a") as log:
             log.writelines(f"({data.get('pid')}) {line}\n" for line in data["lines"])
 

@@ -17,6 +17,7 @@ from rollart.config.job import Job, nearest
 from rollart.config.paths import Arguments, Code, located, settings_in
 from rollart.config.settings import MODES, TaskSettings
 from rollart.errors import JobError
+from rollart.types import ParsedJson
 
 ALIASES = {
     "lr": ("learning_rate", "step_size"),
@@ -47,9 +48,6 @@ ALIASES = {
 }
 """Key -> what other libraries call it. A hint only: none of these is read."""
 
-Plain = dict[str, Any]
-"""A job as YAML gives it, before it is checked."""
-
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply overrides, check it. Raises JobError with one message that names key and fix."""
@@ -78,7 +76,7 @@ def tasks_named(word: str, given: Sequence[str] = ()) -> tuple[TaskSettings, ...
     return tuple(task.model_copy(update={"args": {**task.args, **args}}) for task in found)
 
 
-def read_yaml(path: Path, key: str, fix: str) -> Plain:
+def read_yaml(path: Path, key: str, fix: str) -> ParsedJson:
     """Plain data of a job or a part of one. `key` names the path. Raises JobError, with the line."""
     place = f"{key}: {path}" if key else f"{path}:"
     try:
@@ -89,7 +87,7 @@ def read_yaml(path: Path, key: str, fix: str) -> Plain:
         raise JobError(f"{place} cannot be read ({error.strerror}); {fix}") from None
 
 
-def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> Plain:
+def with_overrides(raw: ParsedJson, overrides: Sequence[str]) -> ParsedJson:
     """Plain data of a job with these keys changed."""
     changed = copy.deepcopy(dict(raw))
     for override in overrides:
@@ -97,7 +95,7 @@ def with_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> Plain:
     return changed
 
 
-def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
+def build_job(raw: ParsedJson, near: Path | None = None) -> Job:
     """A checked job from plain data. `near` is what relative paths are relative to: else the current directory."""
     data = located(raw, Job, near or Path.cwd())
     mode = data.get("mode", "rollart")
@@ -116,7 +114,7 @@ def build_job(raw: Mapping[str, Any], near: Path | None = None) -> Job:
         raise JobError(_explain(error)) from None
 
 
-def _of_its_tasks(profile: Plain, job: Mapping[str, Any]) -> Plain:
+def _of_its_tasks(profile: ParsedJson, job: ParsedJson) -> ParsedJson:
     """A profile may describe more tasks than a job has."""
     tasks, wanted = profile.get("tasks"), job.get("tasks")
     if not isinstance(tasks, Mapping) or not isinstance(wanted, list):
@@ -186,7 +184,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def parse(text: str, where: str) -> Plain:
+def parse(text: str, where: str) -> ParsedJson:
     """Plain data of a job. Raises JobError with the line."""
     try:
         raw = yaml.load(text, Loader=_Loader)
@@ -202,7 +200,7 @@ def parse(text: str, where: str) -> Plain:
     return raw
 
 
-def _apply(raw: Plain, override: str) -> None:
+def _apply(raw: ParsedJson, override: str) -> None:
     """`rollout.staleness=2`, `tasks.0.group_size=4`: the same names as in the file."""
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -240,7 +238,7 @@ def _index(items: list[Any], part: str, override: str) -> int:
     )
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
+def _merge(base: Mapping[str, object], over: Mapping[str, object]) -> ParsedJson:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

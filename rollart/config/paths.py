@@ -14,6 +14,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 
+from rollart.types import ParsedJson
+
 
 class OnDisk(Enum):
     """How the text of a key is read; the value is what docs/job.md calls it."""
@@ -51,7 +53,7 @@ Place = Annotated[str, OnDisk.PLACE]
 Program = Annotated[str, OnDisk.PROGRAM]
 Code = Annotated[str, OnDisk.CODE]
 Template = Annotated[str, OnDisk.TEMPLATE]
-Arguments = Annotated[dict[str, Any], OnDisk.ARGUMENT]
+Arguments = Annotated[ParsedJson, OnDisk.ARGUMENT]
 
 
 def located(data: Any, annotation: Any, base: Path) -> Any:

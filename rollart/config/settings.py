@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
 from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
+from rollart.types import ParsedJson
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -96,7 +97,7 @@ class ModelSettings(Settings):
     chat_template: Template = ""
     """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
     are saved keep their tokenizer's own. Not read by `rollart sim`."""
-    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    chat_template_args: ParsedJson = Field(default_factory=dict)
     """Variables that the chat template reads beside those of every template: `enable_thinking: false`, say. One that it
     does not read is refused. Not read by `rollart sim`."""
 
@@ -111,7 +112,7 @@ class JudgeSettings(Settings):
     so. Not read by `rollart sim`."""
     chat_template: Template = ""
     """As `model.chat_template`."""
-    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    chat_template_args: ParsedJson = Field(default_factory=dict)
     """As `model.chat_template_args`."""
     listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     """`HOST:PORT`: other jobs reach this judge there, by OpenAI's protocol, as `rewards.url: http://HOST:PORT/v1`.

@@ -6,7 +6,7 @@ and a stream with an event that cannot be read an AnswerError: its tokens would 
 
 import contextlib
 import ipaddress
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ import httpx
 import orjson
 
 from rollart.errors import AnswerError, EngineError, RequestError
+from rollart.types import JsonObject, ParsedJson
 
 EVENT = b"data: "
 END = b"[DONE]"
@@ -46,10 +47,10 @@ class Http:
     async def get(self, path: str) -> Any:
         return await self._call("GET", path, None)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def post(self, path: str, body: JsonObject | None = None) -> Any:
         return await self._call("POST", path, {} if body is None else body)
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _call(self, method: str, path: str, body: JsonObject | None) -> Any:
         async with self._answer(method, path, body) as response:
             content = await response.aread()
         self._check(path, response.status_code, content)
@@ -60,7 +61,7 @@ class Http:
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{self.url}{path}: answered no JSON ({error}): {_start(content)}") from None
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, path: str, body: JsonObject) -> AsyncGenerator[ParsedJson, None]:
         """Each event of a stream, decoded. Ends with the stream; closing this closes the connection."""
         async with self._answer("POST", path, body) as response:
             if response.status_code != 200:
@@ -75,7 +76,7 @@ class Http:
                     raise (RequestError if code in REFUSALS else EngineError)(f"{self.url}{path}: {error}")
                 yield event
 
-    def _event(self, path: str, text: bytes) -> dict[str, Any]:
+    def _event(self, path: str, text: bytes) -> ParsedJson:
         try:
             event = orjson.loads(text)
         except orjson.JSONDecodeError as error:
@@ -85,9 +86,7 @@ class Http:
         return event
 
     @contextlib.asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> AsyncGenerator[httpx.Response, None]:
+    async def _answer(self, method: str, path: str, body: JsonObject | None) -> AsyncGenerator[httpx.Response, None]:
         """The server's answer once it has begun. A connection that closed before that was an old one: a new one is
         tried, once."""
         response: httpx.Response | None = None

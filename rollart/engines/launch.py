@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollart.config.settings import EngineSettings, LoraSettings
 from rollart.engines import disaggregated, sglang, vllm
@@ -20,6 +19,7 @@ from rollart.engines.remote import RemoteEngine, RemoteSettings
 from rollart.engines.staged import Ahead, HostStore, StagedFiles
 from rollart.engines.stops import StopFinder
 from rollart.errors import EngineError
+from rollart.types import ParsedJson
 
 PYTHON_VARIABLES = {"vllm": "ROLLART_VLLM_PYTHON", "sglang": "ROLLART_SGLANG_PYTHON"}
 """Where the interpreter that has the server is named, if not in the job."""
@@ -162,13 +162,13 @@ async def _start(
     return Http(url, token), process
 
 
-def _model(path: Path) -> tuple[Path, dict[str, Any]]:
+def _model(path: Path) -> tuple[Path, ParsedJson]:
     model = path.absolute()
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    config: ParsedJson = json.loads((model / "config.json").read_text())
     return model, config
 
 
-def _tokenizer(model: Path, config: dict[str, Any]) -> tuple[Callable[[list[int]], str], frozenset[int]]:
+def _tokenizer(model: Path, config: ParsedJson) -> tuple[Callable[[list[int]], str], frozenset[int]]:
     """How tokens become text, and which end an answer: those the model's and the tokenizer's files name."""
     from transformers import AutoTokenizer
 

@@ -10,13 +10,12 @@ server that speaks the same protocol (`tests/engines/fake_sglang.py`).
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rollart.engines.embedded.segments import Piece, Segment
 from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
 from rollart.errors import AnswerError, WeightError
-from rollart.types import Finish, WeightVersion
+from rollart.types import Finish, Json, JsonObject, ParsedJson, WeightVersion
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 SEED_MASK = (1 << 31) - 1
@@ -82,14 +81,14 @@ class SglangServer:
         self._staged = files[0].parent
 
     async def load(self, version: WeightVersion) -> None:
-        body = {"model_path": str(self._staged), "flush_cache": True, "weight_version": str(version)}
+        body: JsonObject = {"model_path": str(self._staged), "flush_cache": True, "weight_version": str(version)}
         answer = await self._http.post("/update_weights_from_disk", body)
         if not answer.get("success"):
             raise WeightError(f"{self._http.url}: could not load {self._staged}: {answer.get('message')}")
         await self._http.post("/flush_cache")
 
     async def score(self, tokens: list[int]) -> list[list[float]]:
-        body = {
+        body: JsonObject = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
@@ -104,9 +103,9 @@ class SglangServer:
             await self._process.stop()
 
 
-def _body(segment: Segment) -> dict[str, Any]:
+def _body(segment: Segment) -> JsonObject:
     sampling = segment.sampling
-    parameters: dict[str, Any] = {
+    parameters: dict[str, Json] = {
         "max_new_tokens": segment.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -126,7 +125,7 @@ def _body(segment: Segment) -> dict[str, Any]:
     }
 
 
-def _piece(event: dict[str, Any], taken: int) -> tuple[Piece, int]:
+def _piece(event: ParsedJson, taken: int) -> tuple[Piece, int]:
     """What is new in an event, and how many tokens are taken by then. SGLang sends all tokens so far, or, where it was
     started with incremental output, the new ones only: their number beside the count tells which."""
     meta = event["meta_info"]

@@ -22,7 +22,7 @@ from rollart.engines.http import Http
 from rollart.engines.process import ServerProcess
 from rollart.engines.staged import paths_of
 from rollart.errors import AnswerError, EngineError, RequestError, WeightError
-from rollart.types import Finish, WeightVersion
+from rollart.types import Finish, Json, JsonObject, ParsedJson, WeightVersion
 
 IN_SERVER = Path(__file__).parent / "in_server"
 """The server imports two files of this folder, and nothing else of ours."""
@@ -146,15 +146,15 @@ class VllmServer:
             )
         return int(config["max_model_len"])
 
-    async def prefill(self, segment: Segment) -> dict[str, Any] | None:
+    async def prefill(self, segment: Segment) -> JsonObject | None:
         """Compute the prompt for another server; returns how that one fetches its cache, None where it was ended."""
         body = self._body(segment) | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
         del body["stream_options"]
         answer = await self._http.post("/v1/completions", body)
-        transfer: dict[str, Any] | None = answer.get("kv_transfer_params")
+        transfer: JsonObject | None = answer.get("kv_transfer_params")
         return transfer
 
-    async def stream(self, segment: Segment, transfer: dict[str, Any] | None = None) -> AsyncGenerator[Piece, None]:
+    async def stream(self, segment: Segment, transfer: JsonObject | None = None) -> AsyncGenerator[Piece, None]:
         """`transfer`: where the prompt's cache lies, as another server's `prefill` said."""
         body = self._body(segment) | ({"kv_transfer_params": transfer} if transfer else {})
         taken, counted = 0, None
@@ -231,7 +231,13 @@ class VllmServer:
             raise WeightError(f"{self._http.url}: {wrong}")
 
     async def score(self, tokens: list[int]) -> list[list[float]]:
-        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        body: JsonObject = {
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "temperature": 1.0,
+        }
         answer = await self._http.post("/v1/completions", body)
         rows = answer["choices"][0]["prompt_logprobs"][1:]
         return [[row[str(token)]["logprob"] for token, row in zip(tokens[1:], rows, strict=True)]]
@@ -241,7 +247,7 @@ class VllmServer:
         if self._process is not None:
             await self._process.stop()
 
-    def _body(self, segment: Segment) -> dict[str, Any]:
+    def _body(self, segment: Segment) -> dict[str, Json]:
         sampling = segment.sampling
         if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
             raise RequestError(
@@ -274,7 +280,7 @@ def adapter_name(version: WeightVersion) -> str:
     return f"{MODEL}-v{version}"
 
 
-def _piece(event: dict[str, Any]) -> Piece | None:
+def _piece(event: ParsedJson) -> Piece | None:
     usage = event.get("usage")
     if usage is not None:
         details = usage.get("prompt_tokens_details") or {}

@@ -47,7 +47,7 @@ class ProcessEnvHost:
         *,
         slots: int | asyncio.Semaphore,
         log_dir: Path,
-        args: Mapping[str, Mapping[str, Any]] | None = None,
+        args: Mapping[str, Mapping[str, object]] | None = None,
         seed: int = 0,
         variables: Sequence[str] = (),
         lost: Lost | None = None,

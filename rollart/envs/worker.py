@@ -20,7 +20,7 @@ def _is_over(observation: Observation) -> bool:
 class EnvWorker:
     """Task sets are loaded when their first task arrives."""
 
-    def __init__(self, uses: Mapping[str, str], seed: int, args: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, uses: Mapping[str, str], seed: int, args: Mapping[str, Mapping[str, object]]) -> None:
         self._uses = uses
         self._args = args
         self._seed = seed

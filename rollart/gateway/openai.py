@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollart.types import ChatAnswer, ChatRequest, Finish, Message, Tool, ToolCall
+from rollart.types import ChatAnswer, ChatRequest, Finish, Json, JsonObject, Message, ParsedJson, Tool, ToolCall
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_STOPS = 16
@@ -80,7 +80,7 @@ def _type_of(value: Any) -> str:
     return str(value.get("type") or "") if isinstance(value, dict) else ""
 
 
-def _max_tokens(raw: dict[str, Any]) -> int | None:
+def _max_tokens(raw: ParsedJson) -> int | None:
     for param in ("max_completion_tokens", "max_tokens"):
         value = raw.get(param)
         if value is not None:
@@ -167,7 +167,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 def whole(answer: ChatAnswer, wanted: ParsedRequest, answer_id: str) -> bytes:
     """The answer as one object."""
     message = answer.message
-    said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    said: dict[str, Json] = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
         said["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -189,7 +189,7 @@ def chunks(answer: ChatAnswer, wanted: ParsedRequest, answer_id: str) -> Iterato
     head = _head(wanted, answer_id, "chat.completion.chunk")
     logprobs = _logprobs(answer) if wanted.request.logprobs else None
 
-    def chunk(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+    def chunk(delta: JsonObject, finish: str | None = None, logprobs: Json = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return _event(orjson.dumps({**head, "choices": [choice]}))
 
@@ -206,11 +206,11 @@ def chunks(answer: ChatAnswer, wanted: ParsedRequest, answer_id: str) -> Iterato
     yield _event(b"[DONE]")
 
 
-def models(name: str) -> dict[str, Any]:
+def models(name: str) -> JsonObject:
     return {"object": "list", "data": [model(name)]}
 
 
-def model(name: str) -> dict[str, Any]:
+def model(name: str) -> JsonObject:
     return {"id": name, "object": "model", "created": 0, "owned_by": "rollart"}
 
 
@@ -218,7 +218,7 @@ def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _head(wanted: ParsedRequest, answer_id: str, kind: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, answer_id: str, kind: str) -> JsonObject:
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": wanted.model}
 
 
@@ -228,11 +228,11 @@ def _finish(answer: ChatAnswer) -> str:
     return "length" if answer.completion.finish is Finish.LENGTH else "stop"
 
 
-def _said_call(call: ToolCall) -> dict[str, Any]:
+def _said_call(call: ToolCall) -> JsonObject:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
+def _logprobs(answer: ChatAnswer) -> JsonObject:
     values = answer.completion.logprobs.tolist()
     content = [
         {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
@@ -241,7 +241,7 @@ def _logprobs(answer: ChatAnswer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _usage(answer: ChatAnswer) -> dict[str, Any]:
+def _usage(answer: ChatAnswer) -> JsonObject:
     sampled = len(answer.completion.tokens)
     return {
         "prompt_tokens": answer.prompt_tokens,

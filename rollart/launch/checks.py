@@ -34,7 +34,7 @@ from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
-from rollart.types import Task, TrajectoryId
+from rollart.types import ParsedJson, Task, TrajectoryId
 from rollart.workers.variables import for_children
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def refuse_long_contexts(job: Job) -> None:
             )
 
 
-def _model_config(job: Job) -> Mapping[str, Any]:
+def _model_config(job: Job) -> ParsedJson:
     """As its library wrote it, under the names that most models use."""
     return usual_names(json.loads((Path(job.model.path) / "config.json").read_text()))
 

@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
-from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.load import build_job
@@ -27,6 +26,7 @@ from rollart.policy.prediction import NEVER_S, PoolSpeed
 from rollart.policy.profile import TaskProfile
 from rollart.report.reports import PlanReport, Split
 from rollart.sim.dice import Dice
+from rollart.types import ParsedJson
 
 OVERLAPPING = ("rollart", "areal")
 DRAWN = 256
@@ -295,7 +295,7 @@ class Planner:
             ahead=self._job.rollout.staleness + 0.5,
         )
 
-    def job_of(self, split: Split) -> dict[str, Any]:
+    def job_of(self, split: Split) -> ParsedJson:
         """The job with this split; tasks go where they are predicted to go best."""
         raw = self._job.model_dump(mode="json", exclude_defaults=True)
         raw["train"] = {**raw.get("train", {}), "gpus": split.train_gpus, "pool": self._job.train_pool.name}
@@ -319,7 +319,7 @@ class Planner:
         return raw
 
 
-def _step_s(work: tuple[dict[str, Any], int]) -> float:
+def _step_s(work: tuple[ParsedJson, int]) -> float:
     """Seconds a step, simulated; never, where the job does not finish."""
     raw, seed = work
     raw = {**raw, "seed": seed, "train": {**raw["train"], "steps": STEPS}}

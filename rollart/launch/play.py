@@ -18,7 +18,7 @@ from rollart.errors import EnvError, JobError, TaskError
 from rollart.report.reading import visible
 from rollart.tasks.api import Episode, EpisodeTurn, as_reward, text_of
 from rollart.tasks.load import load_reward, load_task_set, reward_of
-from rollart.types import Message, Observation, Task, TrajectoryId
+from rollart.types import Json, JsonObject, Message, Observation, Task, TrajectoryId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def with_model(path: Path, settings: TaskSettings, show: Callable[[str], object]
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32)
     model.eval()
     context: list[int] = []
-    sampling: dict[str, Any] = {"do_sample": settings.temperature > 0}
+    sampling: dict[str, float] = {"do_sample": settings.temperature > 0}
     if settings.temperature > 0:
         sampling |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
 
@@ -151,8 +151,8 @@ def with_model(path: Path, settings: TaskSettings, show: Callable[[str], object]
     return answer
 
 
-def as_json(played: PlayedEpisode) -> dict[str, Any]:
-    turns = [{"shown": turn.context, "said": turn.text, "reward": turn.reward} for turn in played.turns]
+def as_json(played: PlayedEpisode) -> JsonObject:
+    turns: Json = [{"shown": turn.context, "said": turn.text, "reward": turn.reward} for turn in played.turns]
     task = {"id": played.task.id, "payload": json.loads(json.dumps(dict(played.task.payload), default=str))}
     return {
         "task": task,

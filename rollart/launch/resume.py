@@ -14,9 +14,10 @@ import yaml
 from rollart.append import write_whole
 from rollart.config.changes import Change, as_replayed, differences, refuse_fixed
 from rollart.config.job import Job
-from rollart.config.load import Plain, build_job, load_job, read_yaml, with_overrides
+from rollart.config.load import build_job, load_job, read_yaml, with_overrides
 from rollart.errors import JobError
 from rollart.store.journal import FileJournal
+from rollart.types import ParsedJson
 
 JOB = "job.yaml"
 EARLIER = "job-until-????????.yaml"
@@ -72,7 +73,7 @@ def resumption(out: Path, path: Path | None = None, overrides: Sequence[str] = (
     )
 
 
-def resumed_job(out: Path) -> Plain:
+def resumed_job(out: Path) -> ParsedJson:
     """The job a run directory was made for."""
     return read_yaml(out / JOB, "--resume", "give a run directory, such as runs/NAME-TIME")
 

@@ -5,14 +5,13 @@ a token uses, and what it leaves in the cache, config.json says.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from rollart.errors import JobError
 from rollart.hardware import ModelShape
+from rollart.types import ParsedJson
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "float8_e5m2": 1.0}
 GATED = 3
@@ -53,7 +52,7 @@ def shape_of(model_path: Path) -> ModelShape:
     return shape_from(config, params=saved_params(model_path))
 
 
-def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
+def shape_from(config: ParsedJson, params: int = 0) -> ModelShape:
     """The shape of a model of this config. `params`: how many it has, where that is known."""
     config = usual_names(config)
     experts = experts_in(config)
@@ -78,7 +77,7 @@ def shape_from(config: Mapping[str, Any], params: int = 0) -> ModelShape:
     )
 
 
-def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+def usual_names(config: ParsedJson) -> ParsedJson:
     """The config of the language model, with each size under the name that most architectures give it."""
     found = {**config, **(config.get("text_config") or {})}
     for name, others in OTHER_NAMES.items():
@@ -105,7 +104,7 @@ def saved_params(model_path: Path) -> int:
     return total
 
 
-def experts_in(config: Mapping[str, Any]) -> Experts:
+def experts_in(config: ParsedJson) -> Experts:
     """Of the names that architectures have for it."""
     config = usual_names(config)
     num = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -126,7 +125,7 @@ def experts_in(config: Mapping[str, Any]) -> Experts:
     )
 
 
-def _kv_values(config: Mapping[str, Any]) -> int:
+def _kv_values(config: ParsedJson) -> int:
     """What one token leaves in the cache of one layer: keys and values."""
     heads = config["num_attention_heads"]
     if config.get("kv_lora_rank"):  # latent attention; held as the keys and values that it stands for
@@ -134,7 +133,7 @@ def _kv_values(config: Mapping[str, Any]) -> int:
     return int(2 * (config.get("num_key_value_heads") or heads) * _head_size(config))
 
 
-def _params(config: Mapping[str, Any], experts: Experts) -> int:
+def _params(config: ParsedJson, experts: Experts) -> int:
     """Of a decoder with gated MLPs; norms and biases are left out."""
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -146,9 +145,9 @@ def _params(config: Mapping[str, Any], experts: Experts) -> int:
     return total
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
+def _head_size(config: ParsedJson) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
+def _first(config: ParsedJson, *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)

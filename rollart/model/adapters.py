@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollart.errors import JobError, WeightError
+from rollart.types import ParsedJson
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """peft's names."""
@@ -189,7 +190,7 @@ def _write_peft(folder: Path, tensors: Mapping[str, Tensor], lora: Lora, base: s
 def read_adapters(folder: Path) -> tuple[Lora, dict[str, Tensor]]:
     """Adapters that peft, or we, have written: what they look like, and their tensors by our names. JobError where they
     are of a kind that we do not compute."""
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    config: ParsedJson = json.loads((folder / CONFIG).read_text())
     odd = [key for key in UNSUPPORTED if config.get(key)]
     if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
         what = odd[0] if odd else f"peft_type {config.get('peft_type')}, bias {config.get('bias')}"

@@ -6,13 +6,15 @@ selections become a few tokens long: a real one reaches further than any sequenc
 Invariant: nothing is read but the config. A config that cannot be reduced gives None: see `rollart.model.agreement`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rollart.types import ParsedJson
 
 VOCAB = 64
 WINDOW = 8
@@ -130,7 +132,7 @@ def reduced(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedConfig:
     """The reduced config of a causal LM, its sliding window of this many tokens. Raises whatever its class says of one
     that does not fit together."""
     text = config.get_text_config()
-    given: dict[str, Any] = text.to_dict()
+    given: ParsedJson = text.to_dict()
     found = deepcopy(given)
     kept = _kept_layers(given)
     heads = next((given[key] for key in HEADS if isinstance(given.get(key), int)), 1)
@@ -182,7 +184,7 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
     raise ValueError(f"{config.model_type}: not a causal LM by itself")
 
 
-def _kept_layers(given: Mapping[str, Any]) -> list[int]:
+def _kept_layers(given: ParsedJson) -> list[int]:
     """Which layers stay: one of each kind, and at least two."""
     count = next((given[key] for key in LAYERS if isinstance(given.get(key), int)), 0)
     columns = [value for value in given.values() if _is_by_layer(value, count)]
@@ -202,7 +204,7 @@ def _is_by_layer(value: Any, count: int) -> bool:
     return isinstance(value, (list, tuple)) and count > 2 and len(value) == count
 
 
-def _reduced_value(key: str, value: Any, heads: int, kept: Sequence[int], given: Mapping[str, Any]) -> Any:
+def _reduced_value(key: str, value: Any, heads: int, kept: Sequence[int], given: ParsedJson) -> Any:
     count = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), 0)
     if isinstance(value, bool) or value is None:
         return value
@@ -242,7 +244,7 @@ def _singular(key: str) -> str:
     return key.removesuffix("_per_layer")
 
 
-def _reduced_rope(rope: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _reduced_rope(rope: ParsedJson, found: ParsedJson) -> ParsedJson:
     """Factors by frequency are as many as frequencies."""
     if any(isinstance(value, dict) for value in rope.values()):  # by kind of layer
         return {kind: _reduced_rope(value, found) if isinstance(value, dict) else value for kind, value in rope.items()}

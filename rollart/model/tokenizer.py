@@ -19,7 +19,7 @@ import numpy as np
 
 from rollart.chat import form_of, read
 from rollart.errors import JobError
-from rollart.types import NO_TOKENS, Message, Tokens, Tool
+from rollart.types import NO_TOKENS, Json, JsonObject, Message, Tokens, Tool
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TextCache(Generic[K, V]):
 class ChatTokenizer:
     """Renders messages to tokens and tokens to text, as the model directory says."""
 
-    def __init__(self, path: str | Path, template: str = "", arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: str | Path, template: str = "", arguments: Mapping[str, object] | None = None) -> None:
         """`template`: instead of the tokenizer's own, a file or the text itself; `arguments`: more that it reads."""
         from transformers import AutoTokenizer
 
@@ -169,16 +169,14 @@ class ChatTokenizer:
                 ", ".join(lost),
             )
 
-    def _after_mark(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        probe = [{"role": "user", "content": "."}, *messages]
+    def _after_mark(self, messages: list[JsonObject], *, add_generation_prompt: bool) -> str:
+        probe: list[JsonObject] = [{"role": "user", "content": "."}, *messages]
         _, mark, after = self._template(probe, add_generation_prompt=add_generation_prompt).partition(MARK)
         if not mark:
             raise JobError("the chat template drops what the assistant said; RollArt cannot play several turns with it")
         return after
 
-    def _template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tools: Sequence[Tool] = ()
-    ) -> str:
+    def _template(self, messages: list[JsonObject], *, add_generation_prompt: bool, tools: Sequence[Tool] = ()) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -192,7 +190,7 @@ class ChatTokenizer:
                 )
             )
         except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
+            roles = ", ".join(str(message["role"]) for message in messages)
             raise JobError(f"the chat template refuses messages in the roles {roles}: {error}") from error
 
     def encode(self, text: str) -> Tokens:
@@ -222,7 +220,7 @@ def _template_text(given: str) -> str:
     return given
 
 
-def _refuse_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+def _refuse_arguments(arguments: Mapping[str, object], template: Any) -> None:
     """Those that the template does not read: nothing would come of them."""
     from jinja2 import Environment, meta
 
@@ -240,13 +238,13 @@ def _refuse_arguments(arguments: Mapping[str, Any], template: Any) -> None:
             )
 
 
-def _assistant(content: str) -> dict[str, Any]:
+def _assistant(content: str) -> JsonObject:
     return {"role": "assistant", "content": content}
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
+def _as_dict(message: Message) -> JsonObject:
     """As templates read it. A field that the message does not have is left out: some look only whether it is there."""
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    said: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         said["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -263,6 +261,6 @@ def _as_dict(message: Message) -> dict[str, Any]:
     return said
 
 
-def _as_schema(tool: Tool) -> dict[str, Any]:
+def _as_schema(tool: Tool) -> JsonObject:
     function = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
     return {"type": "function", "function": function}

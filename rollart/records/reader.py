@@ -91,14 +91,13 @@ class ReadTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """What the environment said last."""
 
     def to_json(self) -> dict[str, object]:
-        whole: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_as_list)
-        turns = [{**turn, "shown": _as_kept(turn["shown"])} for turn in whole["turns"]]
-        return {**self.head.to_json(), "turns": turns, "left": _as_kept(whole["left"])}
+        turns = [{**msgspec.to_builtins(turn, enc_hook=_as_list), "shown": _as_kept(turn.shown)} for turn in self.turns]
+        return {**self.head.to_json(), "turns": turns, "left": _as_kept(self.left)}
 
 
-def _as_kept(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def _as_kept(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Of messages a record has the role and the text."""
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _as_list(array: Any) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from rollart.errors import JobError, install
+from rollart.types import JsonObject
 
 SCHEME = "lambda://"
 ENDPOINT_VARIABLE = "AWS_ENDPOINT_URL_LAMBDA"
@@ -50,6 +51,6 @@ class LambdaFunction:
         return dict(request.headers.items())
 
 
-def event_of(episode: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
+def event_of(episode: JsonObject, headers: Mapping[str, str]) -> bytes:
     """What the function is given: as its own URL would."""
     return json.dumps({"headers": dict(headers), "body": json.dumps(episode)}).encode()

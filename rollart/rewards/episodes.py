@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollart.tasks.api import Episode, EpisodeTurn, as_reward
-from rollart.types import Score, Tokens, Trajectory
+from rollart.types import JsonObject, Score, Tokens, Trajectory
 
 Decode = Callable[[Tokens], str]
 
@@ -31,7 +31,7 @@ def episode_of(trajectory: Trajectory, decode: Decode) -> Episode:
     )
 
 
-def reward_to_json(value: object) -> dict[str, Any]:
+def reward_to_json(value: object) -> JsonObject:
     """What a reward function returned, as JSON. Raises ValueError for nonsense."""
     reward, parts = as_reward(value)
     return {"reward": reward, "parts": parts}

@@ -14,7 +14,7 @@ import hmac
 import json
 import os
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 from rollart.rewards.episodes import reward_to_json
 from rollart.tasks.api import Episode
@@ -66,6 +66,14 @@ class RewardService:
         return reward, 200, {"X-Cold-Start-Seconds": f"{cold_start_s:.6f}"} if cold_start_s else {}
 
 
+class LambdaAnswer(TypedDict):
+    """As Lambda's URLs want it."""
+
+    statusCode: int
+    headers: dict[str, str]
+    body: str
+
+
 _services: list[RewardService] = []
 
 
@@ -74,7 +82,7 @@ def handle(request: Any) -> Answer:
     return _service().answer(request.get_json(silent=True), request.headers.get("Authorization", ""))
 
 
-def lambda_handler(event: Any, context: object) -> dict[str, Any]:
+def lambda_handler(event: Any, context: object) -> LambdaAnswer:
     """The function that AWS Lambda calls, with an event as its URLs make them."""
     headers = {str(name).lower(): str(value) for name, value in (event.get("headers") or {}).items()}
     text = event.get("body") or ""

@@ -20,7 +20,7 @@ from rollart.errors import JobError, RewardError
 from rollart.rewards.aws import FAILED_HEADER, SCHEME, LambdaFunction, event_of
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.rewards.pace import Hedge, Places
-from rollart.types import Score, Trajectory
+from rollart.types import JsonObject, Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
@@ -89,7 +89,7 @@ class HttpRewards:
         except ValueError as error:
             raise RewardError(f"{self._url}: {error}", retryable=False) from error
 
-    async def _post(self, episode: Mapping[str, Any], key: str) -> tuple[int, str, Mapping[str, str]]:
+    async def _post(self, episode: JsonObject, key: str) -> tuple[int, str, Mapping[str, str]]:
         """Status, body and headers that the function answered with."""
         shown = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if self._lambda is None:

@@ -1,11 +1,11 @@
 """The reward worker: one process, one function call at a time. Started by `local.py`, never by hand."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from rollart.rewards.episodes import reward_to_json
 from rollart.tasks.api import Episode
 from rollart.tasks.load import RewardFunction, load_reward
+from rollart.types import JsonObject
 
 
 class RewardWorker:
@@ -15,7 +15,7 @@ class RewardWorker:
         self._names = names
         self._functions: dict[str, RewardFunction] = {}
 
-    def score(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+    def score(self, episode: JsonObject) -> JsonObject:
         read = Episode.from_json(episode)
         name = self._names[read.task.domain]
         if name not in self._functions:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from rollart.events.log import read_events
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
+from rollart.types import Json, JsonObject, ParsedJson
 
 SAME = 0.01
 """Values that spread by less than this share of their mean are taken for constant."""
@@ -187,7 +187,7 @@ class Fit:
 
     # --- the profile ----------------------------------------------------------------------------------------------
 
-    def profile(self) -> dict[str, Any]:
+    def profile(self) -> ParsedJson:
         """The `sim` settings. Raises JobError where the run is too short to say anything."""
         if not self._steps or not any(call.whole for call in self._done):
             raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
@@ -224,7 +224,7 @@ class Fit:
             "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if serverless and self._cold_s else {},
         }
 
-    def quality(self) -> dict[str, Any]:
+    def quality(self) -> JsonObject:
         """How much was seen, and how well the engine's costs explain each call's time."""
         return {
             "steps": len(self._steps),
@@ -287,8 +287,8 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=low, high=high)
 
 
-def _task_settings(seen: Seen) -> dict[str, Any]:
-    settings: dict[str, Any] = {
+def _task_settings(seen: Seen) -> JsonObject:
+    settings: dict[str, Json] = {
         key: spread_of(seen[key]).model_dump(exclude_defaults=True) for key in SPREADS if seen[key]
     }
     if seen["rewards"]:

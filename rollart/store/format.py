@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rollart.store.digests import CHUNK_BYTES
+from rollart.types import Json
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,10 +46,18 @@ Bytes = npt.NDArray[np.uint8]
 """One dimension."""
 
 
+class _Entry(TypedDict):
+    """A tensor, in the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
 def laid_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     """What a file of these tensors begins with, and the tensors in the order in which their bytes follow."""
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # as safetensors does: then all are aligned
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Json] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -99,7 +108,7 @@ def tensors_of(whole: Tensor) -> dict[str, Tensor]:
     start = LENGTH.size + LENGTH.unpack(text(0, LENGTH.size))[0]
     if start > len(whole):
         raise ValueError("it ends within its header")
-    entries: dict[str, Any] = json.loads(text(LENGTH.size, start))
+    entries: dict[str, _Entry] = json.loads(text(LENGTH.size, start))
     entries.pop("__metadata__", None)
     found: dict[str, Tensor] = {}
     for name, entry in entries.items():

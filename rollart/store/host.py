@@ -21,7 +21,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
+
+import msgspec
 
 from rollart.errors import WeightError
 from rollart.store.index import drop_before
@@ -54,8 +56,8 @@ class HostSetup:
     """`host:port` to serve at; empty: a mirror, which serves at the address from which it reaches its source."""
     source: str = ""
     """`host:port` that a mirror follows; with `mooncake`, the Mooncake master."""
-    mooncake: dict[str, Any] | None = None
-    """A mirror of a Mooncake store: a `MooncakeSetup`. It serves nobody: the others ask the store too."""
+    mooncake: MooncakeSetup | None = None
+    """A mirror of a Mooncake store. It serves nobody: the others ask the store too."""
     site: str = ""
     deltas: bool = False
     linger_s: float = LINGER_S
@@ -148,9 +150,17 @@ class HostUser:
         ).start()  # or it stays a zombie
 
 
-def read_ready(directory: Path) -> dict[str, Any]:
+class Ready(TypedDict, total=False):
+    """What a process writes of itself: where it is, or what is wrong."""
+
+    pid: int
+    port: int
+    error: str
+
+
+def read_ready(directory: Path) -> Ready:
     try:
-        found: dict[str, Any] = json.loads((directory / READY).read_text())
+        found: Ready = json.loads((directory / READY).read_text())
     except (OSError, ValueError):
         return {}
     return found
@@ -191,7 +201,7 @@ class HostProcess:
     async def _serve(self) -> None:
         setup = self._setup
         if setup.mooncake is not None:
-            self._follow(MooncakeSource(MooncakeClient(MooncakeSetup(**setup.mooncake))))
+            self._follow(MooncakeSource(MooncakeClient(setup.mooncake)))
             self._say({"pid": os.getpid(), "port": 0})
             return
         host, _, port = (setup.bind or f"{way_to(setup.source)}:0").rpartition(":")
@@ -243,7 +253,7 @@ class HostProcess:
     def _coming(self, push: str) -> bool:
         return self._mirror is not None and self._mirror.coming(push)
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _say(self, what: Ready) -> None:
         hidden = self._directory / f".{READY}"
         hidden.write_text(json.dumps(what))
         os.replace(hidden, self._directory / READY)
@@ -251,7 +261,7 @@ class HostProcess:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    setup = HostSetup(**json.loads(sys.stdin.buffer.read()))
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=HostSetup)
     owned = None
     for _ in range(20):  # who only looks whether somebody owns it has it for a moment
         owned = claim(Path(setup.directory))

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +25,7 @@ from rollart.store.digests import name_of, new_digest
 from rollart.store.format import Bytes
 from rollart.store.host import LINGER_S, HostSetup
 from rollart.store.index import MANIFESTS, folder_name
-from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, bucket_key
+from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, Pushed, bucket_key
 from rollart.store.owner import ROOT, is_owned, remove_store
 from rollart.store.shm import folder_of
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
@@ -55,7 +54,7 @@ class MooncakeStore(CopiedStore):
         linger_s: float = LINGER_S,
     ) -> None:
         copy = folder_of(setup.run_id + COPY, root)
-        host = HostSetup(directory=str(copy), token="", source=setup.master, mooncake=asdict(setup), linger_s=linger_s)
+        host = HostSetup(directory=str(copy), token="", source=setup.master, mooncake=setup, linger_s=linger_s)
         super().__init__(copy, bucket_bytes, host, patience_s=patience_s)
         self._client_setup = replace(setup, segment_bytes=0)  # its memory is given by the host's process
         self._client: MooncakeClient | None = None
@@ -89,7 +88,7 @@ class MooncakeStore(CopiedStore):
             dropped, head = client.noted("dropped") or 0, client.noted("head") or {}
             head = {at: one for at, one in head.items() if int(at) >= dropped}
             before = head.pop(str(version), None)
-            entry: dict[str, Any] = {"push": push, "buckets": [], "sizes": {}, "manifest": None}
+            entry: Pushed = {"push": push, "buckets": [], "sizes": {}, "manifest": None}
             head[str(version)] = entry
             try:
                 for bucket in self._put_all(client, push, folder, tensors, entry["sizes"]):

@@ -13,13 +13,13 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from rollart.errors import StoreFull, WeightError, install
 from rollart.store.index import MANIFEST, folder_name
 from rollart.store.media import Bytes
 from rollart.store.mirror import Base, Came, Have, News, VersionNews
-from rollart.types import Bucket, WeightVersion
+from rollart.types import Bucket, Json, WeightVersion
 
 FULL = -200
 """Mooncake's code for: no segment has room."""
@@ -41,6 +41,15 @@ class MooncakeSetup:
     devices: str = ""
     segment_bytes: int = 0
     """Memory that this process adds to the store."""
+
+
+class Pushed(TypedDict):
+    """What `head` says of a version."""
+
+    push: str
+    buckets: list[Bucket]
+    sizes: dict[str, int]
+    manifest: Json
 
 
 def way_to(address: str) -> str:
@@ -154,7 +163,7 @@ class MooncakeSource:
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
-        self._head: dict[str, Any] = {}
+        self._head: dict[str, Pushed] = {}
 
     def news(self, have: Have) -> News:
         until_s = time.monotonic() + NEWS_S

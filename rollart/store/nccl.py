@@ -40,7 +40,7 @@ from rollart.store.index import MANIFESTS, folder_name
 from rollart.store.media import DiskMedium
 from rollart.store.mooncake_client import way_to
 from rollart.store.nccl_group import STALL_S, Group, GroupLost
-from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
+from rollart.types import Bucket, ParsedJson, Probe, WeightManifest, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ class NcclStore(BucketStore):
                     self._forget(version)
             at += 1
 
-    def _heard(self, store: TCPStore, at: int) -> dict[str, Any] | None:
+    def _heard(self, store: TCPStore, at: int) -> ParsedJson | None:
         """The next message; None where there will be none."""
         until_s, pause_s = time.monotonic() + LOOK_S, POLL_S
         while not store.check([f"say/{at}"]):
@@ -371,7 +371,7 @@ class NcclStore(BucketStore):
                 if store.add(OLDEST, 0) > at:
                     raise GroupLost("this engine has fallen behind")
                 until_s = time.monotonic() + LOOK_S
-        found: dict[str, Any] = json.loads(store.get(f"say/{at}"))
+        found: ParsedJson = json.loads(store.get(f"say/{at}"))
         return found
 
     def _take(self, bucket: Bucket, file_bytes: int) -> None:

@@ -23,7 +23,7 @@ from aiohttp import web
 from rollart.store.delta import Delta, encode
 from rollart.store.index import MANIFEST, VERSION, WEIGHTS, folder_name, read_index, versions_in
 from rollart.store.media import SharedMemory
-from rollart.types import Bucket
+from rollart.types import Bucket, JsonObject
 
 WAIT_S = 15.0
 """How long a question for news is left open, at most."""
@@ -194,7 +194,7 @@ class StoreServer:
                 changed[version] = self._change(folder, push, known[1] if known[0] == push else 0)
         return web.json_response({"versions": list(state), "changed": changed})
 
-    def _change(self, folder: Path, push: str, since: int) -> dict[str, Any]:
+    def _change(self, folder: Path, push: str, since: int) -> JsonObject:
         found = read_index(folder)
         if found is None or found.push != push:  # pushed again at this very moment: the asker will hear of it
             return {"push": push, "buckets": [], "sizes": {}, "others": []}

@@ -40,7 +40,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from rollart.errors import JobError
-from rollart.types import Message, Observation, Task, Tool
+from rollart.types import JsonObject, Message, Observation, Payload, Task, Tool
 
 Split = Literal["train", "warmup", "held_out"]
 Reward = float | Mapping[str, float]
@@ -95,14 +95,14 @@ class TaskSet(ABC):
         played. Raise JobError for what is wrong with an argument, as `tasks.args.<name>: ...; <the fix>`."""
 
     @abstractmethod
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         """One problem, from this generator's numbers only. JSON values only."""
 
     @abstractmethod
     def environment(self, task: Task) -> Environment:
         """A new environment for this problem; randomness only from `task.seed`."""
 
-    def key(self, payload: Mapping[str, Any]) -> Any:
+    def key(self, payload: Payload) -> Any:
         """What makes a problem the same problem; equal keys fall into the same split. Default: the whole payload."""
         return payload
 
@@ -134,7 +134,7 @@ class TaskSet(ABC):
         """The same for warming a model up."""
         return self._task("warmup", index, f"{self.domain}/warmup/{index}")
 
-    def split(self, payload: Mapping[str, Any]) -> Split:
+    def split(self, payload: Payload) -> Split:
         """Where a problem belongs, by the hash of its key."""
         text = json.dumps(self.key(payload), sort_keys=True)
         bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
@@ -193,11 +193,11 @@ class Episode:
         """The model's last words."""
         return self.turns[-1].text if self.turns else ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
+    def from_json(cls, value: object) -> Self:
         """Raises ValueError where this is not an episode."""
         try:
             return msgspec.convert(value, cls)

@@ -6,11 +6,10 @@ the same words by `score` needs nothing but the episode, so it runs as well behi
 
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollart.tasks.api import Environment, Episode, TaskSet, observe
-from rollart.types import Observation, Task
+from rollart.types import Observation, Payload, Task
 
 INSTRUCTION = (
     "Work it out with the calculator, one operation at a time, as in: calc 2+3. "
@@ -50,7 +49,7 @@ class CalculatorTasks(TaskSet):
 
     quick = True
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         a, b, c = rng.randint(1, 99), rng.randint(1, 99), rng.randint(2, 9)
         sign = rng.choice("+-")
         if sign == "-" and a < b:

@@ -6,12 +6,11 @@ earns something from the first step on, and what it has to learn is to play well
 
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollart.tasks.api import Environment, TaskSet, observe, text_of
 from rollart.tasks.frozen_lake import FrozenLake, FrozenLakeTasks
-from rollart.types import Observation, Task
+from rollart.types import Observation, Payload, Task
 
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 HIGHEST = 99
@@ -97,7 +96,7 @@ class Guess(TaskSet):
 
     quick = True
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return {"secret": rng.randint(1, HIGHEST)}
 
     def environment(self, task: Task) -> Guessing:
@@ -136,7 +135,7 @@ class Largest(TaskSet):
 
     quick = True
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return {"numbers": rng.sample(range(1, CHOICES_BELOW), CHOICES)}
 
     def environment(self, task: Task) -> Choosing:

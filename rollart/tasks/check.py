@@ -82,7 +82,7 @@ Note = Callable[[str], object]
 
 def check_task(
     use: str,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
     *,
     seed: int = 0,
     call_limit_s: float = CALL_LIMIT_S,
@@ -110,7 +110,7 @@ def how_it_ended(code: int) -> str:
 
 
 class _Check:
-    def __init__(self, use: str, args: Mapping[str, Any], seed: int, call_limit_s: float, note: Note) -> None:
+    def __init__(self, use: str, args: Mapping[str, object], seed: int, call_limit_s: float, note: Note) -> None:
         self._use = use
         self._args = args
         self._note = note

@@ -19,13 +19,13 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from rollart.errors import JobError
 from rollart.tasks.api import Environment, Episode, TaskSet, observe
 from rollart.tasks.repair_mutations import Mutation, mutations
 from rollart.tasks.repair_project import package_files, run_tests, site_of, test_file, write_project
-from rollart.types import Observation, Task
+from rollart.types import Observation, Payload, Task
 
 CATALOGUE = Path(__file__).with_name("code_repair.json")
 MAX_ACTIONS = 50
@@ -49,10 +49,22 @@ submit
 """
 
 
+class Problem(TypedDict):
+    """What a task's payload is: one changed line of a file, and its tests."""
+
+    file: str
+    tests: str
+    mutation: int
+    """Its number among those of the file."""
+    test: str
+    """The first that it fails."""
+    level: int
+
+
 class Workspace:
     """The package's files as the model has them. Nothing is on disk here."""
 
-    def __init__(self, payload: Mapping[str, Any]) -> None:
+    def __init__(self, payload: Payload) -> None:
         self.package = str(payload["file"]).partition("/")[0]
         self.changed = {str(payload["file"]): mutated(payload)}
         self.edited = False
@@ -127,7 +139,7 @@ class Workspace:
 class Repairing(Environment):
     """One changed line."""
 
-    def __init__(self, payload: Mapping[str, Any], hint: Hint) -> None:
+    def __init__(self, payload: Payload, hint: Hint) -> None:
         self._payload = payload
         self._hint = hint
         self._workspace = Workspace(payload)
@@ -188,12 +200,12 @@ class CodeRepair(TaskSet):
         self._package = package
         self._hint: Hint = hint
         self._catalogue = Path(catalogue) if catalogue else CATALOGUE
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Problem] = []
 
     def prepare(self) -> None:
         self.problems()
 
-    def problems(self) -> list[dict[str, Any]]:
+    def problems(self) -> list[Problem]:
         """All that can be played here."""
         if not self._rows:
             rows = _catalogue(self._catalogue)
@@ -209,7 +221,7 @@ class CodeRepair(TaskSet):
                 )
         return self._rows
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return rng.choice(self.problems())
 
     def environment(self, task: Task) -> Repairing:
@@ -249,7 +261,7 @@ def score(episode: Episode) -> float:
         return float(run_tests(Path(folder) / "project", tests, package=workspace.package).passed)
 
 
-def lay_out(folder: Path, payload: Mapping[str, Any], changed: Mapping[str, str]) -> Path:
+def lay_out(folder: Path, payload: Payload, changed: Mapping[str, str]) -> Path:
     """The project and, beside it, its tests, for a sandbox to read. Returns the tests' file."""
     package = str(payload["file"]).partition("/")[0]
     folder.chmod(0o755)
@@ -260,11 +272,11 @@ def lay_out(folder: Path, payload: Mapping[str, Any], changed: Mapping[str, str]
     return tests
 
 
-def mutation_of(payload: Mapping[str, Any]) -> Mutation:
+def mutation_of(payload: Payload) -> Mutation:
     return _mutations(str(payload["file"]))[payload["mutation"]]
 
 
-def mutated(payload: Mapping[str, Any]) -> str:
+def mutated(payload: Payload) -> str:
     """The file with its mutation."""
     mutation, lines = mutation_of(payload), _source(str(payload["file"])).splitlines()
     lines[mutation.line - 1] = mutation.new
@@ -281,13 +293,13 @@ def _mutations(name: str) -> list[Mutation]:
 
 
 @functools.cache
-def _catalogue(path: Path) -> list[dict[str, Any]]:
+def _catalogue(path: Path) -> list[Problem]:
     """Its rows whose files are those that are installed. Raises JobError where none is."""
     try:
         body = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise JobError(f"tasks.args.catalogue: {path} cannot be read ({error}); give one that is there") from None
-    rows: list[dict[str, Any]] = []
+    rows: list[Problem] = []
     for name, file in body["files"].items():
         package = name.partition("/")[0]
         try:

@@ -22,7 +22,7 @@ from rollart.tasks.api import Environment, Episode, Reward, Split, TaskSet, obse
 from rollart.tasks.load import load_reward
 from rollart.tasks.order import shuffled
 from rollart.tasks.rows import Row, Rows, open_rows
-from rollart.types import Message, Observation, Task
+from rollart.types import Json, JsonObject, Message, Observation, Payload, Task
 
 NAME = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
 """In a template: a column, or a bracket that is meant as one."""
@@ -103,7 +103,7 @@ class Dataset(TaskSet):
                         f"tasks.args.path: {self._path}: {error}; correct the row, or the arguments"
                     ) from None
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         """Any training row: what order they have, `task` knows."""
         part = self._parts()["train"]
         return self._payload(part.row(rng.randrange(len(part.numbers))))
@@ -111,7 +111,7 @@ class Dataset(TaskSet):
     def environment(self, task: Task) -> Question:
         return Question(task.payload["messages"])
 
-    def key(self, payload: Mapping[str, Any]) -> Any:
+    def key(self, payload: Payload) -> Any:
         return payload["messages"]
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
@@ -179,11 +179,11 @@ class Dataset(TaskSet):
             (held_out if int.from_bytes(digest[:8], "big") < share * 2**64 else train).append(number)
         return {"train": _Part(every.rows, train), "held_out": _Part(every.rows, held_out)}
 
-    def _payload(self, row: Row) -> dict[str, Any]:
+    def _payload(self, row: Row) -> JsonObject:
         options, labels = self._options(row)
         listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters(len(options)), options, strict=True))
         row = {**row, self._choices: listed} if self._choices else row
-        payload: dict[str, Any] = {"messages": self._messages(row), "reward": self._reward}
+        payload: dict[str, Json] = {"messages": self._messages(row), "reward": self._reward}
         if self._pattern:
             payload["pattern"] = self._pattern
         if self._answer:

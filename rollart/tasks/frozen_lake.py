@@ -6,13 +6,13 @@ every row ends with a newline, so that a tokenizer may hold a row as one token. 
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from rollart.tasks.api import Environment, Episode, TaskSet, observe
-from rollart.types import Observation, Task
+from rollart.types import Observation, Payload, Task
 
 INSTRUCTION = (
     "You are P on a frozen lake. Walk to G, never onto a hole O. Answer with one word: up, down, left or right.\n"
@@ -68,7 +68,7 @@ class FrozenLakeTasks(TaskSet):
 
     quick = True
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return {"map": generate_random_map(size=SIZE, p=ICE_SHARE, seed=rng.getrandbits(31))}
 
     def environment(self, task: Task) -> FrozenLake:

@@ -2,11 +2,10 @@
 
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollart.tasks.api import Environment, TaskSet, observe
-from rollart.types import Observation, Task
+from rollart.types import Observation, Payload, Task
 
 HIGHEST = 127
 MAX_GUESSES = 7
@@ -43,7 +42,7 @@ class GuessTasks(TaskSet):
 
     quick = True
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return {"secret": rng.randint(1, HIGHEST)}
 
     def environment(self, task: Task) -> Guessing:

@@ -22,10 +22,25 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
-Said = dict[str, Any]
-"""What `reset` and `step` return: `messages`, a list of {role, content}, `reward`, `done` and `truncated`."""
+
+class Said(TypedDict):
+    """What `reset` and `step` return."""
+
+    messages: list[dict[str, str]]
+    """Each with a role and a content."""
+    reward: float
+    done: bool
+    truncated: bool
+
+
+class Found(TypedDict):
+    """Of a library: its version and the names of its environments, or why there are none."""
+
+    version: str | None
+    names: list[str]
+    why: str
 
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -282,7 +297,7 @@ class OpenEnvGame:
 
     package, distribution = "websockets", "websockets"
 
-    def __init__(self, name: str, field: str = "", show: str = "", reset: Said | None = None) -> None:
+    def __init__(self, name: str, field: str = "", show: str = "", reset: dict[str, object] | None = None) -> None:
         client = importlib.import_module("websockets.sync.client")
         url = re.sub(r"^http", "ws", name).rstrip("/")
         self._field, self._show, self._reset = field, show, dict(reset or {})
@@ -308,26 +323,26 @@ class OpenEnvGame:
         self._link.send(json.dumps({"type": "close"}))
         self._open.close()
 
-    def _observed(self, kind: str, data: Said) -> Said:
+    def _observed(self, kind: str, data: dict[str, object]) -> Said:
         self._link.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._link.recv())
         if answer.get("type") != "observation":
             raise RuntimeError(f"the server says: {json.dumps(answer.get('data'))[:400]}")
-        data = answer["data"]
-        shown = {name: value for name, value in data["observation"].items() if name != "metadata"}
+        seen = answer["data"]
+        shown = {name: value for name, value in seen["observation"].items() if name != "metadata"}
         if self._show:
             if self._show not in shown:
                 raise ValueError(f"an observation has no {self._show!r}; it has {', '.join(shown)}")
             shown = shown[self._show]
         text = shown if isinstance(shown, str) else json.dumps(shown)
-        return _said(text, float(data.get("reward") or 0.0), bool(data.get("done")))
+        return _said(text, float(seen.get("reward") or 0.0), bool(seen.get("done")))
 
     @staticmethod
     def names() -> list[str]:
         return []
 
 
-LIBRARIES: dict[str, Any] = {
+LIBRARIES: dict[str, type[Any]] = {
     "gymnasium": GymnasiumGame,
     "reasoning_gym": ReasoningGymGame,
     "gem": GemGame,
@@ -337,12 +352,11 @@ LIBRARIES: dict[str, Any] = {
 }
 
 
-def installed() -> dict[str, Said]:
-    """Of each library: its version and the names of its environments, or why there are none."""
+def installed() -> dict[str, Found]:
     return {name: _look(library) for name, library in LIBRARIES.items()}
 
 
-def _look(library: Any) -> Said:
+def _look(library: Any) -> Found:
     if importlib.util.find_spec(library.package) is None:
         return {"version": None, "names": [], "why": f"{library.distribution} is not installed"}
     try:
@@ -379,13 +393,13 @@ class _Service:
     def __init__(self) -> None:
         self._game: Any = None
 
-    def open(self, library: str, name: str, args: Said) -> None:
+    def open(self, library: str, name: str, args: dict[str, object]) -> None:
         self._game = LIBRARIES[library](name, **args)
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         return getattr(self._game, method)(*arguments)
 
-    def installed(self) -> dict[str, Said]:
+    def installed(self) -> dict[str, Found]:
         return installed()
 
 

@@ -23,7 +23,7 @@ from rollart.errors import JobError, install
 from rollart.tasks import guest
 from rollart.tasks.api import Environment, Split, TaskSet, observe
 from rollart.tasks.order import shuffled
-from rollart.types import Message, Observation, Task
+from rollart.types import Message, Observation, Payload, Task
 
 HELD_OUT_SHARE = 5
 """One in this many of a taskset's tasks is held out, where they are counted and not drawn."""
@@ -136,7 +136,7 @@ GUESTS = Guests()
 class Game:
     """One environment of a library, here or in another interpreter."""
 
-    def __init__(self, library: str, name: str, args: Mapping[str, Any], python: str) -> None:
+    def __init__(self, library: str, name: str, args: Mapping[str, object], python: str) -> None:
         self._python = python
         self._guest: Guest | None = None
         self._here: Any = None
@@ -191,7 +191,7 @@ class GameEnvironment(Environment):
     def close(self) -> None:
         self._game.close()
 
-    def _as_observation(self, value: Mapping[str, Any]) -> Observation:
+    def _as_observation(self, value: guest.Said) -> Observation:
         self._over = value["done"] or value["truncated"]
         return Observation(
             messages=tuple(Message(role=one["role"], content=one["content"]) for one in value["messages"]),
@@ -222,7 +222,7 @@ class Library(TaskSet):
             with contextlib.suppress(Exception):
                 game.close()
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         return {"seed": rng.getrandbits(31)}
 
     def environment(self, task: Task) -> GameEnvironment:
@@ -271,11 +271,11 @@ class ReasoningGym(Library):
     library, extra = "reasoning_gym", "tasks"
     _drawing: Game | None = None
 
-    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+    def draw(self, rng: random.Random) -> Payload:
         seed = rng.getrandbits(31)
         return {"seed": seed, "question": str(self._drawn("question", seed))}
 
-    def key(self, payload: Mapping[str, Any]) -> Any:
+    def key(self, payload: Payload) -> Any:
         return [self._id, payload["question"]]
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
@@ -309,15 +309,14 @@ class OpenEnv(Library):
         id: str,
         field: str = "",
         show: str = "",
-        reset: dict[str, Any] | None = None,
+        reset: dict[str, object] | None = None,
         python: str = "",
         seed: int = 0,
         domain: str = "",
     ) -> None:
         """`field`: of the action, the one that the answer fills; without it the answer is the action, as JSON. `show`:
         the field of an observation that the model sees; without it all, as JSON. `reset`: more to reset with."""
-        args: dict[str, Any] = {"field": field, "show": show, "reset": reset or {}}
-        super().__init__(id=id, python=python, seed=seed, domain=domain, **args)
+        super().__init__(id=id, python=python, seed=seed, domain=domain, field=field, show=show, reset=reset or {})
 
 
 class Verifiers(Library):
@@ -347,13 +346,13 @@ class Verifiers(Library):
         return Task(id=task_id, domain=self.domain, index=index, payload=payload, seed=rng.getrandbits(31))
 
 
-def installed(python: str = "") -> dict[str, Any]:
+def installed(python: str = "") -> dict[str, guest.Found]:
     """Of each library: its version and the names of its environments, here or in another interpreter."""
     if not python:
         return guest.installed()
     other = Guest(python)
     try:
-        found: dict[str, Any] = other.ask("installed")
+        found: dict[str, guest.Found] = other.ask("installed")
         return found
     finally:
         other.end()

@@ -34,7 +34,7 @@ SCHEMES = {
 LIBRARIES = "rollart.tasks.libraries"
 
 
-def load_task_set(use: str, args: Mapping[str, Any] | None = None, *, seed: int = 0, domain: str = "") -> TaskSet:
+def load_task_set(use: str, args: Mapping[str, object] | None = None, *, seed: int = 0, domain: str = "") -> TaskSet:
     """The task set named by a job file's `use`, made with its `args`. `domain` is the task's name in the job (default:
     the file's)."""
     scheme, colon, known = use.partition(":")
@@ -159,7 +159,7 @@ def _task_set_in(module: ModuleType, use: str) -> Any:
     raise JobError(f"tasks.use: {use} holds several task sets ({names}); say which, as {use}:{found[0].__name__}")
 
 
-def _checked(maker: Callable[..., Any], args: Mapping[str, Any], use: str) -> dict[str, Any]:
+def _checked(maker: Callable[..., Any], args: Mapping[str, object], use: str) -> dict[str, object]:
     """The arguments as the maker's annotations have them. Raises JobError that names the argument and the fix."""
     try:
         parameters = dict(inspect.signature(maker, eval_str=True).parameters)

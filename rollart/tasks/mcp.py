@@ -90,7 +90,7 @@ class McpServer:
         client = Client(where, read_timeout_seconds=self._timeout_s)
         self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(client))
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def _call(self, name: str, arguments: Mapping[str, object]) -> str:
         if self._client is None:
             raise EnvError(f"MCP server {self._name} is closed")
         from mcp import MCPError

@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollart.errors import JobError, install
+from rollart.types import Payload
 
-Row = Mapping[str, Any]
+Row = Payload
 
 
 class Rows(Protocol):

@@ -37,7 +37,7 @@ class Function(NamedTuple):
     """A tool, and what runs it."""
 
     tool: Tool
-    run: Callable[[Mapping[str, Any]], Any]
+    run: Callable[[Mapping[str, object]], Any]
     """From the arguments of a call, which it checks: ValueError where they are wrong. May be awaitable."""
 
 
@@ -47,7 +47,7 @@ def as_function(function: Callable[..., Any]) -> Function:
 
     name = getattr(function, "__name__", type(function).__name__)
     about, described = _docstring(inspect.getdoc(function) or "")
-    fields: dict[str, Any] = {}
+    fields: dict[str, tuple[Any, Any]] = {}
     try:
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -58,12 +58,13 @@ def as_function(function: Callable[..., Any]) -> Function:
                 annotation,
                 pydantic.Field(default, description=described.get(parameter.name)),
             )
-        model = pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+        create: Callable[..., type[pydantic.BaseModel]] = pydantic.create_model  # its own type has no room for `fields`
+        model = create(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
         schema = _plain(model.model_json_schema())
     except (NameError, TypeError, ValueError, pydantic.PydanticUserError) as error:
         raise JobError(f"tool {name}: its parameters cannot be told to a model: {error}") from None
 
-    def run(arguments: Mapping[str, Any]) -> Any:
+    def run(arguments: Mapping[str, object]) -> Any:
         try:
             checked = model.model_validate(dict(arguments))
         except pydantic.ValidationError as error:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollart.tasks.check import how_it_ended
 from rollart.tasks.load import load_task_set
@@ -48,7 +48,7 @@ def run_noted(
 
 
 def fatal_call(
-    use: str, args: Mapping[str, Any], *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float
+    use: str, args: Mapping[str, object], *, seed: int, domain: str, draws: int, held_out: bool, limit_s: float
 ) -> str | None:
     """Which call of this task set ends its process, and how; None where none does, or not within the limit."""
     try:
@@ -59,7 +59,9 @@ def fatal_call(
     return f"{child.where} ended its process ({how_it_ended(child.code)})" if child.where else None
 
 
-def main(use: str, args: Mapping[str, Any], seed: int, domain: str, draws: int, note: Path, *, held_out: bool) -> None:
+def main(
+    use: str, args: Mapping[str, object], seed: int, domain: str, draws: int, note: Path, *, held_out: bool
+) -> None:
     """In the child of `fatal_call`. What is printed here is thrown away."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     with contextlib.suppress(Exception, SystemExit):

@@ -9,12 +9,12 @@ first, and leaves out the same, whatever memory it finds. Called by the trainers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
 from rollart.errors import writing
-from rollart.types import Batch, Trajectory, TrajectoryId
+from rollart.types import Batch, JsonObject, Trajectory, TrajectoryId
 
 
 class _LeftOut(NamedTuple):
@@ -83,7 +83,7 @@ class Aside:
         self._write([{**cut._asdict(), "reason": reason}])
         self._cuts.append(cut)
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self, rows: list[JsonObject]) -> None:
         if not rows:
             return
         lines = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
@@ -116,7 +116,7 @@ class Aside:
             os.truncate(path, whole)
 
 
-def _content(trajectory: Trajectory | None) -> dict[str, Any]:
+def _content(trajectory: Trajectory | None) -> JsonObject:
     """All of a trajectory that a step looks at. JSON has no NaN: what is not finite is null."""
     if trajectory is None:
         return {}

@@ -19,10 +19,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rollart.errors import TrainerError, writing
-from rollart.types import WeightVersion
+from rollart.types import JsonObject, ParsedJson, WeightVersion
 
 FORMAT = 1
 """Of the files beside the model in a checkpoint."""
@@ -104,11 +103,11 @@ def optimizer_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{OPTIMIZER}*.safetensors"))
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: JsonObject) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> ParsedJson:
     """Raises ValueError where the file is damaged or holds something else."""
     value = json.loads(path.read_text())
     if not isinstance(value, dict):

@@ -27,7 +27,7 @@ def asked(kind: str, headers: list[tuple[bytes, bytes]]) -> tuple[bool, list[Map
     async def receive() -> Mapping[str, Any]:
         return {}
 
-    asyncio.run(TokenOnly(app)({"type": kind, "path": "/pause", "headers": headers}, receive, send))
+    asyncio.run(TokenOnly(app)({"type": kind, "headers": headers}, receive, send))
     return bool(through), sent
 
 

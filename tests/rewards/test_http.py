@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -190,14 +191,15 @@ def test_a_plain_number_is_a_reward() -> None:
 
 def test_service_statuses() -> None:
     service = RewardService({DOMAIN: FUNCTION}, token="")
-    body = episode_of(trajectory("sum"), decode).to_json()
+    episode = episode_of(trajectory("sum"), decode)
+    body, elsewhere = episode.to_json(), replace(episode, task=replace(episode.task, domain="elsewhere"))
     answer, status, headers = service.answer(body, "")
     assert (answer, status) == ({"reward": 0.75, "parts": {}}, 200)
     assert "X-Cold-Start-Seconds" in headers
     assert service.answer(body, "")[2] == {}
     assert service.answer(None, "")[1] == 400
     assert service.answer({"id": "x"}, "")[1] == 400
-    assert service.answer({**body, "task": {**body["task"], "domain": "elsewhere"}}, "")[1] == 400
+    assert service.answer(elsewhere.to_json(), "")[1] == 400
     assert service.answer(episode_of(trajectory("text"), decode).to_json(), "")[1] == 422
     assert RewardService({DOMAIN: FUNCTION}, token="t").answer(body, "Bearer u")[1] == 401
 

@@ -8,15 +8,23 @@ could read it on a command line.
 import hmac
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TypedDict
 
 TOKEN_VARIABLE = "ROLLART_SERVER_TOKEN"
 REFUSAL = b'{"error": "Unauthorized"}'
 
-Message = Mapping[str, Any]
+
+class Scope(TypedDict):
+    """What we read of a connection."""
+
+    type: str
+    headers: list[tuple[bytes, bytes]]
+
+
+Message = Mapping[str, object]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TokenOnly:
@@ -26,7 +34,7 @@ class TokenOnly:
         self._app = app
         self._expected = f"Bearer {os.environ[TOKEN_VARIABLE]}".encode()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._allowed(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -36,6 +44,6 @@ class TokenOnly:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": REFUSAL})
 
-    def _allowed(self, scope: Message) -> bool:
+    def _allowed(self, scope: Scope) -> bool:
         shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(shown) == 1 and hmac.compare_digest(shown[0], self._expected)

@@ -122,7 +122,7 @@ class Pair(NamedTuple):
 
     layer: nn.Module
     twin: nn.Module
-    before: dict[str, Any]
+    before: dict[str, object]
 
 
 def twins_of(model: nn.Module) -> list[Pair]:
@@ -138,7 +138,7 @@ def twins_of(model: nn.Module) -> list[Pair]:
             own.__dict__ |= {"_parameters": {}, "_buffers": dict(layer._buffers)}
             own.__dict__["_modules"] = {name: child and twin(child) for name, child in layer._modules.items()}
             own.__dict__.pop(PROCESSED, None)
-            parameters: dict[str, Any] = {**layer._parameters, **get_layerwise_info(layer).restore_metadata[0]}
+            parameters = {**layer._parameters, **get_layerwise_info(layer).restore_metadata[0]}
             own._parameters |= {
                 name: like if like is None else tensor(like, layer, name) for name, like in parameters.items()
             }
