@@ -106,7 +106,7 @@ class _Live(NamedTuple):
 
     sharded: ShardedNetwork
     optimizer: MasterAdamW
-    learner: Updater
+    updater: Updater
     probe: Probe | None
 
 
@@ -123,7 +123,7 @@ class ShardedTrainer:
         self._to_publish = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._to_save = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
-        self._versions = Versions(self._copy)
+        self.versions = Versions(self._copy)
         self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
             self._reference = self._load_network(path).requires_grad_(False)
@@ -132,25 +132,25 @@ class ShardedTrainer:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._sharded.network.config.vocab_size)
+        return int(self.sharded.network.config.vocab_size)
 
     def train_step(self, step: WeightVersion, shares: Sequence[RankWork], lr: float, begin: bool) -> list[UpdateReport]:
         """This rank's part of the updates of step `step`, up to the first that is not made."""
-        assert step == self._versions.current, f"step {step} on version {self._versions.current}"
-        self._versions.of(step)
-        return list(self._learner.updates(step, shares, lr, begin=begin))
+        assert step == self.versions.current, f"step {step} on version {self.versions.current}"
+        self.versions.of(step)
+        return list(self.updater.updates(step, shares, lr, begin=begin))
 
     def end_step(self) -> None:
         """The weights as they are now are of the next version."""
         # The probe here, since it needs all ranks; nobody copies between the last update and `advance`.
         live = self._held()
         self._live = live._replace(probe=self._probe_of(live.sharded))
-        self._versions.advance()
+        self.versions.advance()
 
     def publish(self, version: WeightVersion, store: PushTarget) -> WeightManifest | None:
         """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""
         try:
-            shards, probe = self._versions.of(version)
+            shards, probe = self.versions.of(version)
         except TrainerError:
             shards, probe = {}, None
         held = torch.tensor(bool(shards), dtype=torch.int32)
@@ -175,7 +175,7 @@ class ShardedTrainer:
             self._fill(folder)
 
         try:
-            return str(self._checkpoints.write(self._versions.current, fill))
+            return str(self._checkpoints.write(self.versions.current, fill))
         except StoreFull:
             if not asked:
                 self._fill(None)  # the others wait to hand over their shards
@@ -185,7 +185,7 @@ class ShardedTrainer:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
         path = Path(reference) if reference else self._settings.model_path
-        self._versions.reset(version, self._let_go)
+        self.versions.reset(version, self._let_go)
         forget_compiled()
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
@@ -198,12 +198,12 @@ class ShardedTrainer:
 
         probe = self._probe_of(sharded)
 
-        learner = Updater(self._settings, sharded, self._reference, optimizer, self._device)
+        updater = Updater(self._settings, sharded, self._reference, optimizer, self._device)
 
         def put_in_place() -> None:
-            self._live = _Live(sharded, optimizer, learner, probe)
+            self._live = _Live(sharded, optimizer, updater, probe)
 
-        self._versions.reset(version, put_in_place)
+        self.versions.reset(version, put_in_place)
         return version
 
     def _let_go(self) -> None:
@@ -215,16 +215,16 @@ class ShardedTrainer:
         return self._live
 
     @property
-    def _sharded(self) -> ShardedNetwork:
+    def sharded(self) -> ShardedNetwork:
         return self._held().sharded
 
     @property
-    def _optimizer(self) -> MasterAdamW:
+    def optimizer(self) -> MasterAdamW:
         return self._held().optimizer
 
     @property
-    def _learner(self) -> Updater:
-        return self._held().learner
+    def updater(self) -> Updater:
+        return self._held().updater
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -292,7 +292,7 @@ class ShardedTrainer:
         return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._held().probe
 
     def _shards(self) -> dict[str, Shard]:
-        return {name: Shard.of(tensor) for name, tensor in named_weights(self._sharded.network).items()}
+        return {name: Shard.of(tensor) for name, tensor in named_weights(self.sharded.network).items()}
 
     def _own_parts(self, path: Path, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """This rank's part of the saved optimizer state, as the sharded tensors that the optimizer knows."""
@@ -328,11 +328,11 @@ class ShardedTrainer:
 
     def _fill(self, folder: Path | None) -> None:
         """Write all of a checkpoint below `folder` (rank 0), or help with it. None: nothing, but let the others go."""
-        network, bf16 = self._sharded.network, self._train.uses_bf16
+        network, bf16 = self.sharded.network, self._train.uses_bf16
 
         def optimizer_state() -> dict[str, Shard]:
             masters = {f"{MASTER}/{name}": param for name, param in network.named_parameters()} if bf16 else {}
-            return {key: Shard.of(tensor) for key, tensor in (masters | self._optimizer.tensors()).items()}
+            return {key: Shard.of(tensor) for key, tensor in (masters | self.optimizer.tensors()).items()}
 
         def write_optimizer(tensors: Gathered) -> None:
             assert folder is not None
@@ -360,7 +360,7 @@ class ShardedTrainer:
         if full is not None:
             raise full
         if self._rank == 0 and folder is not None:
-            write_state(folder, self._versions.current, bf16=bf16)
+            write_state(folder, self.versions.current, bf16=bf16)
 
 
 def _type_of_files(path: Path) -> torch.dtype:

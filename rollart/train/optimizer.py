@@ -169,7 +169,7 @@ class _TorchAverages:
         found = {f"{MASTER}/{name}": master for name, master in self._copies()}
         for name, master in self._masters.items():
             state = self._adam.state.get(master, {})
-            found |= {f"{key}/{name}": state[key].detach() for key in (*AVERAGES, STEP) if key in state}
+            found |= {f"{key}/{name}": state[key] for key in (*AVERAGES, STEP) if key in state}
         return found
 
     def load_master(self, name: str, master: Tensor) -> None:

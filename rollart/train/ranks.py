@@ -47,11 +47,11 @@ class RankedTrainer:
 
     def __init__(self, settings: TrainerSettings, ranks: Sequence[Rank]) -> None:
         self._settings = settings
-        self._ranks = ranks
+        self.ranks = ranks
         self._version: WeightVersion = 0
         self._vocab_size: int | None = None
         self._aside = Aside(settings.set_aside_path)
-        self._lost: TrainerError | None = None
+        self.lost: TrainerError | None = None
         """Why there are no ranks any more."""
         self._work, self._push = asyncio.Lock(), asyncio.Lock()
         """Held while the ranks do one thing; a push and a step may overlap."""
@@ -64,7 +64,7 @@ class RankedTrainer:
                 if self._vocab_size is None:
                     self._vocab_size = (await self._all("vocab_size"))[0]
                 step = await asyncio.to_thread(
-                    Step, batch, self._settings, self._aside, vocab_size=self._vocab_size, ranks=len(self._ranks)
+                    Step, batch, self._settings, self._aside, vocab_size=self._vocab_size, ranks=len(self.ranks)
                 )
                 lr = learning_rate(self._settings, batch.step)
                 try:
@@ -86,7 +86,7 @@ class RankedTrainer:
             return step.note(rank, raised[0]._replace(update=len(answer) - 1 + raised[0].update)) if raised else ""
 
         while step.shares(0):
-            told = [(number, step.shares(rank), lr, not step.updates_made) for rank in range(len(self._ranks))]
+            told = [(number, step.shares(rank), lr, not step.updates_made) for rank in range(len(self.ranks))]
             for reports in zip(*await self._each("train_step", told, stuck), strict=True):
                 step.book(reports)
 
@@ -115,11 +115,11 @@ class RankedTrainer:
 
     async def close(self) -> None:
         """End all ranks."""
-        self._lost = self._lost or TrainerError("it was closed")
-        await asyncio.gather(*(rank.stop() for rank in self._ranks))
+        self.lost = self.lost or TrainerError("it was closed")
+        await asyncio.gather(*(rank.stop() for rank in self.ranks))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return await self._each(method, [arguments] * len(self._ranks))
+        return await self._each(method, [arguments] * len(self.ranks))
 
     async def _each(
         self,
@@ -129,11 +129,11 @@ class RankedTrainer:
     ) -> list[Any]:
         """Call all ranks, each with its own arguments; the answers by rank. `stuck` looks at each answer as it comes:
         what it returns is why the ranks cannot go on, noted for the next."""
-        if self._lost is not None:
-            raise type(self._lost)(f"the trainer has no ranks any more ({self._lost}); start it again")
+        if self.lost is not None:
+            raise type(self.lost)(f"the trainer has no ranks any more ({self.lost}); start it again")
         calls = [
             asyncio.ensure_future(rank.call(TrainerError, method, *own))
-            for rank, own in zip(self._ranks, arguments, strict=True)
+            for rank, own in zip(self.ranks, arguments, strict=True)
         ]
         try:
             seen: dict[int, None] = {}
@@ -169,7 +169,7 @@ class RankedTrainer:
         """End all ranks; returns why: the words of one that died, or else of the first that raised."""
         loop = asyncio.get_running_loop()
         until = loop.time() + REPORT_S
-        while not (dead := [place for place in _failed(calls) if self._ranks[place].pid is None]):
+        while not (dead := [place for place in _failed(calls) if self.ranks[place].pid is None]):
             waiting = [call for call in calls if not call.done()]
             if not waiting or loop.time() >= until:
                 break
@@ -178,9 +178,9 @@ class RankedTrainer:
 
     async def _end_all(self, error: TrainerError) -> TrainerError:
         """Returns why they ended: this, or what ended them before, of which `error` is then a consequence."""
-        self._lost = self._lost or error
-        await asyncio.gather(*(rank.stop() for rank in self._ranks))
-        return type(self._lost)(str(self._lost))
+        self.lost = self.lost or error
+        await asyncio.gather(*(rank.stop() for rank in self.ranks))
+        return type(self.lost)(str(self.lost))
 
 
 def _failed(calls: Sequence["asyncio.Future[Any]"]) -> list[int]:
@@ -200,26 +200,26 @@ class AsyncRank:
     """What runs in a rank's process, behind its link. One thread trains, saves and restores; another publishes."""
 
     def __init__(self, core: ShardedTrainer, store: PushTarget) -> None:
-        self._core = core
+        self.core = core
         self._store = store
         self._work = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._push = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
     async def vocab_size(self) -> int:
-        return self._core.vocab_size
+        return self.core.vocab_size
 
     async def train_step(self, step: int, shares: list[RankWork], lr: float, begin: bool) -> list[UpdateReport]:
-        work = partial(self._core.train_step, step, shares, lr, begin)
+        work = partial(self.core.train_step, step, shares, lr, begin)
         return await asyncio.get_running_loop().run_in_executor(self._work, work)
 
     async def end_step(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._work, self._core.end_step)
+        await asyncio.get_running_loop().run_in_executor(self._work, self.core.end_step)
 
     async def publish(self, version: WeightVersion) -> WeightManifest | None:
-        return await asyncio.get_running_loop().run_in_executor(self._push, self._core.publish, version, self._store)
+        return await asyncio.get_running_loop().run_in_executor(self._push, self.core.publish, version, self._store)
 
     async def save(self) -> str:
-        return await asyncio.get_running_loop().run_in_executor(self._work, self._core.save)
+        return await asyncio.get_running_loop().run_in_executor(self._work, self.core.save)
 
     async def restore(self, reference: str) -> WeightVersion:
-        return await asyncio.get_running_loop().run_in_executor(self._work, self._core.restore, reference)
+        return await asyncio.get_running_loop().run_in_executor(self._work, self.core.restore, reference)

@@ -66,20 +66,20 @@ class _Live(NamedTuple):
 
     network: PreTrainedModel
     optimizer: MasterAdamW
-    learner: Updater
+    updater: Updater
 
 
 class SingleTrainer:
     """The synchronous core. `train_step`, `save` and `restore` from one thread; `publish` from any."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        self._settings, self._train = settings, settings.job.train
+        self.settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
         self._device = device_named(self._train.device)
         keep_to_share(self._train, self._device)
         self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
-        self._versions = Versions(self._copy)
+        self.versions = Versions(self._copy)
         self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
             self._reference = partial(packed_scores, self._load_network(path).requires_grad_(False))
@@ -91,12 +91,12 @@ class SingleTrainer:
     @property
     def version(self) -> WeightVersion:
         """Steps done."""
-        return self._versions.current
+        return self.versions.current
 
     def named_tensors(self) -> dict[str, Tensor]:
         """What is published: the live weights by name, as the network names them; tied ones once. With LoRA the
         adapters alone."""
-        return named_weights(self._network) if self._lora is None else adapter_tensors(self._network)
+        return named_weights(self.network) if self._lora is None else adapter_tensors(self.network)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One step on version `batch.step`. What cannot be trained on is set aside; a batch of which nothing is left,
@@ -104,23 +104,23 @@ class SingleTrainer:
         self._check_whole()
         check_step(batch.step, self.version)
         began = time.perf_counter()
-        step = Step(batch, self._settings, self._aside, vocab_size=self._network.config.vocab_size)
+        step = Step(batch, self.settings, self._aside, vocab_size=self.network.config.vocab_size)
         # From here on `publish` reads this copy, and never the weights that are about to change.
-        self._versions.of(self.version)
-        lr = learning_rate(self._settings, batch.step)
+        self.versions.of(self.version)
+        lr = learning_rate(self.settings, batch.step)
         try:
             while shares := step.shares(0):
-                for report in self._learner.updates(batch.step, shares, lr, begin=not step.updates_made):
+                for report in self.updater.updates(batch.step, shares, lr, begin=not step.updates_made):
                     step.book([report])
         except BaseException:
-            self._optimizer.zero()
+            self.optimizer.zero()
             self._half_done = bool(step.updates_made)
             raise
-        return step.result(self._versions.advance(), lr, time.perf_counter() - began)
+        return step.result(self.versions.advance(), lr, time.perf_counter() - began)
 
     def publish(self, version: WeightVersion, store: PushTarget) -> WeightManifest:
         """Push the current or the previous version."""
-        copy, probe = self._versions.of(version)
+        copy, probe = self.versions.of(version)
         return store.push(version, copy.whole(), probe)
 
     def save(self) -> str:
@@ -131,8 +131,8 @@ class SingleTrainer:
     def restore(self, reference: str) -> WeightVersion:
         """Continue from a checkpoint, or from the initial weights where `reference` is empty."""
         version = saved_version(reference) if reference else 0
-        path = Path(reference) if reference else self._settings.model_path
-        self._versions.reset(version, self._let_go)
+        path = Path(reference) if reference else self.settings.model_path
+        self.versions.reset(version, self._let_go)
         forget_compiled()
         gc.collect()  # networks refer to themselves
         network = self._load_policy(path / MODEL_DIR if reference else None)
@@ -145,12 +145,12 @@ class SingleTrainer:
             self._checkpoints.use(path)
 
         scorer = partial(packed_scores, network)
-        learner = Updater(self._settings, scorer, self._reference, optimizer, self._device, self._hold_back)
+        updater = Updater(self.settings, scorer, self._reference, optimizer, self._device, self._hold_back)
 
         def put_in_place() -> None:
-            self._live = _Live(network, optimizer, learner)
+            self._live = _Live(network, optimizer, updater)
 
-        self._versions.reset(version, put_in_place)
+        self.versions.reset(version, put_in_place)
         self._half_done = False
         return version
 
@@ -163,16 +163,16 @@ class SingleTrainer:
         return self._live
 
     @property
-    def _network(self) -> PreTrainedModel:
+    def network(self) -> PreTrainedModel:
         return self._held().network
 
     @property
-    def _optimizer(self) -> MasterAdamW:
+    def optimizer(self) -> MasterAdamW:
         return self._held().optimizer
 
     @property
-    def _learner(self) -> Updater:
-        return self._held().learner
+    def updater(self) -> Updater:
+        return self._held().updater
 
     def _check_whole(self) -> None:
         self._held()
@@ -182,10 +182,10 @@ class SingleTrainer:
     def _load_policy(self, saved: Path | None) -> PreTrainedModel:
         """The network that is trained: as it was saved, or from the beginning."""
         if self._lora is None:
-            return self._load_network(saved or self._settings.model_path)
-        network = self._load_network(self._settings.model_path)
-        add_adapters(network, self._lora, seed=self._settings.job.seed)
-        if (folder := saved or self._settings.adapter_path) is not None:
+            return self._load_network(saved or self.settings.model_path)
+        network = self._load_network(self.settings.model_path)
+        add_adapters(network, self._lora, seed=self.settings.job.seed)
+        if (folder := saved or self.settings.adapter_path) is not None:
             written, tensors = read_adapters(folder)
             if not same_shape(written, self._lora):
                 raise JobError(f"{folder}: its adapters are {written}, and train.lora asks for {self._lora}")
@@ -194,26 +194,26 @@ class SingleTrainer:
 
     def _load_network(self, path: Path) -> PreTrainedModel:
         dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
-        return load_model(path, dtype, self._device, self._settings.job.model.context_tokens)
+        return load_model(path, dtype, self._device, self.settings.job.model.context_tokens)
 
     def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
-        return HostCopy.of(self.named_tensors()), probe(self._network) if self._settings.probe else None
+        return HostCopy.of(self.named_tensors()), probe(self.network) if self.settings.probe else None
 
     def _hold_back(self) -> None:
         """The weights are about to change: not before they are copied."""
-        self._versions.of(self.version)[0].hold_back()
+        self.versions.of(self.version)[0].hold_back()
 
     def _fill(self, folder: Path) -> None:
         """Write all of a checkpoint below `folder`."""
         model = folder / MODEL_DIR
         model.mkdir()
-        copy_other_files(self._settings.model_path, model)
+        copy_other_files(self.settings.model_path, model)
         if self._lora is None:
-            self._network.save_pretrained(model)
+            self.network.save_pretrained(model)
         else:
-            write_adapters(model, self._network, self._lora, str(self._settings.model_path.absolute()))
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._optimizer.tensors().items()}
+            write_adapters(model, self.network, self._lora, str(self.settings.model_path.absolute()))
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.optimizer.tensors().items()}
         save_file(tensors | {RNG: torch.get_rng_state()}, folder / f"{OPTIMIZER}.safetensors")
         write_state(folder, self.version, bf16=self._train.uses_bf16)
 

@@ -63,9 +63,9 @@ class Updater:
         self._settings = settings
         self._now = settings.job
         """Of the step under way."""
-        self._scorer = scorer
+        self.scorer = scorer
         self._reference = reference
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._device = device
         self._before_update = before_update
         """Called before the weights change."""
@@ -76,7 +76,7 @@ class Updater:
         """Do one update after another, up to the first that is not made. `begin`: the weights are those that the step
         began with, and what must be of then is taken now."""
         self._now = self._settings.at(step)
-        self._optimizer.tune(self._now.train)
+        self.optimizer.tune(self._now.train)
         if begin:
             self._proximal.clear()
             if self._now.train.updates_per_step > 1 and (failed := self._anchor(shares)):
@@ -93,9 +93,9 @@ class Updater:
         for update, share in enumerate(shares):
             for place, members in enumerate(share.parts):
                 try:
-                    part = self._micro_batch(members)
+                    part = self.micro_batch(members)
                     with torch.no_grad():
-                        found_N = self._score(self._scorer, part)[0]
+                        found_N = self._score(self.scorer, part)[0]
                 except Exception as error:
                     failed = _failed(update, place, error)
                 else:
@@ -107,7 +107,7 @@ class Updater:
                 return (failed,)
         return ()
 
-    def _micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
+    def micro_batch(self, members: Sequence[Sample]) -> MicroBatch:
         return micro_batch(members or [PADDING_SAMPLE], temperatures(self._now)).to(self._device)
 
     def _update(self, share: RankWork, lr: float) -> UpdateReport:
@@ -116,7 +116,7 @@ class Updater:
         losses: list[Tensor | float] = []
         for place, members in enumerate(share.parts):
             try:
-                loss, report = self._loss(self._micro_batch(members), share.totals)
+                loss, report = self._loss(self.micro_batch(members), share.totals)
                 torch.autograd.backward(loss if members else 0 * loss)
             except Exception as error:
                 failed = _failed(0, place, error)
@@ -127,25 +127,25 @@ class Updater:
                 continue
             self._free()
             return _not_made((failed,))
-        norm = self._optimizer.clip()
+        norm = self.optimizer.clip()
         if math.isfinite(norm):
             self._before_update()
-            self._optimizer.update(lr)
+            self.optimizer.update(lr)
             return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=False)
         # Skipped, not repeated as it is: the same gradient would overflow again after a restart.
-        self._optimizer.zero()
+        self.optimizer.zero()
         wrong = [place for place, loss in enumerate(losses) if not math.isfinite(float(loss))]
         failures = tuple(Failed(0, place, NOT_FINITE) for place in wrong)
         return UpdateReport(loss=add_reports(reports), grad_norm=norm, skipped=True, failed=failures)
 
     def _free(self) -> None:
         """After a micro-batch that was not computed to its end."""
-        self._optimizer.zero()
+        self.optimizer.zero()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _loss(self, part: MicroBatch, totals: Totals) -> tuple[Tensor, LossReport]:
-        current_N, entropy_N = self._score(self._scorer, part)
+        current_N, entropy_N = self._score(self.scorer, part)
         anchors = [self._proximal[key] for sample in part.samples if (key := _key(sample)) in self._proximal]
         # None where the step is one update, or for `PADDING_SAMPLE`, whose loss does not count.
         proximal_N = torch.cat(anchors) if anchors else current_N.detach()

@@ -66,7 +66,7 @@ def test_state_on_the_host_gives_what_state_on_the_device_gives(train: dict[str,
     here = trained(path, tmp_path / "here", **train | {"offload": "none"})
     away = trained(path, tmp_path / "away", **train)
     torch.cuda.synchronize()
-    assert not any(tensor.is_cuda for tensor in away._optimizer.tensors().values())
+    assert not any(tensor.is_cuda for tensor in away.optimizer.tensors().values())
     for name, tensor in here.named_tensors().items():
         torch.testing.assert_close(away.named_tensors()[name], tensor, atol=2e-3, rtol=0.02)
 
@@ -94,7 +94,7 @@ def test_a_restored_trainer_has_the_same_weights_and_state(train: dict[str, Any]
     again = SingleTrainer(trainer_settings(path, tmp_path, device="cuda", lr=1e-3, **train))
     again.restore(reference)
     torch.testing.assert_close(again.named_tensors(), trainer.named_tensors(), atol=0, rtol=0)
-    torch.testing.assert_close(again._optimizer.tensors(), trainer._optimizer.tensors(), atol=0, rtol=0)
+    torch.testing.assert_close(again.optimizer.tensors(), trainer.optimizer.tensors(), atol=0, rtol=0)
 
 
 def test_a_small_model_recomputes_nothing_and_a_huge_batch_everything(tmp_path: Path) -> None:

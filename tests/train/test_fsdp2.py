@@ -117,10 +117,10 @@ class Here:
     pid = os.getpid()
 
     def __init__(self, rank: AsyncRank) -> None:
-        self._rank = rank
+        self.behind = rank
 
     async def call(self, error: type[BoundaryError], method: str, *arguments: Any) -> Any:
-        return await getattr(self._rank, method)(*unpack(pack(list(arguments))))
+        return await getattr(self.behind, method)(*unpack(pack(list(arguments))))
 
     async def stop(self) -> None:
         if dist.is_initialized():
@@ -163,7 +163,7 @@ class Shared:
 
     def play(self, work: Callable[[Bench], Awaitable[T]]) -> T:
         async def fresh() -> T:
-            if self._bench is None or self._bench.trainer._lost:
+            if self._bench is None or self._bench.trainer.lost:
                 self._bench = await self._stack.enter_async_context(ranked(self.settings, 2, self.folder))
             assert await self._bench.trainer.restore("") == 0
             return await work(self._bench)
@@ -192,7 +192,7 @@ async def compare_with_single(bench: Bench, settings: TrainerSettings) -> None:
             assert found.metrics[name] == expected.metrics[name]
     assert found.metrics["actor/grad_norm"] > settings.job.train.grad_clip
     assert_same(await bench.weights(3), single.named_tensors(), within=1e-5)
-    probe, expected_probe = (await bench.trainer.publish(3)).probe, single._versions.of(3)[1]
+    probe, expected_probe = (await bench.trainer.publish(3)).probe, single.versions.of(3)[1]
     assert probe is not None and expected_probe is not None  # noqa: PT018
     assert probe.tokens == expected_probe.tokens
     assert probe.logprobs == pytest.approx(expected_probe.logprobs, abs=1e-4)
@@ -245,10 +245,8 @@ def test_a_start_and_a_restore_hold_no_whole_float32_model(tmp_path: Path, monke
         trainer.train_step(0, step.shares(0), 0.1, True)
         trainer.end_step()
         reference = trainer.save()
-        old += [weakref.ref(param) for param in trainer._sharded.parameters()]
-        averages: Any = trainer._optimizer._averages
-        old += [weakref.ref(state["exp_avg"]) for state in averages._adam.state.values()]
-        del averages
+        old += [weakref.ref(param) for param in trainer.sharded.parameters()]
+        old += [weakref.ref(one) for name, one in trainer.optimizer.tensors().items() if name.startswith("exp_avg/")]
         assert old
         assert trainer.restore(reference) == 1
     finally:
@@ -278,7 +276,7 @@ def test_weights_are_read_in_the_type_of_their_files(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
     trainer = ShardedTrainer(settings, RankSetup(rank=0, world_size=1, rendezvous=f"file://{tmp_path}/meet"))
     try:
-        params: dict[str, Any] = dict(trainer._sharded.network.named_parameters())
+        params: dict[str, Any] = dict(trainer.sharded.network.named_parameters())
         weights = {name: param.full_tensor() for name, param in params.items()}
         assert files.keys() == weights.keys()
         assert all(torch.equal(weights[name], tensor.float()) for name, tensor in files.items())
@@ -333,7 +331,7 @@ def test_a_full_disk_or_store_loses_no_rank(shared: Shared) -> None:
                 await bench.trainer.save()
         with small_disk(bench.store.directory, "8k"), pytest.raises(StoreFull, match="No space left"):
             await bench.trainer.publish(0)
-        assert not bench.trainer._lost
+        assert not bench.trainer.lost
         [batch] = batches(1)
         assert (await bench.trainer.train_step(batch)).version == 1
         assert await bench.trainer.save()
@@ -400,15 +398,15 @@ def test_ranks_that_run_out_of_memory_are_started_again_with_smaller_micro_batch
 
     async def work() -> None:
         async with alone(settings, tmp_path) as bench:
-            learner = bench.trainer._ranks[0]._rank._core._learner  # type: ignore[attr-defined]
-            scorer = learner._scorer
+            updater = bench.trainer.ranks[0].behind.core.updater  # type: ignore[attr-defined]
+            scorer = updater.scorer
 
             def limited(tokens_T: Tensor, *rest: Any) -> Any:
                 if len(tokens_T) > 60:
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 return scorer(tokens_T, *rest)
 
-            learner._scorer = limited
+            updater.scorer = limited
             with pytest.raises(StartAgain, match=r"rank 0 could not be computed \(out of memory.*the next trainer"):
                 await bench.trainer.train_step(batch)
             with pytest.raises(StartAgain, match=r"no ranks any more"):
@@ -429,7 +427,7 @@ async def started_until_trained(
     """As control does it: another trainer for each that asks for it. Returns how many there were."""
     for life in range(1, 30):
         async with alone(settings, folder) as bench:
-            spoil(bench.trainer._ranks[0]._rank._core._learner)  # type: ignore[attr-defined]
+            spoil(bench.trainer.ranks[0].behind.core.updater)  # type: ignore[attr-defined]
             try:
                 return await bench.trainer.train_step(batch), life
             except StartAgain:
@@ -443,15 +441,15 @@ def test_ranks_find_the_sample_that_a_micro_batch_of_many_fails_for(tmp_path: Pa
     samples = random_samples(0, 8)
     bad = samples[3].trajectory
 
-    def spoil(learner: Updater) -> None:
-        lay_out = learner._micro_batch
+    def spoil(updater: Updater) -> None:
+        lay_out = updater.micro_batch
 
         def stumble(members: Sequence[Sample]) -> MicroBatch:
             if any(sample.trajectory == bad for sample in members):
                 raise ValueError("a shape that cannot be")
             return lay_out(members)
 
-        learner._micro_batch = stumble  # type: ignore[method-assign]
+        updater.micro_batch = stumble  # type: ignore[method-assign]
 
     result, _ = asyncio.run(started_until_trained(settings, tmp_path, make_batch(0, samples), spoil))
     assert [(str(one.trajectory), one.reason) for one in result.set_aside] == [
@@ -466,15 +464,15 @@ def test_ranks_ask_to_be_started_again_for_each_sample_that_is_too_long_for_memo
     settings = settings_in(tmp_path, microbatch_tokens=64)
     long = [make_sample(f"long{number}", [1] * 32, [0] + [1] * 31) for number in range(7)]
 
-    def spoil(learner: Updater) -> None:
-        scorer = learner._scorer
+    def spoil(updater: Updater) -> None:
+        scorer = updater.scorer
 
         def limited(tokens_T: Tensor, *rest: Any) -> Any:
             if len(tokens_T) > 25:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return scorer(tokens_T, *rest)
 
-        learner._scorer = limited  # type: ignore[assignment]
+        updater.scorer = limited  # type: ignore[assignment]
 
     batch = make_batch(0, [*random_samples(0, 8), *long])
     result, lives = asyncio.run(started_until_trained(settings, tmp_path, batch, spoil))
@@ -647,7 +645,7 @@ def test_bf16_keeps_float32_masters(tmp_path: Path) -> None:
             assert await bench.trainer.restore(reference) == 3
             assert actor(await bench.trainer.train_step(batches(1, first=3)[0])) == actor(before)
             single.restore(reference)
-            assert torch.equal(single._optimizer.tensors()["master/model.norm.weight"] - 1, moved)
+            assert torch.equal(single.optimizer.tensors()["master/model.norm.weight"] - 1, moved)
 
     asyncio.run(work())
 
@@ -661,7 +659,7 @@ def test_what_a_bf16_trainer_says_of_the_probe_is_not_rounded(tmp_path: Path) ->
         plain: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=torch.float32)
         async with alone(settings, tmp_path) as bench:
             for version in range(2):
-                copy, probe = single._versions.of(version)
+                copy, probe = single.versions.of(version)
                 weights = copy.whole()
                 manifest = await bench.trainer.publish(version)
                 ours = bench.store.fetch(manifest)
@@ -710,7 +708,7 @@ def test_a_mixture_of_experts_is_saved_under_its_usual_names_file_by_file(
 
 def test_a_rank_that_dies_in_a_step_ends_them_all_at_once(shared: Shared) -> None:
     async def work(bench: Bench) -> None:
-        pids = [rank.pid for rank in bench.trainer._ranks]
+        pids = [rank.pid for rank in bench.trainer.ranks]
         assert None not in pids
         os.kill(pids[1] or 0, signal.SIGSTOP)  # so that the other waits for it in the middle of the step
         step = asyncio.create_task(bench.trainer.train_step(batches(1)[0]))
@@ -719,7 +717,7 @@ def test_a_rank_that_dies_in_a_step_ends_them_all_at_once(shared: Shared) -> Non
         os.kill(pids[1] or 0, signal.SIGKILL)
         with pytest.raises(TrainerError, match=r"rank-1: its process was ended by signal 9"):
             await asyncio.wait_for(step, 10)
-        assert [rank.pid for rank in bench.trainer._ranks] == [None, None]
+        assert [rank.pid for rank in bench.trainer.ranks] == [None, None]
         for call in (bench.trainer.publish(0), bench.trainer.save(), bench.trainer.restore("")):
             with pytest.raises(TrainerError, match=r"no ranks any more \(rank-1.*start it again"):
                 await call

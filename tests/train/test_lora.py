@@ -58,9 +58,9 @@ def test_adapters_alone_are_trained_and_published(settings: TrainerSettings, mod
     assert len(after) == 2 * 2 * 2 + 1, "two layers of two targets, and the factor"
     assert not any(torch.equal(after[name], before[name]) for name in after if name != SCALING)
     base = named_weights(load_model(model_path))
-    own = {name: tensor for name, tensor in named_weights(trainer._network).items() if name in base}
+    own = {name: tensor for name, tensor in named_weights(trainer.network).items() if name in base}
     torch.testing.assert_close(own, base, atol=0, rtol=0)
-    assert {name.partition("/")[2].rpartition(".")[2] for name in trainer._optimizer.tensors()} == {"lora_A", "lora_B"}
+    assert {name.partition("/")[2].rpartition(".")[2] for name in trainer.optimizer.tensors()} == {"lora_A", "lora_B"}
 
 
 def test_an_engine_that_merged_adapters_says_what_the_trainer_says(
@@ -76,7 +76,7 @@ def test_an_engine_that_merged_adapters_says_what_the_trainer_says(
         for version in (0, 1, 2):
             train(trainer, version - trainer.version)
             published[version] = {name: t.clone() for name, t in store.fetch(trainer.publish(version, store)).items()}
-            said[version] = logprobs(trainer._network)
+            said[version] = logprobs(trainer.network)
     finally:
         store.close()
     assert float((said[2] - said[0]).abs().max()) > 0.01, "it learns something"
@@ -136,7 +136,7 @@ def test_a_directory_of_adapters_is_a_model_and_a_beginning(settings: TrainerSet
     trainer = SingleTrainer(settings)
     train(trainer, 2)
     folder = Path(trainer.save()) / "model"
-    torch.testing.assert_close(logprobs(load_model(folder)), logprobs(trainer._network), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(logprobs(load_model(folder)), logprobs(trainer.network), atol=2e-6, rtol=1e-5)
     written = load_file(folder / "adapter_model.safetensors")
     assert written["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (3, 16)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -178,7 +178,7 @@ def test_peft_reads_ours_and_we_read_peft_s(settings: TrainerSettings, model_pat
     train(trainer, 2)
     base = AutoModelForCausalLM.from_pretrained(model_path)
     read = peft.PeftModel.from_pretrained(base, str(Path(trainer.save()) / "model")).eval()
-    torch.testing.assert_close(said(read), ours(trainer._network), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(said(read), ours(trainer.network), atol=2e-6, rtol=1e-5)
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=LORA["targets"])
     made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), config).eval()
     for name, param in made.named_parameters():
@@ -186,4 +186,4 @@ def test_peft_reads_ours_and_we_read_peft_s(settings: TrainerSettings, model_pat
             torch.nn.init.normal_(param, std=0.1)
     made.save_pretrained(tmp_path / "theirs")
     begun = SingleTrainer(changed(settings, lora=LORA | {"adapter": str(tmp_path / "theirs")}))
-    torch.testing.assert_close(ours(begun._network), said(made), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(ours(begun.network), said(made), atol=2e-6, rtol=1e-5)

@@ -87,12 +87,12 @@ class Stumbles:
         most_tokens: int = 1 << 30,
         only_in_updates: bool = False,
     ) -> None:
-        self._scorer = trainer._learner._scorer
+        self._scorer = trainer.updater.scorer
         self._raises = raises
         self._most_tokens = most_tokens
         self._only_in_updates = only_in_updates
         self.sizes: list[int] = []
-        trainer._learner._scorer = self
+        trainer.updater.scorer = self
 
     def __call__(self, tokens_T: Tensor, lengths: Sequence[int], temperature: float, wanted_T: Tensor) -> Scores:
         self.sizes.append(len(tokens_T))
@@ -286,7 +286,7 @@ def test_gradients_of_a_backward_pass_that_did_not_end_do_not_stay(settings: Tra
     """Memory runs out between one layer's backward pass and the next."""
     settings = changed(settings, microbatch_tokens=1000)
     trainer, expected = SingleTrainer(settings), SingleTrainer(elsewhere(settings))
-    first = next(iter(trainer._network.parameters()))
+    first = next(iter(trainer.network.parameters()))
     left = iter([True])
 
     def out_of_memory(gradient: Tensor) -> None:

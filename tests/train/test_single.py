@@ -20,7 +20,6 @@ from rollart.ports import Trainer
 from rollart.train import checkpoints, single
 from rollart.train.settings import TrainerSettings
 from rollart.train.single import AsyncTrainer, SingleTrainer
-from rollart.train.step import UpdateReport
 from rollart.types import Bucket, Probe, Sample, WeightManifest
 from tests.train.samples import VOCAB, make_batch, make_sample, random_samples, tiny_model
 from tests.train.settings import changed, trainer_settings
@@ -51,7 +50,7 @@ class MemoryStore:
 
 def plain_logprobs(trainer: SingleTrainer, tokens: list[int]) -> Tensor:
     """(T, V) by transformers alone, on the trainer's present weights."""
-    model = AutoModelForCausalLM.from_pretrained(trainer._settings.model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(trainer.settings.model_path, dtype=torch.float32)
     model.load_state_dict(trainer.named_tensors(), strict=False)
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)
@@ -245,14 +244,14 @@ def test_step_that_fails_between_updates_needs_a_restore(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = SingleTrainer(changed(settings, updates_per_step=2))
-    update, calls = trainer._learner._update, iter(range(2))
+    update, calls = trainer.optimizer.update, iter(range(2))
 
-    def second_fails(*args: Any) -> UpdateReport:
+    def second_fails(lr: float) -> None:
         if next(calls) == 1:
             raise RuntimeError("the device is lost")
-        return update(*args)
+        update(lr)
 
-    monkeypatch.setattr(trainer._learner, "_update", second_fails)
+    monkeypatch.setattr(trainer.optimizer, "update", second_fails)
     with pytest.raises(RuntimeError):
         trainer.train_step(make_batch(0, random_samples(0, 8)))
     for call in (lambda: trainer.train_step(make_batch(0, [])), trainer.save):
@@ -303,8 +302,8 @@ def test_restore_continues_bit_for_bit(settings: TrainerSettings, bf16: bool) ->
         }
     for name, tensor in straight.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name])
-    for name, tensor in straight._optimizer.tensors().items():
-        assert torch.equal(tensor, resumed._optimizer.tensors()[name])
+    for name, tensor in straight.optimizer.tensors().items():
+        assert torch.equal(tensor, resumed.optimizer.tensors()[name])
 
 
 def test_restore_of_nothing_is_the_beginning(settings: TrainerSettings) -> None:
@@ -366,10 +365,10 @@ def test_save_cut_short_leaves_no_checkpoint(settings: TrainerSettings, monkeypa
 def test_bf16_updates_too_small_for_bf16_add_up(settings: TrainerSettings) -> None:
     """Each update is far below bfloat16's resolution; the float32 masters keep them all."""
     trainer = SingleTrainer(changed(settings, bf16=True, lr=1e-5))
-    before = trainer._optimizer.tensors()["master/model.norm.weight"].clone()
+    before = trainer.optimizer.tensors()["master/model.norm.weight"].clone()
     for step in range(5):
         trainer.train_step(make_batch(step, random_samples(0, 8)))
-    after = trainer._optimizer.tensors()["master/model.norm.weight"]
+    after = trainer.optimizer.tensors()["master/model.norm.weight"]
     assert trainer.named_tensors()["model.norm.weight"].dtype == torch.bfloat16
     assert torch.equal(trainer.named_tensors()["model.norm.weight"], before.bfloat16())
     assert float((after - before).abs().max()) == pytest.approx(5e-5, rel=0.1)
@@ -419,10 +418,8 @@ def test_a_restore_holds_one_network_and_optimizer_at_a_time(
     trainer.train_step(make_batch(0, random_samples(0, 4)))
     trainer.publish(0, MemoryStore())
     reference = trainer.save()
-    network = [weakref.ref(parameter) for parameter in trainer._network.parameters()]
-    adam: Any = trainer._optimizer._averages
-    moments = [weakref.ref(state["exp_avg"]) for state in adam._adam.state.values()]
-    del adam
+    network = [weakref.ref(parameter) for parameter in trainer.network.parameters()]
+    moments = [weakref.ref(one) for name, one in trainer.optimizer.tensors().items() if name.startswith("exp_avg/")]
     load, alive = load_model, []
 
     def watched(*arguments: Any) -> Any:
@@ -457,7 +454,7 @@ def test_a_restore_that_fails_leaves_no_weights_and_another_one_helps(settings: 
 def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = SingleTrainer(settings)
     trainer.train_step(make_batch(0, random_samples(0, 4)))
-    reference, expected = trainer.save(), {name: one.clone() for name, one in trainer._optimizer.tensors().items()}
+    reference, expected = trainer.save(), {name: one.clone() for name, one in trainer.optimizer.tensors().items()}
     alive, peak = [0], [0]
     read = StoredTensors.__getitem__
 
@@ -474,5 +471,5 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
     monkeypatch.setattr(StoredTensors, "__getitem__", counted)
     trainer.restore(reference)
     assert 1 <= peak[0] <= 6, "the three moments of one weight, and of the one before it"
-    for name, tensor in trainer._optimizer.tensors().items():
+    for name, tensor in trainer.optimizer.tensors().items():
         assert torch.equal(tensor, expected[name])
