@@ -94,12 +94,16 @@ class TaskError(BoundaryError):
 
 
 class RewardError(BoundaryError):
-    """A reward function failed. `retryable` is False where another try gives the same error. `calls`: that were made,
-    none where nobody was reached. `busy_s`: of a judge's engines."""
+    """A reward function failed. `retryable` is False where another try gives the same error. `answered` is False where
+    nobody was there to say anything: the platform may be down. `calls`: that were made, none where nobody was reached.
+    `busy_s`: of a judge's engines."""
 
-    def __init__(self, message: str, *, retryable: bool = True, calls: int = 1, busy_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, retryable: bool = True, answered: bool = True, calls: int = 1, busy_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.answered = answered
         self.calls = calls
         self.busy_s = busy_s
 

@@ -93,6 +93,13 @@ class RewardBackend(Protocol):
         """Raises RewardError."""
 
 
+class DeadLetters(Protocol):
+    """Keeps the reward calls that failed for good, so that they can be made again. It never waits and never raises."""
+
+    def keep(self, trajectory: Trajectory, *, reward: str, reason: str, tries: int) -> bool:
+        """`reward`: its name among those of its task, empty where it is the job's. False: there is no room for it."""
+
+
 class Trainer(Protocol):
     """Owns the policy's weights and its optimizer; mints version numbers.
 

@@ -158,6 +158,8 @@ def envs(arguments: argparse.Namespace) -> int:
 
 def reward(arguments: argparse.Namespace) -> int:
     *target, functions = arguments.words
+    if arguments.what == "replay":
+        return _replay(arguments)
     if arguments.what == "serve":
         from rollart.rewards.serve import serve
 
@@ -176,3 +178,26 @@ def reward(arguments: argparse.Namespace) -> int:
     after = build(target[0], functions, arguments.out, python=arguments.python, install=not arguments.no_install)
     print("\n".join([f"{arguments.out} is made. Next:", *(f"  {line}" for line in after)]))
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rollart.launch.replay import replay
+
+    run, *more = arguments.words
+    if more:
+        raise JobError(f"reward replay: {' '.join(more)} is too much; name the run only")
+    if arguments.url is not None and arguments.local:
+        raise JobError("--local: --url says where they are asked about already; remove one of them")
+    found = replay(Path(run), url=arguments.url, local=arguments.local)
+    fail = [one for one in found if one.earned is None]
+    if arguments.json:
+        print_json(found)
+        return 1 if fail else 0
+    for one in found:
+        name = f"{one.id} of {one.task}" + (f", {one.reward}" if one.reward else "")
+        told = f"still fails: {one.fails}" if one.earned is None else f"would have earned {one.earned:g}"
+        print(f"{name}: {told} (in the run: {one.failed})")
+    print(f"{len(found)} dead letters, {len(found) - len(fail)} scored now, {len(fail)} still fail")
+    return 1 if fail else 0

@@ -198,24 +198,28 @@ def parser() -> argparse.ArgumentParser:
 
     reward = commands.add_parser(
         "reward",
-        help="serve reward functions here, or make a folder that deploys them",
-        description="Reward functions as a service: here, or on a platform of functions.",
+        help="serve reward functions here, make a folder that deploys them, or ask again what failed",
+        description="Reward functions as a service: here, or on a platform of functions. `replay` asks again for the "
+        "rewards that a run could not have, and says what they would have been; the run is not changed.",
         epilog="Examples: rollart reward serve rollart.tasks.frozen_lake:score --port 8080; "
-        "rollart reward build lambda my_task.py:score --out reward-lambda",
+        "rollart reward build lambda my_task.py:score --out reward-lambda; rollart reward replay RUN --local",
     )
-    reward.add_argument("what", choices=["serve", "build"])
+    reward.add_argument("what", choices=["serve", "build", "replay"])
     reward.add_argument(
         "words",
         nargs="+",
-        metavar="[TARGET] MODULE:FUNCTION",
+        metavar="[TARGET] MODULE:FUNCTION | RUN",
         help="or domain=module:function,...; for build a target before it: container (Knative), lambda (AWS) or fc "
-        "(Alibaba Function Compute)",
+        "(Alibaba Function Compute); for replay a run directory",
     )
     reward.add_argument("--host", default="127.0.0.1", help="serve: other than loopback needs ROLLART_REWARD_TOKEN")
     reward.add_argument("--port", type=int, default=8080, help="serve")
     reward.add_argument("--out", type=Path, help="build: the folder to make")
     reward.add_argument("--python", default="", metavar="VERSION", help="build: the platform's (default: as here)")
     reward.add_argument("--no-install", action="store_true", help="build lambda, fc: do not fetch packages into it")
+    reward.add_argument("--url", help="replay: ask the function, or the judge, at this address")
+    reward.add_argument("--local", action="store_true", help="replay: run the reward functions here")
+    reward.add_argument("--json", action="store_true", help="replay")
     reward.set_defaults(run="makes.reward", extra="rewards")
 
     check = commands.add_parser(

@@ -95,6 +95,11 @@ class Job(settings.Settings):
         }
         return own if all(task.rewards for task in self.tasks) else {"rewards": self.rewards, **own}
 
+    def task_at(self, place: str) -> str:
+        """The task whose reward stands at this place; empty for that of the job."""
+        parts = place.split(".")
+        return self.tasks[int(parts[1])].name if parts[0] == "tasks" else ""
+
     @property
     def programs(self) -> tuple[settings.TaskSettings, ...]:
         """The tasks whose agents reach the model over the endpoint."""

@@ -132,8 +132,8 @@ class RewardSettings(Settings):
     pool: str | None = None
     """For `judge`: the pool whose engines serve it (`pools.N.judge`), instead of `url` and `model`."""
     function: Code | None = None
-    """For `local`, in `tasks.N.rewards`: the function, as `module:function` or `file.py:function`. Default: `score` of
-    the task's own file, or else the sum of what its environment gave."""
+    """For one that runs here, in `tasks.N.rewards`: the function, as `module:function` or `file.py:function`. Default:
+    `score` of the task's own file, or else the sum of what its environment gave."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
     """In `tasks.N.rewards`: what its share is called among the parts of the reward. Default: its type."""
     weight: float = 1.0
@@ -148,10 +148,11 @@ class RewardSettings(Settings):
     max_tokens: Count = 512
     """For `judge`: of its answer; one that thinks aloud needs more."""
     environment: Anytime[tuple[Variable, ...]] = ()
-    """For `local`: names of environment variables that reward functions may see, beside those that every program needs.
-    Not read by `rollart sim`."""
+    """For those that run here: names of environment variables that reward functions may see, beside those that every
+    program needs. Not read by `rollart sim`."""
     workers: Count = 4
-    """For `local`: processes (in `rollart sim`: dedicated devices)."""
+    """For `local`: processes (in `rollart sim`: dedicated devices). For `http` with `on_outage: local`: those that
+    stand in; they start when they are needed, and are not in the costs."""
     concurrency: Count = 256
     """For `http` and `judge`: calls under way at a time. `http`: halved when the platform says that it is too much
     (429, 503, or no answer), and raised again by what goes well."""
@@ -163,6 +164,13 @@ class RewardSettings(Settings):
     retries: Annotated[int, Field(ge=0)] = 3
     backoff_s: NonNegative = 0.5
     """Wait before the first retry; doubled each time."""
+    on_outage: Literal["fail", "wait", "local"] = "fail"
+    """For `http`, and `judge` with a url: what becomes of trajectories while the platform is down, which is when one
+    has used up its tries and nobody else was answered meanwhile. `fail`: each uses up its own tries, and has failed.
+    `wait`: they keep their slots, and wait until it answers again. `local`: they are scored by local workers; `http`
+    only."""
+    outage_s: Positive = 600.0
+    """For `on_outage: wait`: how long a trajectory waits; then it has failed."""
     cost: NonNegative = 0.0
     """Price of an hour, in the unit of `pools.cost`: `local`, of one worker, reserved for the whole run; `http`, of one
     running function, its cold starts included."""
@@ -178,6 +186,13 @@ class RewardSettings(Settings):
     def hour_cost(self) -> float:
         """Of a worker, or of a function that runs."""
         return self.cost + 3600.0 * self.gb_second_cost * self.memory_mb / 1024.0
+
+    @property
+    def stand_in(self) -> "RewardSettings | None":
+        """The local workers that score while the platform is down, where the job wants that."""
+        if self.on_outage != "local":
+            return None
+        return self.model_copy(update={"type": "local", "url": None, "on_outage": "fail"})
 
     @property
     def at_once(self) -> int:
@@ -202,6 +217,8 @@ class RewardSettings(Settings):
                 raise ValueError(".model: missing; say what the judge's model is called at its url")
             if not self.rubric:
                 raise ValueError(".rubric: missing; say what a good answer is")
+            if self.on_outage == "local":
+                raise ValueError(".on_outage: no local worker can do what a judge does; give wait or fail")
         if not self.weight:
             raise ValueError(".weight: 0 makes nothing of the reward; give another number, or remove the reward")
         return self

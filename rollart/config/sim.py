@@ -187,6 +187,7 @@ FaultKind = Literal[
     "env_slow",
     "reward_error",
     "reward_timeout",
+    "reward_outage",
     "trainer_before",
     "trainer_during",
     "trainer_after",
@@ -220,7 +221,8 @@ class FaultSettings(Settings):
     count: Count = 1
     """How many answers, environment steps, observations or reward calls it hits."""
     duration_s: Positive = 30.0
-    """How long a slow or cut link, a slow environment step or answer, a task that fails, or a full store lasts."""
+    """How long a slow or cut link, a slow environment step or answer, a task that fails, a platform of reward functions
+    that is down, or a full store lasts."""
 
     @model_validator(mode="after")
     def _when(self) -> Self:

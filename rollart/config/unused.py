@@ -102,5 +102,9 @@ def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, Ba
     yield place, reward, "gb_second_cost", reward.type == "http", "type http"
     yield place, reward, "memory_mb", reward.gb_second_cost > 0, "a gb_second_cost"
     yield place, reward, "cost", not judge, "type local or http: a judge is paid by the call"
-    yield place, reward, "workers environment function", local, "type local"
+    here = local or reward.on_outage == "local"
+    yield place, reward, "workers environment function", here, "type local, or on_outage local"
+    away = not local and reward.pool is None
+    yield place, reward, "on_outage", away, "a url: local workers and the engines of a judge are this job's own"
+    yield place, reward, "outage_s", reward.on_outage == "wait", "on_outage wait"
     yield place, reward, "hedge", reward.type == "http", "type http"

@@ -211,7 +211,7 @@ class EnvManager:
         self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
         self._closing = waits.on("env.close", limits.step_s)
         self.movement = Movement()
-        self._scorer = Scorer(context, self.movement, world.rewards, world.task_rewards)
+        self._scorer = Scorer(context, self.movement, world)
 
     async def run(self, attempt: Attempt) -> Trajectory:
         """Play and score one attempt. Always returns a trajectory, unless the job itself is cancelled."""

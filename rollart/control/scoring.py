@@ -1,14 +1,15 @@
 """Asks for the reward of a finished trajectory, the moment it ends: of each reward of its task, and sums them.
 
 Every reward has its own place in a queue, limit, retries and back-off, so one that fails is asked again and the others
-are not. Invariant: an attempt that ended well has exactly one `reward` event, with the sum.
+are not. While nobody answers, `on_outage` says what becomes of trajectories. Invariant: an attempt that ended well has
+exactly one `reward` event, with the sum; one that failed here has one `reward.given_up` for each reward that it lacks.
 """
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollart.config.settings import RewardSettings
 from rollart.control.attempt import Attempt
@@ -17,59 +18,107 @@ from rollart.control.movement import Movement
 from rollart.control.waits import WaitList
 from rollart.errors import RewardError, boundary
 from rollart.events import schema
+from rollart.policy.outage import Outage
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import RewardBackend
 from rollart.types import Score, Trajectory
 
+if TYPE_CHECKING:
+    from rollart.control.world import World
+
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Source:
     """One reward, and how many may ask for it at a time. Waiting for one's turn does not count towards its limit."""
 
-    backend: RewardBackend
-    label: str
+    place: str
+    """Where it stands in the job."""
+    settings: RewardSettings
     retries: int
     backoff_s: float
+    backend: RewardBackend
     waits: WaitList
     places: asyncio.Semaphore
+    down: WaitList
+    outage: Outage = field(default_factory=Outage)
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """While they are down: held by the one that looks. The others stand in line, each at its end after a look."""
+    stand_in: "_Source | None" = None
+
+    @property
+    def sends_away(self) -> bool:
+        """It is down, and trajectories wait or are scored elsewhere."""
+        return self.outage.is_down and self.settings.on_outage != "fail"
+
+
+@dataclass(slots=True)
+class _Asked:
+    """How far one trajectory has come with one reward."""
+
+    since_s: float
+    tries: int = 0
+    """Made."""
+    spent_s: float = 0.0
+    """In calls."""
+    first_s: float = 0.0
+    """When the first of the tries that count against `retries` was begun."""
+    budget: int = 0
+    """Tries that count so far: those while they were down do not."""
+    sent_away_s: float | None = None
+
+
+Answer = tuple[Score, schema.RewardCall]
 
 
 class Scorer:
-    def __init__(
-        self,
-        context: JobContext,
-        movement: Movement,
-        rewards: RewardBackend,
-        task_rewards: Mapping[str, Sequence[RewardBackend]],
-    ) -> None:
-        """`rewards`: of tasks that have none of their own."""
+    def __init__(self, context: JobContext, movement: Movement, world: "World") -> None:
         job, waits = context.job, context.waits
+        self._context = context
         self._log = context.log
         self._movement = movement
+        self._letters = world.dead_letters
+        self._told_full = False
         self._loop = asyncio.get_running_loop()
         self._queueing = waits.on("a reward slot")
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
 
-        def source(what: str, settings: RewardSettings, backend: RewardBackend) -> _Source:
-            limit_s = settings.timeout_s if alone else None
-            places = asyncio.Semaphore(settings.at_once)
+        def source(place: str, what: str, settings: RewardSettings, backend: RewardBackend) -> _Source:
+            stand_in = settings.stand_in
             return _Source(
-                backend, settings.label, settings.retries, settings.backoff_s, waits.on(what, limit_s), places
+                place=place,
+                settings=settings,
+                retries=settings.retries,
+                backoff_s=settings.backoff_s,
+                backend=backend,
+                waits=waits.on(what, settings.timeout_s if alone else None),
+                places=asyncio.Semaphore(settings.at_once),
+                down=waits.on(f"{what}, whose platform is down"),
+                stand_in=None
+                if stand_in is None
+                else source(place, f"{what}, in local workers", stand_in, world.stand_ins[place]),
             )
 
-        shared = source("reward", job.rewards, rewards)
-        self._sources: dict[str, tuple[_Source, ...]] = {
-            task.name: tuple(
-                source(f"reward {settings.label} of {task.name}", settings, backend)
-                for settings, backend in zip(task.rewards, task_rewards[task.name], strict=True)
+        self._sources: dict[str, tuple[_Source, ...]] = {}
+        shared: tuple[_Source, ...] = ()
+        for position, task in enumerate(job.tasks):
+            if not task.rewards:
+                shared = shared or (source("rewards", "reward", job.rewards, world.rewards),)
+            self._sources[task.name] = (
+                shared
+                if not task.rewards
+                else tuple(
+                    source(
+                        f"tasks.{position}.rewards.{number}",
+                        f"reward {settings.label} of {task.name}",
+                        settings,
+                        world.task_rewards[task.name][number],
+                    )
+                    for number, settings in enumerate(task.rewards)
+                )
             )
-            if task.rewards
-            else (shared,)
-            for task in job.tasks
-        }
 
     async def score(self, attempt: Attempt, trajectory: Trajectory) -> Score:
         """Raises RewardError when one of its rewards cannot be had."""
@@ -91,50 +140,181 @@ class Scorer:
                 tries=max(call.tries for _, call in calls),
                 made=sum(call.made for _, call in calls),
                 parts=dict(score.parts),
+                local=any(call.local for _, call in calls),
                 calls=[call for _, call in calls] if attempt.settings.rewards else [],
                 cause=attempt.cause,
             ),
         )
         return score
 
-    async def _ask(self, attempt: Attempt, trajectory: Trajectory, source: _Source) -> tuple[Score, schema.RewardCall]:
-        """One reward; again after a back-off where that may help."""
-        tries, asked_s, spent_s = 1, self._loop.time(), 0.0
-        while True:
-            await self._queueing.guard(attempt.key, source.places.acquire())
-            self._movement.moved(attempt.mover)
-            began_s = attempt.mover.moved_s
-            try:
-                with boundary(RewardError, "reward"):
-                    score = _checked(await source.waits.guard(attempt.key, source.backend.score(trajectory)))
-                return score, schema.RewardCall(
+    async def _ask(self, attempt: Attempt, trajectory: Trajectory, source: _Source) -> Answer:
+        """One reward; again after a back-off where that may help, and later or elsewhere while its platform is down."""
+        asked = _Asked(self._loop.time())
+        try:
+            while True:
+                if source.sends_away:
+                    found = await self._sent_away(attempt, trajectory, source, asked)
+                    if found is not None:
+                        return found
+                    continue
+                asked.budget += 1
+                try:
+                    return await self._call(attempt, trajectory, source, asked)
+                except RewardError as error:
+                    if not error.retryable or (
+                        asked.budget > source.retries and not self._is_down(attempt, source, asked, error)
+                    ):
+                        raise
+                if not source.sends_away:
+                    await asyncio.sleep(backoff_s(source.backoff_s, asked.budget))
+        except RewardError as error:
+            self._give_up(attempt, trajectory, source, asked, error)
+            raise
+
+    async def _call(
+        self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked, *, local: bool = False
+    ) -> Answer:
+        """One try. Raises RewardError."""
+        await self._queueing.guard(attempt.key, source.places.acquire())
+        self._movement.moved(attempt.mover)
+        began_s = attempt.mover.moved_s
+        asked.tries += 1
+        if asked.budget == 1:
+            asked.first_s = began_s
+        try:
+            with boundary(RewardError, "reward"):
+                score = _checked(await source.waits.guard(attempt.key, source.backend.score(trajectory)))
+            self._was_answered(attempt, source)
+            return score, schema.RewardCall(
+                s=round(self._loop.time() - began_s, 6),
+                busy_s=round(score.busy_s, 6),
+                cold_s=round(score.cold_start_s, 6),
+                tries=asked.tries,
+                made=0 if local else score.calls,
+                local=local,
+            )
+        except RewardError as error:
+            attempt.cause = self._log.emit(
+                schema.RewardFailed(
+                    id=attempt.key,
+                    reason=str(error),
+                    reward=source.settings.label if attempt.settings.rewards else "",
                     s=round(self._loop.time() - began_s, 6),
-                    busy_s=round(score.busy_s, 6),
-                    cold_s=round(score.cold_start_s, 6),
-                    tries=tries,
-                    made=score.calls,
+                    made=0 if local else error.calls,
+                    busy_s=round(error.busy_s, 6),
+                    cause=attempt.cause,
                 )
+            )
+            if _answered(error):
+                self._was_answered(attempt, source)
+            raise
+        finally:
+            source.places.release()
+            asked.spent_s += self._loop.time() - began_s
+            if attempt.notes is not None:
+                attempt.notes.scoring(asked.since_s, asked.spent_s, self._loop.time())
+
+    # --- while a platform is down -----------------------------------------------------------------------------
+
+    def _is_down(self, attempt: Attempt, source: _Source, asked: _Asked, error: RewardError) -> bool:
+        """Whether trajectories are sent away, now that this one has used up its tries."""
+        if not _answered(error) and source.outage.gave_up(asked.first_s, self._loop.time()):
+            policy = source.settings.on_outage
+            cause = self._log.emit(
+                schema.RewardOutage(reward=source.place, policy=policy, reason=str(error), cause=attempt.cause)
+            )
+            then = {
+                "fail": "trajectories that get no answer fail (on_outage)",
+                "wait": f"trajectories wait for up to {source.settings.outage_s:g} s (on_outage)",
+                "local": "local workers score meanwhile (on_outage)",
+            }
+            self._context.warn(f"{source.place}: nobody answers any more: {error}; {then[policy]}", cause)
+        return source.sends_away
+
+    def _was_answered(self, attempt: Attempt, source: _Source) -> None:
+        down_s = source.outage.answered(self._loop.time())
+        if down_s is not None:
+            self._log.emit(schema.RewardBack(reward=source.place, s=round(down_s, 6), cause=attempt.cause))
+
+    async def _sent_away(
+        self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked
+    ) -> Answer | None:
+        """Score it elsewhere, or wait; one looks from time to time whether they are back. None: they may be."""
+        asked.budget = 0
+        if source.stand_in is None:
+            return await self._wait(attempt, trajectory, source, asked)
+        if not source.line.locked() and self._loop.time() >= source.outage.due_s:
+            async with source.line:
+                return await self._look(attempt, trajectory, source, asked)
+        asked.budget = 1
+        while True:
+            try:
+                return await self._call(attempt, trajectory, source.stand_in, asked, local=True)
             except RewardError as error:
-                attempt.cause = self._log.emit(
-                    schema.RewardFailed(
-                        id=attempt.key,
-                        reason=str(error),
-                        reward=source.label if attempt.settings.rewards else "",
-                        s=round(self._loop.time() - began_s, 6),
-                        made=error.calls,
-                        busy_s=round(error.busy_s, 6),
-                        cause=attempt.cause,
-                    )
-                )
-                if tries > source.retries or not error.retryable:
+                if asked.budget > source.retries or not error.retryable:
                     raise
-            finally:
-                source.places.release()
-                spent_s += self._loop.time() - began_s
-                if attempt.notes is not None:
-                    attempt.notes.scoring(asked_s, spent_s, self._loop.time())
-            await asyncio.sleep(backoff_s(source.backoff_s, tries))
-            tries += 1
+            await asyncio.sleep(backoff_s(source.backoff_s, asked.budget))
+            asked.budget += 1
+
+    async def _wait(self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked) -> Answer | None:
+        """Stand in line; look, when it is this one's turn and time. Raises RewardError after `outage_s`."""
+        if asked.sent_away_s is None:
+            asked.sent_away_s = self._loop.time()
+        until_s = asked.sent_away_s + source.settings.outage_s
+        try:
+            async with asyncio.timeout_at(until_s):
+                await source.down.guard(attempt.key, source.line.acquire())
+        except TimeoutError:
+            raise _too_long(source) from None
+        try:
+            if not source.outage.is_down:
+                return None
+            try:
+                async with asyncio.timeout_at(until_s):
+                    due_s = source.outage.due_s
+                    await source.down.guard(attempt.key, asyncio.sleep(max(0.0, due_s - self._loop.time())))
+            except TimeoutError:
+                raise _too_long(source) from None
+            return await self._look(attempt, trajectory, source, asked)
+        finally:
+            source.line.release()
+
+    async def _look(self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked) -> Answer | None:
+        """One try, whose failure counts for nothing where nobody answers it."""
+        try:
+            return await self._call(attempt, trajectory, source, asked)
+        except RewardError as error:
+            if not error.retryable:
+                raise
+            if not _answered(error):
+                source.outage.looked_in_vain(self._loop.time())
+        return None
+
+    def _give_up(
+        self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked, error: RewardError
+    ) -> None:
+        """Note that this reward cannot be had, and keep its request."""
+        label, kept = source.settings.label if attempt.settings.rewards else "", False
+        if self._letters is not None:
+            kept = self._letters.keep(trajectory, reward=label, reason=str(error), tries=asked.tries)
+            if not kept and not self._told_full:
+                self._told_full = True
+                self._context.warn("the file of dead letters has no room: further reward calls that fail are not kept")
+        attempt.cause = self._log.emit(
+            schema.RewardGivenUp(
+                id=attempt.key, reason=str(error), tries=asked.tries, kept=kept, reward=label, cause=attempt.cause
+            )
+        )
+
+
+def _answered(error: RewardError) -> bool:
+    return error.answered and not isinstance(error.__cause__, TimeoutError)
+
+
+def _too_long(source: _Source) -> RewardError:
+    return RewardError(
+        f"{source.place}: nobody answered for {source.settings.outage_s:g} s (outage_s)", answered=False, calls=0
+    )
 
 
 async def _together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollart.policy.affinity import Affinity
-from rollart.ports import Cluster, EnvHost, Journal, Recorder, RewardBackend, TaskSet, Tokenizer, WeightStore
+from rollart.ports import (
+    Cluster,
+    DeadLetters,
+    EnvHost,
+    Journal,
+    Recorder,
+    RewardBackend,
+    TaskSet,
+    Tokenizer,
+    WeightStore,
+)
 from rollart.types import EngineSpec
 
 if TYPE_CHECKING:
@@ -35,5 +45,9 @@ class World:
     """May join while the job runs."""
     judges: "Sequence[JudgePool]" = ()
     """Frozen models of this job's own, which rewards ask."""
+    stand_ins: Mapping[str, RewardBackend] = field(default_factory=dict)
+    """By where a reward stands in the job: the local workers that score while its platform is down."""
+    dead_letters: DeadLetters | None = None
+    """Keeps reward calls that failed for good."""
     recorder: Recorder | None = None
     """Keeps finished trajectories, where somebody wants to read them."""

@@ -71,6 +71,8 @@ class EnvsAndRewards:
     host: EnvHost
     rewards: RewardBackend
     task_rewards: dict[str, tuple[RewardBackend, ...]]
+    stand_ins: dict[str, RewardBackend]
+    """By where a reward stands in the job: those that score while its platform is down."""
 
 
 def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> EnvsAndRewards:
@@ -85,7 +87,12 @@ def in_lockstep(job: Job, host: EnvHost, rewards: Rewards) -> EnvsAndRewards:
     own = {task.name: tuple(waiting(reward, task.name) for reward in task.rewards) for task in job.tasks}
     if batched:
         host = BatchedHost(host, lockstep, {task.name: job.wait_s(task)[1:] for task in job.tasks})
-    return EnvsAndRewards(host, waiting(job.rewards), own)
+    stand_ins = {
+        place: waiting(stand_in, job.task_at(place))
+        for place, reward in job.asked_rewards.items()
+        if (stand_in := reward.stand_in) is not None
+    }
+    return EnvsAndRewards(host, waiting(job.rewards), own, stand_ins)
 
 
 class BatchedHost:

@@ -548,6 +548,8 @@ class RewardCall(Value):
     made: int = 1
     """Calls of the last try: several where a slow one was asked again beside it or a judge votes, none where the judge
     had graded the same before."""
+    local: bool = False
+    """By the local workers that stand in while the platform is down."""
 
 
 class Reward(Event, tag="reward", kw_only=True):
@@ -574,6 +576,8 @@ class Reward(Event, tag="reward", kw_only=True):
     had graded the same before."""
     parts: Mapping[str, float] = {}
     """Its named parts, only where the function gave any."""
+    local: bool = False
+    """By the local workers that stand in while the platform is down; of several, at least one."""
     calls: list[RewardCall] = []
     """Of a task with rewards of its own: each, in the order of `tasks.N.rewards`. `s` and `tries` are then those of the
     slowest, and `made` is the sum."""
@@ -598,6 +602,53 @@ class RewardFailed(Event, tag="reward.failed", kw_only=True):
     """Calls; none where nobody was reached."""
     busy_s: float = 0.0
     """Seconds of a judge's engines."""
+
+
+class RewardGivenUp(Event, tag="reward.given_up", kw_only=True):
+    """A reward cannot be had: its attempt has failed.
+
+    By: control/scoring
+    Cause: the last `reward.failed` of the attempt
+    """
+
+    id: str
+    """Of the attempt."""
+    reason: str
+    """Why, of the last try."""
+    tries: int
+    """In all."""
+    kept: bool
+    """Its request is in the run directory, for `rollart reward replay`."""
+    reward: str = ""
+    """Which, of a task with rewards of its own."""
+
+
+class RewardOutage(Event, tag="reward.outage", kw_only=True):
+    """Those who compute a reward are down: one trajectory used up its tries, and nobody else was answered meanwhile.
+
+    By: control/scoring
+    Cause: the last `reward.failed` of that trajectory
+    """
+
+    reward: str
+    """Which: `rewards`, or where it stands in the job."""
+    policy: str
+    """`rewards.on_outage`: what becomes of trajectories until they are back."""
+    reason: str
+    """Why the last try failed."""
+
+
+class RewardBack(Event, tag="reward.back", kw_only=True):
+    """Those who compute a reward answer again.
+
+    By: control/scoring
+    Cause: the attempt's last event
+    """
+
+    reward: str
+    """Which: `rewards`, or where it stands in the job."""
+    s: float
+    """Seconds since the first try that nobody answered."""
 
 
 class End(Event, tag="end", kw_only=True):
@@ -1182,7 +1233,7 @@ class Fault(Event, tag="fault", kw_only=True):
     part: str = ""
     """Of `failing_task`: what of it fails, `draw` or `environment`."""
     for_s: float = 0.0
-    """Of `failing_task`: for how long."""
+    """Of `failing_task` and `reward_outage`: for how long."""
 
 
 KINDS: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in Event.__subclasses__()}

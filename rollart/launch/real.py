@@ -75,6 +75,7 @@ def real_world(
     """
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
+    from rollart.rewards.letters import FILE, LetterFile
     from rollart.store.open import new_store, open_store
     from rollart.store.owner import remove_left_behind
     from rollart.tasks.load import reward_of
@@ -112,6 +113,7 @@ def real_world(
         scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost, models))
         return scorers[-1]
 
+    letters = LetterFile(out / FILE, tokenizer.decode)
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
@@ -124,6 +126,7 @@ def real_world(
         await cluster.close()
         for scorer in scorers:
             await scorer.close()
+        letters.close()
         for run in [*before, store]:  # a dying trainer may still have written after the first time
             run.close()
         (out / STORES).unlink(missing_ok=True)
@@ -135,6 +138,8 @@ def real_world(
         host=played.host,
         rewards=played.rewards,
         task_rewards=played.task_rewards,
+        stand_ins=played.stand_ins,
+        dead_letters=letters,
         tokenizer=tokenizer,
         task_sets=task_sets,
         store=store,

@@ -199,6 +199,7 @@ def simulated_world(
         host=played.host,
         rewards=played.rewards,
         task_rewards=played.task_rewards,
+        stand_ins=played.stand_ins,
         tokenizer=SimTokenizer(),
         task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,

@@ -68,6 +68,8 @@ class Audit(Fold):
         self._judges_down: dict[str, None] = {}
         """Engines of judges that a fault has hit, until they come up again."""
         self._judges_up_s = -1.0
+        self._unscored_s = -1.0
+        """When the last outage of the platform of reward functions ends."""
         """When one came up last."""
         self._task_books = TaskBooks(self._broken)
         self._buckets: dict[int, dict[int, None]] = {}
@@ -155,7 +157,9 @@ class Audit(Fold):
         count[0] += 1
         count[1] += self._swapping
         self._trainer_faults += event.fault.startswith("trainer")
-        if event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
+        if event.fault == "reward_outage":
+            self._unscored_s = max(self._unscored_s, event.t + event.for_s)
+        elif event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
             self._hit[event.target] = event.n
             if self._is_judge(event.target):
                 self._judges_down[event.target] = None
@@ -290,7 +294,8 @@ class Audit(Fold):
             self._scored[event.id] = (event.status, run.born if run.born is not None else -1)
         if event.status == "failed":
             judged = event.stage == "reward" and (self._judges_down or run.started_s <= self._judges_up_s)
-            if not judged:
+            down = event.stage == "reward" and run.started_s <= self._unscored_s
+            if not judged and not down:
                 self._must_have_cause(event.id, event.reason, run, call[1] if call else "")
 
     @property

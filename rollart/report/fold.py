@@ -307,6 +307,15 @@ class SummaryFold(Fold):
             work.cost += cost
         self._failures.add("reward", event.id, event.reason)
 
+    def _on_reward_given_up(self, event: schema.RewardGivenUp) -> None:
+        self._rewards.given_up(event)
+
+    def _on_reward_outage(self, event: schema.RewardOutage) -> None:
+        self._rewards.outage()
+
+    def _on_reward_back(self, event: schema.RewardBack) -> None:
+        self._rewards.back(event)
+
     def _on_worker_lost(self, event: schema.WorkerLost) -> None:
         self._failures.add("worker", event.worker, event.reason)
 

@@ -61,7 +61,8 @@ class RewardFold:
 
     def __init__(self) -> None:
         self._scores = self._failed = self._made = self._retries = self._cold_starts = 0
-        self._seconds = self._cold_start_s = 0.0
+        self._given_up = self._kept = self._outages = self._local = 0
+        self._seconds = self._cold_start_s = self._outage_s = 0.0
         self._facts: dict[str, dict[str, schema.RewardFacts]] = {}
         self._judges: dict[str, tuple[_Grades, int]] = {}
         """By where they stand in the job; with their votes."""
@@ -72,6 +73,7 @@ class RewardFold:
     def scored(self, event: schema.Reward, task: str) -> None:
         for call in event.calls or (event,):
             self._scores += 1
+            self._local += call.local
             self._made += call.made
             self._retries += call.tries - 1
             self._seconds += call.busy_s or call.s - call.cold_s
@@ -93,6 +95,16 @@ class RewardFold:
         self._failed += 1
         self._made += event.made
 
+    def given_up(self, event: schema.RewardGivenUp) -> None:
+        self._given_up += 1
+        self._kept += event.kept
+
+    def outage(self) -> None:
+        self._outages += 1
+
+    def back(self, event: schema.RewardBack) -> None:
+        self._outage_s += event.s
+
     def row(self, job: schema.Run | None, seconds: float) -> summary.Rewards:
         workers = sum(facts.workers or 0 for own in self._facts.values() for facts in own.values())
         return summary.Rewards(
@@ -100,6 +112,11 @@ class RewardFold:
             calls=self._scores,
             failed=self._failed,
             retries=self._retries,
+            given_up=self._given_up,
+            dead_letters=self._kept,
+            outages=self._outages,
+            outage_s=round(self._outage_s, 3),
+            local=self._local,
             made=self._made,
             mean_s=round(self._seconds / self._scores, 6) if self._scores else 0.0,
             cold_starts=self._cold_starts,

@@ -147,6 +147,16 @@ class Rewards(Figures, frozen=True):
     """Tries that failed or timed out."""
     retries: Calls
     """Tries after the first, of what got its score in the end."""
+    given_up: Annotated[int, Meta(title="scores")]
+    """That could not be had: retries were used up, or another try would have been the same."""
+    dead_letters: Annotated[int, Meta(title="scores")]
+    """Of `given_up`, those that the run directory keeps for `rollart reward replay`."""
+    outages: Annotated[int, Meta(title="times")]
+    """That nobody answered any more (`rewards.on_outage`)."""
+    outage_s: Seconds
+    """Sum of those that ended."""
+    local: Annotated[int, Meta(title="scores")]
+    """Of local workers that stood in meanwhile (`rewards.on_outage: local`)."""
     made: Calls
     """In all: of tries that failed, of each vote of a judge, and beside slow ones (`rewards.hedge`); none where a judge
     had graded the same before."""

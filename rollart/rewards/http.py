@@ -20,6 +20,7 @@ from rollart.errors import JobError, RewardError
 from rollart.rewards.aws import FAILED_HEADER, SCHEME, LambdaFunction, event_of
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.rewards.pace import Hedge, Places
+from rollart.tasks.api import Episode
 from rollart.types import JsonObject, Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
@@ -30,6 +31,8 @@ LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
 TOO_MUCH = frozenset({429, 503})
 """The platform's words for more calls than it takes."""
+NOBODY_THERE = frozenset({502, 503, 504})
+"""What the way to a function says where the function itself said nothing."""
 WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -62,26 +65,32 @@ class HttpRewards:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the call; waiting for one's turn does not count."""
-        body = episode_of(trajectory, self._decode).to_json()
-        call = partial(self._post, body, str(trajectory.id))
+        return await self.score_episode(episode_of(trajectory, self._decode))
+
+    async def score_episode(self, episode: Episode) -> Score:
+        call = partial(self._post, episode.to_json(), episode.id)
         async with self._places.one():
             try:
                 async with asyncio.timeout(self._timeout_s):
                     status, text, headers = await (self._hedge.ask(call) if self._hedge else call())
             except (TimeoutError, httpx.TimeoutException):
                 self._places.too_much()
-                raise RewardError(f"{self._url}: no answer within {self._timeout_s:g} s") from None
+                raise RewardError(f"{self._url}: no answer within {self._timeout_s:g} s", answered=False) from None
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise RewardError(f"{self._url}: {error}", retryable=False) from error
+                raise RewardError(f"{self._url}: {error}", retryable=False, answered=False, calls=0) from error
             except httpx.HTTPError as error:
-                raise RewardError(f"{self._url}: {type(error).__name__}: {error}") from error
+                text, reached = f"{self._url}: {type(error).__name__}: {error}", not is_unreached(error)
+                raise RewardError(text, answered=False, calls=int(reached)) from error
             except (TypeError, ValueError) as error:  # the payload holds what JSON cannot
-                raise RewardError(f"{self._url}: the episode cannot be sent: {error}", retryable=False) from error
+                text = f"{self._url}: the episode cannot be sent: {error}"
+                raise RewardError(text, retryable=False, answered=False, calls=0) from error
         if status in TOO_MUCH:
             self._places.too_much()
         if status != 200:
             raise RewardError(
-                f"{self._url}: answered {status}: {text.strip()[:500]}", retryable=status in WORTH_A_RETRY
+                f"{self._url}: answered {status}: {text.strip()[:500]}",
+                retryable=status in WORTH_A_RETRY,
+                answered=status not in NOBODY_THERE,
             )
         self._places.went_well()
         try:
@@ -136,6 +145,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_unreached(error: httpx.HTTPError) -> bool:
+    """The call was not made."""
+    return isinstance(error, httpx.ConnectError | httpx.PoolTimeout)
 
 
 def https(url: str) -> str:

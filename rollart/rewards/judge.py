@@ -21,7 +21,7 @@ from rollart.config.settings import RewardSettings
 from rollart.errors import AnswerError, EngineError, RequestError, RewardError
 from rollart.ports import FrozenModel, Tokenizer
 from rollart.rewards.episodes import Decode, episode_of
-from rollart.rewards.http import KEPT_OPEN_S, WORTH_A_RETRY, is_loopback
+from rollart.rewards.http import KEPT_OPEN_S, NOBODY_THERE, WORTH_A_RETRY, is_loopback, is_unreached
 from rollart.tasks.api import Episode
 from rollart.types import GenerateRequest, Message, Sampling, Score, Tokens, Trajectory
 
@@ -101,7 +101,10 @@ class JudgeRewards:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the answers; waiting for one's turn does not count."""
-        episode = _transcript(episode_of(trajectory, self._decode))
+        return await self.score_episode(episode_of(trajectory, self._decode))
+
+    async def score_episode(self, played: Episode) -> Score:
+        episode = _transcript(played)
         key = hashlib.sha256(episode.encode()).hexdigest()
         grades = self._kept.get(key)
         spent = _Spent()
@@ -109,10 +112,11 @@ class JudgeRewards:
             async with self._places:
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
-                        grades = await self._graded(str(trajectory.id), episode, spent)
+                        grades = await self._graded(played.id, episode, spent)
                 except TimeoutError:
                     text = f"{self._model.name}: no grade within {self._settings.timeout_s:g} s"
-                    raise RewardError(text, calls=spent.calls + 1, busy_s=spent.busy_s) from None
+                    answered = spent.calls > 0
+                    raise RewardError(text, answered=answered, calls=spent.calls + 1, busy_s=spent.busy_s) from None
                 except RewardError as error:
                     error.calls += spent.calls
                     error.busy_s += spent.busy_s
@@ -183,14 +187,15 @@ class HttpJudge:
         try:
             response = await self._client.post(self.name, json=body)
         except httpx.TimeoutException as error:
-            raise RewardError(f"{self.name}: {type(error).__name__}") from error
+            raise RewardError(f"{self.name}: {type(error).__name__}", answered=False) from error
         except httpx.HTTPError as error:
-            unreached = isinstance(error, httpx.ConnectError)
-            raise RewardError(f"{self.name}: {type(error).__name__}: {error}", calls=int(not unreached)) from error
+            text, reached = f"{self.name}: {type(error).__name__}: {error}", not is_unreached(error)
+            raise RewardError(text, answered=False, calls=int(reached)) from error
         if response.status_code != 200:
             raise RewardError(
                 f"{self.name}: answered {response.status_code}: {response.text.strip()[:500]}",
                 retryable=response.status_code in WORTH_A_RETRY,
+                answered=response.status_code not in NOBODY_THERE,
             )
         return Said(_said(response, self.name))
 

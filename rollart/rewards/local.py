@@ -9,6 +9,7 @@ from pathlib import Path
 from rollart.config.settings import RewardSettings
 from rollart.errors import ClusterError, RewardError
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
+from rollart.tasks.api import Episode
 from rollart.types import Score, Trajectory
 from rollart.workers.launch import Lost
 from rollart.workers.link import WorkerFailed, WorkerGone
@@ -49,11 +50,14 @@ class LocalRewards:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises RewardError. The time limit is for the function itself; waiting for a worker does not count."""
-        domain = trajectory.task.domain
+        return await self.score_episode(episode_of(trajectory, self._decode))
+
+    async def score_episode(self, episode: Episode) -> Score:
+        domain = episode.task.domain
         if domain not in self._functions:
             raise RewardError(f"no reward function is known for the domain {domain}", retryable=False)
         name = self._functions[domain]
-        request = episode_of(trajectory, self._decode).to_json()
+        request = episode.to_json()
         try:
             process = await self.pool.acquire()
         except ClusterError as error:

@@ -23,6 +23,10 @@ SEVERAL = ("bad_answer", "env", "reward", "refused")
 """Kinds that hit one to four times."""
 
 
+PLATFORM = ("", "rewards")
+"""Whose outage it is when no reward function answers."""
+
+
 class Work:
     """Work under way in a simulated environment or function, that a fault can hit in the middle."""
 
@@ -70,7 +74,7 @@ class Faults:
         self._armed: dict[str, list[FaultSettings]] = {}
         self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
         self._outages: dict[tuple[str, str], float] = {}
-        """Task and its part (`draw` or `environment`) -> when it stops failing."""
+        """Task and its part (`draw` or `environment`), or no task and `rewards` -> when it stops failing."""
         self._swaps = 0
         log.read_by(self._watch)
 
@@ -100,6 +104,13 @@ class Faults:
         until_s = asyncio.get_running_loop().time() + fault.duration_s
         self._outages[tasks[task], part] = max(until_s, self._outages.get((tasks[task], part), 0.0))
         self._log.emit(schema.Fault(fault=fault.kind, target=tasks[task], part=part, for_s=fault.duration_s))
+        return True
+
+    def stop_platform(self, fault: FaultSettings) -> bool:
+        """Let no reward function answer for a while, also over restarts."""
+        until_s = asyncio.get_running_loop().time() + fault.duration_s
+        self._outages[PLATFORM] = max(until_s, self._outages.get(PLATFORM, 0.0))
+        self._log.emit(schema.Fault(fault=fault.kind, target="rewards", for_s=fault.duration_s))
         return True
 
     def broken(self, task: str, part: str) -> bool:

@@ -11,7 +11,7 @@ from rollart.config.sim import FaultSettings, SimJudgeSettings, SimRewardSetting
 from rollart.errors import AnswerError, EngineError, RequestError, RewardError
 from rollart.ports import FrozenModel
 from rollart.sim.dice import Dice
-from rollart.sim.faults import Faults, Work, Workplace
+from rollart.sim.faults import PLATFORM, Faults, Work, Workplace
 from rollart.types import GenerateRequest, Sampling, Score, Tokens, Trajectory
 
 _TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -35,17 +35,28 @@ class SimRewards:
         self._loop = asyncio.get_running_loop()
         self._warm: list[float] = []
         """When each idle instance became idle; the latest last."""
+        self._faults = faults
         self._work = Workplace(faults, ("reward_error", "reward_timeout"), _strike)
+        if self._serverless:
+            faults.on("reward_outage", faults.stop_platform)
 
     async def score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
         settings = self._tasks[trajectory.task.domain]
+        self._must_answer(calls=0)
         busy_s = self._dice.draw(settings.reward_s, f"{key}/reward")
         cold_s = self._cold_start_s()
         await self._work.do(Work(key, cold_s + busy_s))
+        self._must_answer(calls=1)
         if self._serverless:
             self._warm.append(self._loop.time())
         return Score(value=_value(trajectory, settings, self._dice), cold_start_s=cold_s, busy_s=busy_s)
+
+    def _must_answer(self, *, calls: int) -> None:
+        """A platform that is down takes its instances with it."""
+        if self._serverless and self._faults.broken(*PLATFORM):
+            self._warm.clear()
+            raise RewardError("nobody answers (simulated)", answered=False, calls=calls)
 
     def _cold_start_s(self) -> float:
         """Take the instance used last, which is the warmest; start one where none is warm."""

@@ -24,7 +24,7 @@ from rollart.events.schema import Event
 from rollart.hardware import MODELS
 from rollart.launch.driver import facts
 from rollart.launch.pools import build_affinity, engine_specs
-from rollart.ports import Engine, Env, Recorder, RewardBackend, Trainer
+from rollart.ports import DeadLetters, Engine, Env, Recorder, RewardBackend, Trainer
 from rollart.report.audit import Audit
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.trainer import SimJournal
@@ -373,6 +373,8 @@ class Scene:
     turns: int = 2
     agent: Agent | None = None
     recorder: Recorder | None = None
+    stand_ins: dict[str, RewardBackend] = field(default_factory=dict)
+    dead_letters: DeadLetters | None = None
 
     on_generate: EngineHook | None = None
     on_stage: Callable[[ScriptedEngine, WeightVersion], Awaitable[None]] | None = None
@@ -494,6 +496,8 @@ class Scene:
             agents={} if self.agent is None else {task.name: self.agent for task in self.job.tasks},
             further_engines=engine_specs(self.job, further=True),
             recorder=self.recorder,
+            stand_ins=self.stand_ins,
+            dead_letters=self.dead_letters,
         )
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 

@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rollart.config.job import Job
+from rollart.config.load import build_job
 from rollart.config.settings import RewardSettings, Spread
 from rollart.config.sim import FAULT_KINDS, ChaosSettings, FaultSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import RewardError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
+from rollart.launch.simulation import simulate
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, draw_plan
@@ -286,3 +289,33 @@ def test_work_under_way_can_be_failed_delayed_or_hung() -> None:
         done.fail(RewardError("too late"))
 
     run(work)
+
+
+def outage_job(policy: str) -> Job:
+    return build_job(
+        {
+            "name": "outage",
+            "tasks": [{"name": "a", "group_size": 4}],
+            "rollout": {"groups_per_step": 4},
+            "pools": [{"name": "p", "hardware": "h20", "engines": {"count": 2}}, {"name": "rooms", "slots": 64}],
+            "rewards": {"type": "http", "url": "http://127.0.0.1:8080", "on_outage": policy},
+            "train": {"steps": 6},
+            "sim": {"faults": [{"kind": "reward_outage", "at_s": 20.0, "duration_s": 60.0}]},
+        }
+    )
+
+
+@pytest.mark.parametrize("policy", ["fail", "wait", "local"])
+def test_a_platform_that_is_down_for_a_minute(policy: str) -> None:
+    result = simulate(outage_job(policy))
+    row = result.summary.reward
+    assert (result.summary.state, result.violations) == ("finished", [])
+    assert result.faults["reward_outage"][0] == 1
+    assert row.outages == 1
+    assert (row.given_up > 0) == (policy == "fail")
+    assert (row.local > 0) == (policy == "local")
+
+
+def test_local_workers_shorten_an_outage() -> None:
+    waits, local = (simulate(outage_job(policy)).summary for policy in ("wait", "local"))
+    assert local.time_s < waits.time_s - 20.0
