@@ -64,7 +64,7 @@ class EmbeddedSide(_InProcess):
     """Ours: a session's keys and values stay between its turns."""
 
     def __init__(self, folder: str) -> None:
-        self._engine = EmbeddedEngine(
+        self.engine = EmbeddedEngine(
             load_model(folder),
             settings=EngineSettings(kv_tokens=CACHE_TOKENS, step_tokens=STEP_TOKENS),
             eos=frozenset(),
@@ -75,8 +75,8 @@ class EmbeddedSide(_InProcess):
         history: list[list[Tokens]] = [[] for _ in range(workload.sessions)]
         for session in range(workload.sessions):
             self._ask(workload, session, 0, history[session])
-        while self._engine.busy:
-            for name, completion in self._engine.step():
+        while self.engine.busy:
+            for name, completion in self.engine.step():
                 session, turn = map(int, name.split("/"))
                 answers[session].append(completion.tokens.tolist())
                 history[session].append(completion.tokens)
@@ -86,7 +86,7 @@ class EmbeddedSide(_InProcess):
 
     def _ask(self, workload: Workload, session: int, turn: int, history: list[Tokens]) -> None:
         history.append(np.array(workload.prompts[session][turn], dtype=np.int32))
-        self._engine.add(
+        self.engine.add(
             GenerateRequest(
                 id=f"{session}/{turn}",
                 session=str(session),

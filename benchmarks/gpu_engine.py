@@ -149,8 +149,8 @@ def decode_round(engine: EmbeddedEngine, batch: int, context: int, device: str) 
     vocab = engine._vocab_size
     for number in range(batch):
         engine.add(request(rng.integers(1, vocab, context), f"{number}", 0, total, last=True))
-    engine._scheduler._admit()
-    for seq in engine._scheduler.running:  # as if computed: what the cache holds is noise
+    engine.scheduler._admit()
+    for seq in engine.scheduler.running:  # as if computed: what the cache holds is noise
         seq.length = seq.total - 1
     times = []
     for step in range(total):
@@ -177,8 +177,8 @@ def prefill_rates(bench: Bench, new: int, cached: int) -> dict[str, Any]:
         for prompt in range(count):
             tokens = rng.integers(1, engine._vocab_size, cached + new)
             engine.add(request(tokens, f"{number}.{prompt}", 0, 1, last=True))
-        engine._scheduler._admit()
-        for seq in engine._scheduler.running:
+        engine.scheduler._admit()
+        for seq in engine.scheduler.running:
             seq.length = cached
         synchronize(bench.options.device)
         began = time.perf_counter()
@@ -259,7 +259,7 @@ def play(bench: Bench, batch: int) -> dict[str, Any]:
     while (took := time.perf_counter() - began) < bench.options.seconds:
         turns += step()
         live.append(
-            sum(seq.length for seq in engine._scheduler.running) if stats.steps % 8 == 0 or not live else live[-1]
+            sum(seq.length for seq in engine.scheduler.running) if stats.steps % 8 == 0 or not live else live[-1]
         )
     sampled = stats.sampled_tokens - sampled
     return {
@@ -303,7 +303,7 @@ def same(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     for name in ("graphs", "kernels"):
         engine = bench.engine(24, 24 * 1024)
         if name == "kernels":
-            engine._backend._graphs.clear()  # type: ignore[attr-defined]
+            engine.backend.graphs.clear()  # type: ignore[attr-defined]
         for number, prompt in enumerate(prompts):
             engine.add(request(prompt, str(number), 0, 96, last=True, temperature=0.0))
         done = drain(engine)

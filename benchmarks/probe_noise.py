@@ -66,11 +66,11 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     expected: list[Probe] = []
     answers: list[list[float]] = []
     try:
-        server = engine._server
+        server = engine.server
         for version in range(1, asked.swaps + 2):
             move(model, asked.move, version)
             weights, said = published(model, asked.trainer)
-            await server.stage(engine._files.of(store.push(version, weights)), version)
+            await server.stage(engine.files.of(store.push(version, weights)), version)
             await server.halt()
             await server.load(version)
             await server.resume()

@@ -131,13 +131,13 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def beside(first: RemoteEngine, store: BucketStore, folder: Path, way: str) -> RemoteEngine:
     """Another engine over the same server."""
-    server = first._server
+    server = first.server
     assert isinstance(server, VllmServer)
     return RemoteEngine(
         Reloading(server._http) if way == "reload" else server,
         replace(first._settings, keep_kv=way == "kept"),
         StagedFiles(way, folder / "model", store, FetchAhead(store)),
-        stops=first._stops,
+        stops=first.stops,
     )
 
 
@@ -150,18 +150,18 @@ async def one_swap(engine: RemoteEngine, manifest: WeightManifest, requests: int
     await engine.stage(manifest.version)
     staged = time.perf_counter()
     still: list[float] = []
-    with watched(engine._server, still):
+    with watched(engine.server, still):
         await engine.swap(manifest)
         swapped = time.perf_counter()
         await engine.proven()
     proven = time.perf_counter()
     over.set()
-    for call in list(engine._calls):
+    for call in list(engine.calls):
         with contextlib.suppress(Exception):
             await engine.abort(call)
     await asyncio.gather(*clients)
     assert manifest.probe is not None
-    parts = [await engine._server.score(tokens) for tokens in manifest.probe.sequences()]
+    parts = [await engine.server.score(tokens) for tokens in manifest.probe.sequences()]
     answer = [value for [part] in parts for value in part]
     return {
         "stage": staged - began,

@@ -89,11 +89,11 @@ class RemoteEngine:
     def __init__(
         self, server: InferenceServer, settings: RemoteSettings, files: StagedFiles, *, stops: StopFinder | None = None
     ) -> None:
-        self._server = server
+        self.server = server
         self._settings = settings
         self._id = settings.engine_id
-        self._files = files
-        self._stops = stops
+        self.files = files
+        self.stops = stops
         self._eos = tuple(sorted(settings.eos))
         self.version: WeightVersion = 0
         self._served: WeightManifest | None = None
@@ -108,7 +108,7 @@ class RemoteEngine:
         """What finding its files took."""
         self._proven: list[Proven | None] = []
         """What is known of each process behind the server since the last swap."""
-        self._calls: dict[str, RequestProgress] = {}
+        self.calls: dict[str, RequestProgress] = {}
         self._open = asyncio.Event()
         """Closed while weights change: no segment starts."""
         self._open.set()
@@ -128,7 +128,7 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check(request)
-        call = self._calls[request.id] = RequestProgress(request=request, prompt=request.tokens().tolist())
+        call = self.calls[request.id] = RequestProgress(request=request, prompt=request.tokens().tolist())
         try:
             while True:
                 while not self._open.is_set():  # another swap may begin between its opening and our turn
@@ -144,15 +144,15 @@ class RemoteEngine:
                 if finish is not None and len(call.tokens) == sampled:
                     return call.completion(finish, self._id)
         finally:
-            del self._calls[request.id]
+            del self.calls[request.id]
 
     async def abort(self, request_id: str) -> int:
-        call = self._calls.get(request_id)
+        call = self.calls.get(request_id)
         if call is not None:
             call.aborted = True
             if call.task is not None:
                 call.task.cancel()
-                await self._server.abort(call.segment_id)
+                await self.server.abort(call.segment_id)
         if self._failure is not None:
             raise self._failure
         return self._pieces
@@ -200,15 +200,15 @@ class RemoteEngine:
 
     async def close(self) -> None:
         self._failure = self._failure or EngineError(f"{self._id}: the engine was closed")
-        for call in self._calls.values():
+        for call in self.calls.values():
             if call.task is not None:
                 call.task.cancel()
         await self._end_staging()
         if self._proving is not None:
             self._proving.cancel()
             await asyncio.wait([self._proving])
-        await self._server.close()
-        self._files.close()
+        await self.server.close()
+        self.files.close()
 
     # --- segments
 
@@ -216,7 +216,7 @@ class RemoteEngine:
         sampling = request.sampling
         if self._failure is not None:
             raise self._failure
-        if request.id in self._calls:
+        if request.id in self.calls:
             raise EngineError(f"{self._id}: request {request.id} is already in flight")
         if self.version < request.min_version:
             raise EngineError(
@@ -230,7 +230,7 @@ class RemoteEngine:
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
-        if sampling.stop and self._stops is None:
+        if sampling.stop and self.stops is None:
             raise RequestError(f"{self._id}: stop strings need a tokenizer, this engine has none")
         tokens = request.tokens()
         if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._settings.vocab_size:
@@ -277,7 +277,7 @@ class RemoteEngine:
         finish: Finish | None = None
         cached = 0
         try:
-            async with contextlib.aclosing(self._server.stream(segment)) as pieces:
+            async with contextlib.aclosing(self.server.stream(segment)) as pieces:
                 async for piece in pieces:
                     self._pieces += 1
                     cached = cached if piece.cached_tokens is None else piece.cached_tokens
@@ -286,7 +286,7 @@ class RemoteEngine:
                     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
                         call.tokens.append(token)
                         call.logprobs.append(logprob)
-                        if self._stopped(call):
+                        if self.stopped(call):
                             return Finish.STOP
                     finish = finish or piece.finish
             return finish
@@ -294,17 +294,17 @@ class RemoteEngine:
             call.cached_tokens += cached
             call.prefill_tokens += len(segment.prompt) - cached
 
-    def _stopped(self, call: RequestProgress) -> bool:
+    def stopped(self, call: RequestProgress) -> bool:
         """Found here and not by the server: a stop string may begin in one segment and end in the next."""
         stop = call.request.sampling.stop
-        return bool(stop) and self._stops is not None and self._stops.ends(call.tokens, stop)
+        return bool(stop) and self.stops is not None and self.stops.ends(call.tokens, stop)
 
     # --- weights
 
     async def _prepare(self, version: WeightVersion) -> None:
         with contextlib.suppress(BoundaryError):  # the swap stages again, and says what is wrong
-            await asyncio.shield(asyncio.wrap_future(self._files.begin(version)))
-            manifest = await asyncio.to_thread(self._files.manifest, version)
+            await asyncio.shield(asyncio.wrap_future(self.files.begin(version)))
+            manifest = await asyncio.to_thread(self.files.manifest, version)
             if manifest is not None:  # or it is not awaited any more
                 await self._stage_in_server(manifest)
 
@@ -312,9 +312,9 @@ class RemoteEngine:
         self._staged = manifest
         try:
             began = time.perf_counter()
-            files = await asyncio.to_thread(self._files.of, manifest)
+            files = await asyncio.to_thread(self.files.of, manifest)
             self._fetched_s = time.perf_counter() - began
-            await self._server.stage(files, manifest.version)
+            await self.server.stage(files, manifest.version)
         except BaseException:
             self._staged = None
             raise
@@ -326,7 +326,7 @@ class RemoteEngine:
         await self._end_staging()
         if self._staged != manifest:
             await self._stage_in_server(manifest)
-        return self._files.spent_s(manifest.version) + self._fetched_s
+        return self.files.spent_s(manifest.version) + self._fetched_s
 
     async def _end_staging(self) -> None:
         if self._staging is not None:
@@ -336,12 +336,12 @@ class RemoteEngine:
 
     async def _halt(self) -> int:
         """End all segments; returns how many tokens must be computed again for them."""
-        running = [call for call in self._calls.values() if call.task is not None]
+        running = [call for call in self.calls.values() if call.task is not None]
         for call in running:
             call.cut = True
-        await self._server.halt()
+        await self.server.halt()
         await self._ended(running)
-        return sum(len(call.prompt) + len(call.tokens) for call in running if call.request.id in self._calls)
+        return sum(len(call.prompt) + len(call.tokens) for call in running if call.request.id in self.calls)
 
     async def _ended(self, cut: Sequence[RequestProgress]) -> None:
         """Wait until these segments, which the server was told to end, are over."""
@@ -360,8 +360,8 @@ class RemoteEngine:
 
     async def _hold(self, version: WeightVersion) -> int:
         """Stop between two steps; what is in flight will go on under `version`. Nothing is computed again for it."""
-        running = [call for call in self._calls.values() if call.task is not None]
-        sampled = await self._server.hold()
+        running = [call for call in self.calls.values() if call.task is not None]
+        sampled = await self.server.hold()
         begun = [call for call in running if call.segment_id in sampled]
         for call in begun:
             call.turn_at(sampled[call.segment_id], version)
@@ -369,7 +369,7 @@ class RemoteEngine:
         others = [call for call in running if call.segment_id not in sampled and call.task is not None]
         for call in others:
             call.cut = True
-            await self._server.abort(call.segment_id)
+            await self.server.abort(call.segment_id)
         await self._ended(others)
         return 0
 
@@ -381,8 +381,8 @@ class RemoteEngine:
         self.version = self._unproven = manifest.version
         self._staged = None
         try:
-            await self._server.load(manifest.version)
-            await self._server.resume()
+            await self.server.load(manifest.version)
+            await self.server.resume()
             self._open.set()
             part = await self._answers(probe.sequences()[:AT_ONCE])
             for answer in part:
@@ -405,7 +405,7 @@ class RemoteEngine:
             self._unproven = None
         except BoundaryError as error:
             self._failure = self._failure or EngineError(str(error))
-            for call in self._calls.values():
+            for call in self.calls.values():
                 if call.task is not None:
                     call.cut = True
                     call.task.cancel()
@@ -419,13 +419,13 @@ class RemoteEngine:
         try:
             await self._halt()
             await asyncio.sleep(0)  # those whose segments ended close their spans
-            for call in self._calls.values():
+            for call in self.calls.values():
                 call.take_back(wrong)
             served = self._served
-            files = await asyncio.to_thread(self._files.of, served) if served is not None else self._files.initial()
-            await self._server.stage(files, before)
-            await self._server.load(before)
-            await self._server.resume()
+            files = await asyncio.to_thread(self.files.of, served) if served is not None else self.files.initial()
+            await self.server.stage(files, before)
+            await self.server.load(before)
+            await self.server.resume()
             if served is not None and served.probe is not None:
                 for answer in await self._answers(served.probe.sequences()):
                     self._judged(before, served.probe.logprobs, answer, None)
@@ -437,7 +437,7 @@ class RemoteEngine:
 
     async def _answers(self, sequences: list[list[int]]) -> list[list[float]]:
         """What each process behind the server says of these, end to end."""
-        parts = await asyncio.gather(*(self._server.score(tokens) for tokens in sequences))
+        parts = await asyncio.gather(*(self.server.score(tokens) for tokens in sequences))
         return [[value for part in parts for value in part[process]] for process in range(len(parts[0]))]
 
     def _judged(

@@ -26,7 +26,7 @@ class StopFinder:
     """One per engine; remembers the text of each token it has seen."""
 
     def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+        self.decode = decode
         self._texts: dict[int, str] = {}
 
     def ends(self, sampled: Sequence[int] | npt.NDArray[np.integer[Any]], stops: tuple[str, ...]) -> bool:
@@ -44,7 +44,7 @@ class StopFinder:
             text = self._text(int(sampled[first]))
             num_chars += 0 if PARTIAL in text else len(text.strip())
         first = max(0, first - CONTEXT_TOKENS)
-        text = self._decode([int(token) for token in sampled[first:]])
+        text = self.decode([int(token) for token in sampled[first:]])
         return any(stop in text for stop in candidates)
 
     def _may_end(self, newest: str, stop: str) -> bool:
@@ -54,5 +54,5 @@ class StopFinder:
     def _text(self, token: int) -> str:
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = self._decode([token])
+            text = self._texts[token] = self.decode([token])
         return text

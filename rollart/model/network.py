@@ -165,14 +165,14 @@ def empty_model(config: PreTrainedConfig, context_tokens: int | None = None) -> 
 def adopt(model: PreTrainedModel, context_tokens: int | None = None) -> PreTrainedModel:
     """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
     prove_packed_architecture(model.config, context_tokens)
-    _prove_packed(model, within=fits_windows(model.config, context_tokens))
+    prove_packed(model, within=fits_windows(model.config, context_tokens))
     return model
 
 
 def prove_packed_architecture(config: PreTrainedConfig, context_tokens: int | None = None) -> None:
     """JobError where models of this kind come out wrong in a packed batch. Reads no weights, and takes a moment."""
     within = fits_windows(config, context_tokens)
-    prove_architecture(config, "packed", partial(_prove_packed, within=within), within=within)
+    prove_architecture(config, "packed", partial(prove_packed, within=within), within=within)
 
 
 def prepare(model: PreTrainedModel, *, within: bool = False) -> None:
@@ -187,7 +187,7 @@ def prepare(model: PreTrainedModel, *, within: bool = False) -> None:
     model.train(False)
 
 
-def _prove_packed(model: PreTrainedModel, *, within: bool) -> None:
+def prove_packed(model: PreTrainedModel, *, within: bool) -> None:
     """A model's packed log-probabilities are those that transformers gives for each sequence alone, or JobError."""
     prepare(model, within=within)
 
@@ -197,11 +197,11 @@ def _prove_packed(model: PreTrainedModel, *, within: bool) -> None:
         both = packed_logprobs(model, torch.cat(list(sequences)), lengths)
         return [own[1:] for own in torch.split(both, lengths)]
 
-    prove(model, packed, what="in a packed batch", instead=INSTEAD, cause=_known_cause(model))
+    prove(model, packed, what="in a packed batch", instead=INSTEAD, cause=known_cause(model))
 
 
 @torch.no_grad()
-def _known_cause(model: PreTrainedModel) -> str:
+def known_cause(model: PreTrainedModel) -> str:
     """What of this model is known to go wrong, in words; "" where nothing is."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())

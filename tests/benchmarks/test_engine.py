@@ -79,7 +79,7 @@ def test_the_figures_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_parameters_are_counted(tmp_path: Path) -> None:
     bench.make_model(SMALL, str(tmp_path))
-    model = EmbeddedSide(str(tmp_path))._engine._model
+    model = EmbeddedSide(str(tmp_path)).engine.model
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     assert bench.describe(SMALL)["parameters"] == matrices
 

@@ -71,9 +71,9 @@ class Running:
         )
         store = self.versions.store
         engine = await launch(settings, store, FetchAhead(store))
-        await engine._server.stage(engine._files.initial(), 0)
-        await engine._server.load(0)
-        await engine._server.resume()
+        await engine.server.stage(engine.files.initial(), 0)
+        await engine.server.load(0)
+        await engine.server.resume()
         return engine
 
     def play(self, work: Callable[[RemoteEngine], Awaitable[None]], *, keep_kv: bool = False) -> None:
@@ -135,7 +135,7 @@ class TestVllmEngine(EngineContract):
 async def started(engine: RemoteEngine) -> None:
     """Until some request in flight has tokens of the segment under way."""
     async with asyncio.timeout(60):
-        while not any(call.unspanned for call in engine._calls.values()):  # noqa: ASYNC110 - it has no event
+        while not any(call.unspanned for call in engine.calls.values()):  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
 
 
@@ -216,7 +216,7 @@ def test_weights_that_are_not_what_the_trainer_says_are_found_out(vllm: Running)
 async def off(engine: RemoteEngine, manifest: WeightManifest) -> float:
     """The most that any log-probability of the probe differs from the trainer's."""
     assert manifest.probe is not None
-    parts = [await engine._server.score(tokens) for tokens in manifest.probe.sequences()]
+    parts = [await engine.server.score(tokens) for tokens in manifest.probe.sequences()]
     answer = [value for [part] in parts for value in part]
     return max(abs(a - b) for a, b in zip(answer, manifest.probe.logprobs, strict=True))
 

@@ -99,7 +99,7 @@ class FakeSglang:
         return Response()
 
     async def _info(self, request: Request) -> Response:
-        return JSONResponse({"context_length": self.core._max_context})
+        return JSONResponse({"context_length": self.core.max_context})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
@@ -141,7 +141,7 @@ class FakeSglang:
                 if done is not None:
                     tokens, logprobs = done.tokens.tolist(), done.logprobs.tolist()
                 else:
-                    live = self.core._live[rid]
+                    live = self.core.live[rid]
                     tokens, logprobs = live.sampled().tolist(), list(live.logprobs)
                 rows: list[list[Any]] = [
                     [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
@@ -166,12 +166,12 @@ class FakeSglang:
             self._ended.pop(rid, None)
 
     def _count(self, rid: str) -> int:
-        live = self.core._live.get(rid)
+        live = self.core.live.get(rid)
         return 0 if live is None else len(live.logprobs)
 
     def _score(self, tokens: list[int]) -> dict[str, Any]:
         with torch.no_grad():
-            logprobs = packed_logprobs(self.core._model, torch.tensor(tokens), [len(tokens)]).tolist()
+            logprobs = packed_logprobs(self.core.model, torch.tensor(tokens), [len(tokens)]).tolist()
         rows = [
             [None if at == 0 else logprob, token, None]
             for at, (logprob, token) in enumerate(zip(logprobs, tokens, strict=True))
@@ -185,7 +185,7 @@ class FakeSglang:
     async def _pause(self, request: Request) -> Response:
         assert (await request.json())["mode"] == "abort"
         self._go.clear()
-        for rid in list(self.core._live):
+        for rid in list(self.core.live):
             self.core.abort(rid)
         return JSONResponse({"status": "ok", "message": "Generation paused."})
 

@@ -26,11 +26,11 @@ from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_arc
 from rollart.errors import JobError
 from rollart.model.agreement import prove
 from rollart.model.network import (
-    _known_cause,
-    _prove_packed,
     adopt,
+    known_cause,
     load_model,
     packed_logprobs,
+    prove_packed,
     prove_packed_architecture,
 )
 from rollart.model.reduced import VOCAB, WINDOW, reduced
@@ -180,7 +180,7 @@ def test_a_window_is_taken_where_no_sequence_is_longer_than_it() -> None:
         with pytest.raises(JobError, match=r"mistral: cannot be run in a packed batch .*sliding_window"):
             adopt(random_model(config, REACH), context)
     with pytest.raises(JobError, match="off by"):
-        _prove_packed(random_model(config, WINDOW), within=True)  # as if no sequence were longer than 8 tokens
+        prove_packed(random_model(config, WINDOW), within=True)  # as if no sequence were longer than 8 tokens
 
 
 def test_positions_that_depend_on_the_longest_sequence_are_refused() -> None:
@@ -241,9 +241,9 @@ def test_two_passes_that_round_differently_are_no_cause(dtype: torch.dtype) -> N
     factors: list[float] = []
     network.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits * factors.pop(0))
     factors[:] = [1 + 2 * torch.finfo(dtype).eps, 1.0]
-    assert _known_cause(model) == ""
+    assert known_cause(model) == ""
     factors[:] = [2.0, 1.0]
-    assert "scaled" in _known_cause(model)
+    assert "scaled" in known_cause(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -130,7 +130,7 @@ def test_graphs_and_single_kernels_say_the_same() -> None:
     for graphs in (True, False):
         engine = make_engine(plain_model("qwen3"), paged=True, on="cuda", kv_tokens=8192, max_batch=8)
         if not graphs:
-            engine._backend._graphs.clear()  # type: ignore[attr-defined]
+            engine.backend.graphs.clear()  # type: ignore[attr-defined]
         for number, prompt in enumerate(prompts):
             engine.add(request(prompt, f"{number}/0", max_tokens=40, temperature=number % 2, seed=3))
         answers.append({name: got.tokens.tolist() for name, got in drain(engine).items()})

@@ -52,7 +52,7 @@ def test_what_was_learnt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = Drafts()
     for number in range(200):
         drafts.learn(sequence(), list(range(number, number + 4)))
-        assert len(drafts._next) <= 50
+        assert len(drafts) <= 50
 
 
 def rounds(engine: EmbeddedEngine, temperature: float) -> tuple[list[GenerateRequest], list[Completion], list[int]]:
@@ -95,14 +95,14 @@ def test_guesses_of_all_requests_together_are_bounded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(embedded, "GUESSED_LOGITS", 2 * VOCAB + 1)
     engine = make_engine(plain)
     most = 0
-    guess = engine._scheduler._guess
+    guess = engine.scheduler.guess
 
     def counted(budget: int) -> int:
         nonlocal most
         most = max(most, guesses := guess(budget))
         return guesses
 
-    monkeypatch.setattr(engine._scheduler, "_guess", counted)
+    monkeypatch.setattr(engine.scheduler, "guess", counted)
     asked, got, _ = rounds(engine, 0.0)
     assert most == 2
     for each, one in zip(asked, got, strict=True):

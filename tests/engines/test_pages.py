@@ -71,9 +71,7 @@ def test_a_page_that_is_shared_is_copied_before_it_is_written() -> None:
 
 def test_every_page_comes_back() -> None:
     kv = memory()
-    for number in range(3):
-        computed(kv, sequence([*LONG, number], f"s{number}", number))
-    for seq in list(kv._placed.values()):
+    for seq in [computed(kv, sequence([*LONG, number], f"s{number}", number)) for number in range(3)]:
         kv.park(seq)
     assert kv.num_parked == 3
     kv.drop_parked()

@@ -66,8 +66,8 @@ def play(
 
 async def started(engine: RemoteEngine, *names: str, tokens: int = 1) -> None:
     """Until each of these requests has so many tokens."""
-    await until(lambda: all(name in engine._calls for name in names))
-    await until(lambda: all(name not in engine._calls or len(engine._calls[name].tokens) >= tokens for name in names))
+    await until(lambda: all(name in engine.calls for name in names))
+    await until(lambda: all(name not in engine.calls or len(engine.calls[name].tokens) >= tokens for name in names))
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -83,7 +83,7 @@ def test_every_token_is_of_the_version_its_span_says(versions: Versions, increme
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         await started(engine, *(one.id for one in asked))
         for version in (1, 2):
-            await until(lambda: all(len(call.tokens) >= 20 * version for call in engine._calls.values()))  # noqa: B023
+            await until(lambda: all(len(call.tokens) >= 20 * version for call in engine.calls.values()))  # noqa: B023
             report = await engine.swap(versions.put(version))
             assert report.rebuilt_tokens >= 20 * version * sum(not task.done() for task in tasks)
         spans = set()
@@ -115,9 +115,9 @@ def test_a_stop_string_is_found_wherever_it_lies(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         asked = request([5, 6, 7], max_tokens=100, seed=3)
         whole = await engine.generate(asked)
-        call = engine._calls
+        call = engine.calls
         assert not call
-        decode = engine._stops._decode  # type: ignore[union-attr]
+        decode = engine.stops.decode  # type: ignore[union-attr]
         stop = decode(whole.tokens[7:9].tolist())
         first = next(n for n in range(1, 101) if stop in decode(whole.tokens[:n].tolist()))
         got = await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=(stop,))))
@@ -129,7 +129,7 @@ def test_a_stop_string_is_found_wherever_it_lies(versions: Versions) -> None:
 
 def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
-        decode = engine._stops._decode  # type: ignore[union-attr]
+        decode = engine.stops.decode  # type: ignore[union-attr]
         asked = request([5, 6, 7], "a/0", max_tokens=150, seed=1)
         first = asyncio.ensure_future(engine.generate(asked))
         await started(engine, "a/0", tokens=8)
@@ -144,7 +144,7 @@ def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versio
         ends = []
         for token in whole.tokens[: cut + 1].tolist():
             call.tokens.append(token)
-            ends.append(engine._stopped(call))
+            ends.append(engine.stopped(call))
         assert ends == [False] * cut + [True]
 
     play(versions, work)
@@ -161,7 +161,7 @@ def test_looking_for_a_stop_string_copies_nothing(versions: Versions) -> None:
                 seen.append(sampled)
                 return False
 
-        engine._stops = Finder()  # type: ignore[assignment]
+        engine.stops = Finder()  # type: ignore[assignment]
         asked = request([5, 6, 7], max_tokens=8, seed=3)
         await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=("x",))))
         assert len(seen) > 1
@@ -180,7 +180,7 @@ def test_an_aborted_request_gives_what_it_has(versions: Versions) -> None:
         got = await task
         assert got.finish is Finish.ABORT
         versions.check(asked, got)
-        await until(lambda: not server.core._live)
+        await until(lambda: not server.core.live)
 
     play(versions, work)
 
@@ -194,7 +194,7 @@ def test_who_stops_waiting_stops_the_server_too(versions: Versions) -> None:
         await started(engine, "a/0", tokens=8)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not server.core._live)
+        await until(lambda: not server.core.live)
         assert server.core.stats.sampled_tokens < 1.5 * whole
 
     play(versions, work)
@@ -224,17 +224,17 @@ def test_answers_wait_for_the_proof_and_what_was_sampled_before_it_failed_is_tak
         asked = [request([5 + n, 6, 7], f"s{n}/0", max_tokens=150, seed=n) for n in range(4)]
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         await started(engine, *(one.id for one in asked), tokens=8)
-        score, asking = engine._server.score, asyncio.Event()
+        score, asking = engine.server.score, asyncio.Event()
 
         async def slowly(tokens: list[int]) -> list[list[float]]:
             asking.set()
             if engine.version == 1:
                 over = [task.done() for task in tasks]  # before the swap
-                await until(lambda: all(call.task is None for call in engine._calls.values()))
+                await until(lambda: all(call.task is None for call in engine.calls.values()))
                 assert [task.done() for task in tasks] == over, "no answer leaves"
             return await score(tokens)
 
-        engine._server.score = slowly  # type: ignore[method-assign]
+        engine.server.score = slowly  # type: ignore[method-assign]
         with pytest.raises(WeightError, match=r"loaded version 1, but its log-probabilities are"):
             await engine.swap(manifest)
         assert asking.is_set()
@@ -253,7 +253,7 @@ def test_most_of_the_probe_is_scored_after_the_swap_and_no_answer_leaves_before(
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         manifest = versions.put(1)
         assert manifest.probe is not None
-        score, go_on, scored = engine._server.score, asyncio.Event(), 0
+        score, go_on, scored = engine.server.score, asyncio.Event(), 0
 
         async def slowly(tokens: list[int]) -> list[list[float]]:
             nonlocal scored
@@ -263,12 +263,12 @@ def test_most_of_the_probe_is_scored_after_the_swap_and_no_answer_leaves_before(
             await go_on.wait()
             return [[value - (0.0 if right else 1.0) for value in row] for row in await score(tokens)]
 
-        engine._server.score = slowly  # type: ignore[method-assign]
+        engine.server.score = slowly  # type: ignore[method-assign]
         await engine.swap(manifest)
         assert scored >= AT_ONCE
         asked = request([5, 6, 7], "a/0", max_tokens=20)
         answer = asyncio.ensure_future(engine.generate(asked))
-        await until(lambda: "a/0" in engine._calls and bool(engine._calls["a/0"].spans))
+        await until(lambda: "a/0" in engine.calls and bool(engine.calls["a/0"].spans))
         await asyncio.sleep(0.05)
         assert not answer.done()
         go_on.set()
@@ -304,7 +304,7 @@ def test_weights_in_shared_memory_are_loaded_from_there(tmp_path: Path, monkeypa
 def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -> None:
     async def work(engine: RemoteEngine, server: FakeSglang) -> None:
         calls: list[str] = []
-        stage, halt = engine._server.stage, engine._server.halt
+        stage, halt = engine.server.stage, engine.server.halt
 
         async def staging(files: Any, version: int) -> None:
             calls.append(f"stage {version}")
@@ -314,7 +314,7 @@ def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -
             calls.append("halt")
             await halt()
 
-        engine._server.stage, engine._server.halt = staging, halting  # type: ignore[method-assign]
+        engine.server.stage, engine.server.halt = staging, halting  # type: ignore[method-assign]
         staged = asyncio.ensure_future(engine.stage(1))
         await asyncio.sleep(0.05)
         assert calls == [], "it is not whole yet"
@@ -392,14 +392,14 @@ def test_weights_that_fit_neither_way_lose_the_engine(versions: Versions) -> Non
         await started(engine, "a/0", tokens=4)
         server.lose_updates = True
         manifest = versions.put(1)
-        original = engine._server.load
+        original = engine.server.load
 
         async def load(version: int) -> None:
             if version == 0:
                 raise WeightError("no such folder")
             await original(version)
 
-        engine._server.load = load  # type: ignore[method-assign]
+        engine.server.load = load  # type: ignore[method-assign]
         with pytest.raises(EngineError, match=r"neither new weights .* nor those of version 0 could be loaded"):
             await engine.swap(manifest)
         with pytest.raises(EngineError, match="neither new weights"):

@@ -43,9 +43,8 @@ def test_spans_of_one_version_are_one_and_empty_ones_are_none() -> None:
 
 def test_engine_seconds_are_divided_among_those_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    share = EngineSeconds()
-    share._at = 0.0
     monkeypatch.setattr("rollart.engines.embedded.segments.time.perf_counter", lambda: now[0])
+    share = EngineSeconds()
     first = share.enter()
     now[0] = 1.0
     second = share.enter()

@@ -97,10 +97,10 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
     from rollart.model.network import named_weights
     from rollart.store.buckets import BucketStore
 
-    core, swap = made._core, made.swap
+    core, swap = made.core, made.swap
 
     async def holds(event: str, version: int) -> None:
-        found = await made._call(lambda: (core.version, hash_of(named_weights(core._model))))
+        found = await made._call(lambda: (core.version, hash_of(named_weights(core.model))))
         note(event=event, engine=name, asked=version, version=found[0], hash=found[1])
 
     async def noted(manifest: Any) -> Any:

@@ -48,9 +48,9 @@ def test_an_embedded_engine_computes_as_its_pool_says(dtype: torch.dtype, model:
     async def work() -> None:
         engine = await build(setup.engine(SPEC))
         try:
-            assert engine._core._model.dtype == dtype
-            assert engine._core._scheduler._step_tokens == 96
-            assert 40 in engine._core._eos
+            assert engine.core.model.dtype == dtype
+            assert engine.core.scheduler.step_tokens == 96
+            assert 40 in engine.core.eos
             await engine.swap(store.push(1, named_weights(load_model(model))))  # the trainer's are float32
             assert np.isfinite((await engine.generate(asked)).logprobs).all()
         finally:

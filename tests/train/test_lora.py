@@ -69,7 +69,7 @@ def test_an_engine_that_merged_adapters_says_what_the_trainer_says(
     """Through a store, as in a run; after versions in any order, without drift."""
     trainer, store = SingleTrainer(settings), ShmStore("lora-test", root=tmp_path)
     engine = EmbeddedEngine(load_model(model_path), settings=EngineSettings(), eos=frozenset())
-    initial = logprobs(engine._model)
+    initial = logprobs(engine.model)
     published: dict[int, Mapping[str, Tensor]] = {}
     said: dict[int, Tensor] = {}
     try:
@@ -82,8 +82,8 @@ def test_an_engine_that_merged_adapters_says_what_the_trainer_says(
     assert float((said[2] - said[0]).abs().max()) > 0.01, "it learns something"
     for version in (0, 2, 1, 2, 1, 0):
         engine.swap(version, published[version])
-        torch.testing.assert_close(logprobs(engine._model), said[version], atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(logprobs(engine._model), initial, atol=0, rtol=0)
+        torch.testing.assert_close(logprobs(engine.model), said[version], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(logprobs(engine.model), initial, atol=0, rtol=0)
 
 
 def test_other_weights_are_a_new_base(model_path: Path, tmp_path: Path) -> None:

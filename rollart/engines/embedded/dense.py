@@ -98,18 +98,18 @@ class DenseForward:
         # Half of the head is negated as it changes sides; the sign is kept here instead.
         self._sin_PD: Tensor = sin[0].clone()
         self._sin_PD[:, : self._head_size // 2].neg_()
-        self._join_norms()
+        self.join_norms()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over weights that were changed in place."""
-        self._join_norms()
+        self.join_norms()
         self._head.refresh()
         for layer in self._layers:
             for matrix in layer.matrices():
                 matrix.refresh()
 
-    def _join_norms(self) -> None:
+    def join_norms(self) -> None:
         counts = (self._heads, self._kv_heads)
         for layer in self._layers:
             if layer.head_norms is not None:

@@ -26,6 +26,9 @@ class Drafts:
     def __init__(self) -> None:
         self._next: dict[Context, tuple[int, int]] = {}
 
+    def __len__(self) -> int:
+        return len(self._next)
+
     def learn(self, seq: Sequence, tokens: list[int]) -> None:
         """These were drawn just now, in this order."""
         context = seq.context

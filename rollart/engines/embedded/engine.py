@@ -75,19 +75,19 @@ class EmbeddedEngine:
         """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only;
         `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not.
         `paged` chooses the back end; by default pages on CUDA, slabs elsewhere."""
-        self._model = model
+        self.model = model
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._id = engine_id
         self._keep_kv = settings.keep_kv
         self.version = version
-        self._eos = eos_ids(model) if eos is None else eos
+        self.eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
-        self._backend = make_backend(model, settings, max_context, paged)
-        self._max_context = self._backend.max_context
-        self.kv = self._backend.memory
-        self._draft_tokens = 0 if self._backend.overlaps else settings.most_draft_tokens
+        self.backend = make_backend(model, settings, max_context, paged)
+        self.max_context = self.backend.max_context
+        self.kv = self.backend.memory
+        self._draft_tokens = 0 if self.backend.overlaps else settings.most_draft_tokens
         self._drafts = Drafts()
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self.kv,
             self._drafts,
             max_batch=settings.max_batch,
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         """The step whose results were not taken yet."""
         self._began = 0.0
         """When the device was free for the step under way."""
-        self._live: dict[str, Sequence] = {}
+        self.live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []
         """Completions that came about between steps; the next step hands them out."""
         self._arrivals = 0
@@ -141,21 +141,21 @@ class EmbeddedEngine:
             eos=eos,
             decode=decode,
         )
-        prove_steps(model, engine._backend)
+        prove_steps(model, engine.backend)
         return engine
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._live or self._ended)
+        return bool(self.live or self._ended)
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        return len(self.scheduler.running)
 
     @property
     def num_preempted(self) -> int:
-        return self._scheduler.num_preempted
+        return self.scheduler.num_preempted
 
     # --- between steps
 
@@ -166,27 +166,27 @@ class EmbeddedEngine:
         seq = Sequence(
             request,
             arrival=self._arrivals,
-            max_context=self._max_context,
+            max_context=self.max_context,
             version=self.version,
             seed=int(self._seeds.integers(1 << 63)) if seed is None else _stream(seed, request.id),
         )
         self._arrivals += 1
-        self._live[request.id] = seq
-        self._scheduler.waiting.append(seq)
+        self.live[request.id] = seq
+        self.scheduler.waiting.append(seq)
 
     def _check(self, request: GenerateRequest) -> None:
         sampling = request.sampling
-        if request.id in self._live:
+        if request.id in self.live:
             raise EngineError(f"{self._id}: request {request.id} is already in flight")
         if self.version < request.min_version:
             raise EngineError(
                 f"{self._id}: request {request.id} needs weights of version {request.min_version} or newer, "
                 f"this engine serves {self.version}"
             )
-        if not 0 < request.prompt_tokens < self._max_context:
+        if not 0 < request.prompt_tokens < self.max_context:
             raise RequestError(
                 f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
-                f"{self._max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
+                f"{self.max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
@@ -200,9 +200,9 @@ class EmbeddedEngine:
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; its slot is free at once. Unknown ids are ignored."""
         self._drain()
-        seq = self._live.get(request_id)
+        seq = self.live.get(request_id)
         if seq is not None:
-            self._scheduler.remove(seq)
+            self.scheduler.remove(seq)
             self.kv.release(seq)
             self._end(seq, Finish.ABORT, self._ended)
 
@@ -210,11 +210,11 @@ class EmbeddedEngine:
     def swap(self, version: WeightVersion, weights: Mapping[str, Tensor]) -> SwapReport:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
         self._drain()
-        load_weights_(self._model, weights)
-        self._backend.refresh()
+        load_weights_(self.model, weights)
+        self.backend.refresh()
         self.version = version
         rebuilt = 0
-        for seq in self._live.values():
+        for seq in self.live.values():
             seq.turn_to(version)
             if self._keep_kv:
                 seq.shares = False
@@ -232,24 +232,24 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Completion]]:
         """Run one batch; returns what ended since the last step."""
-        if self._under_way is not None and self.kv.short_of(self._scheduler.running):
+        if self._under_way is not None and self.kv.short_of(self.scheduler.running):
             self._drain()  # whoever gives way must know all its tokens
         launched = self._launch()
         self._drain()
         self._under_way = launched
-        if not self._backend.overlaps:
+        if not self.backend.overlaps:
             self._drain()
         ended, self._ended = self._ended, []
         return ended
 
     def _launch(self) -> Launched | None:
         """Begin a step, and count on what it will give. None where there is nothing to compute."""
-        num_tokens = self._scheduler.schedule()
+        num_tokens = self.scheduler.schedule()
         if num_tokens == 0:
             return None
         if self._under_way is None:
             self._began = time.perf_counter()
-        launched = self._backend.launch(self._scheduler.running)
+        launched = self.backend.launch(self.scheduler.running)
         for seq in launched.seqs:
             known = seq.take - seq.draft
             if known > 1 or seq.total == seq.prompt_tokens:
@@ -278,7 +278,7 @@ class EmbeddedEngine:
             seq.busy_s += take * step_s / num_tokens
         for seq, finish in self._take(launched.asked, tokens, logprobs):
             seq.cut_short()
-            self._scheduler.remove(seq)
+            self.scheduler.remove(seq)
             if seq.request.last:
                 self.kv.release(seq)
             else:
@@ -322,21 +322,21 @@ class EmbeddedEngine:
                 break
             row += 1
             seq.expect()
-        if not self._backend.overlaps:
+        if not self.backend.overlaps:
             seq.length = seq.total - 1
         return row
 
     def _finish(self, seq: Sequence) -> Finish | None:
         """Whether its newest token was its last, and why."""
         stops = seq.sampling.stop
-        if seq.last_token in self._eos:
+        if seq.last_token in self.eos:
             return Finish.STOP
         if stops and self._stops is not None and self._stops.ends(seq.sampled(), stops):
             return Finish.STOP
         return Finish.LENGTH if seq.total - seq.in_flight >= seq.limit else None
 
     def _end(self, seq: Sequence, finish: Finish, ended: list[tuple[str, Completion]]) -> None:
-        del self._live[seq.request.id]
+        del self.live[seq.request.id]
         ended.append((seq.request.id, seq.completion(finish, self._id)))
 
 

@@ -26,7 +26,7 @@ class Scheduler:
         self._guesses = guesses
         """The most in one step, of all sequences together."""
         self._max_batch = max_batch
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival, but for those computed again after a preemption."""
@@ -36,7 +36,7 @@ class Scheduler:
         """Set `take` of every running sequence; returns the step's number of tokens."""
         self._secure_slots()
         self._admit()
-        budget = self._step_tokens
+        budget = self.step_tokens
         prefilling: list[Sequence] = []
         for seq in self.running:
             if seq.full:
@@ -53,10 +53,10 @@ class Scheduler:
             seq.take = min(seq.pending, budget)
             budget -= seq.take
         if self._draft_tokens:
-            budget -= self._guess(min(budget, self._guesses))
-        return self._step_tokens - budget
+            budget -= self.guess(min(budget, self._guesses))
+        return self.step_tokens - budget
 
-    def _guess(self, budget: int) -> int:
+    def guess(self, budget: int) -> int:
         """Let those that will sample in this step try some tokens more; returns how many in all."""
         begun = budget
         for seq in self.running:

@@ -37,7 +37,7 @@ class ThreadedEngine:
     def __init__(
         self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None, spent_s: Spent | None = None
     ) -> None:
-        self._core = core
+        self.core = core
         self._fetch = fetch
         self._stage = stage
         self._spent_s = spent_s
@@ -62,7 +62,7 @@ class ThreadedEngine:
 
         def add() -> None:
             try:
-                self._core.add(request)
+                self.core.add(request)
             except BoundaryError as error:
                 self._answer(_settle, future, error)
 
@@ -71,7 +71,7 @@ class ThreadedEngine:
             return await future
         except asyncio.CancelledError:
             # Nobody waits for it any more, so nobody should compute it.
-            self._calls.put(lambda: self._core.abort(request.id))
+            self._calls.put(lambda: self.core.abort(request.id))
             raise
         finally:
             self._requests.pop(request.id, None)
@@ -79,8 +79,8 @@ class ThreadedEngine:
     async def abort(self, request_id: str) -> int:
         if self._failure is not None:
             raise self._failure
-        self._calls.put(lambda: self._core.abort(request_id))
-        return self._core.stats.steps
+        self._calls.put(lambda: self.core.abort(request_id))
+        return self.core.stats.steps
 
     async def stage(self, version: WeightVersion) -> None:
         if self._stage is not None:
@@ -94,7 +94,7 @@ class ThreadedEngine:
         pull_s = time.perf_counter() - started
         if self._spent_s is not None:
             pull_s += self._spent_s(manifest.version)
-        report = await self._call(lambda: self._core.swap(manifest.version, weights))
+        report = await self._call(lambda: self.core.swap(manifest.version, weights))
         return replace(report, pull_s=pull_s)
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class ThreadedEngine:
     def _run(self) -> None:
         try:
             while self._take_calls():
-                ended = self._core.step()
+                ended = self.core.step()
                 if ended:
                     self._answer(self._settle_all, ended)
         except Exception as error:  # the boundary of the thread: whatever it is, those who wait hear it
@@ -157,7 +157,7 @@ class ThreadedEngine:
         """Do what was asked since the last step; waits while there is nothing to step. False when it is over."""
         while True:
             try:
-                call = self._calls.get(block=not self._core.busy)
+                call = self._calls.get(block=not self.core.busy)
             except queue.Empty:
                 return True
             if call is None:

@@ -120,7 +120,7 @@ class PagedBackend:
         self._decode_buffer = torch.zeros(WORDS_PER_ROW * max_batch, dtype=torch.int32, device=self._device)
         """Stays where it is: graphs read it."""
         self._reserve(len(self._decode_buffer))
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.graphs: dict[tuple[int, int], _Graph] = {}
         self._sizes = batch_sizes(max_batch)
         if self._on_cuda and graphs and self._forward is not None and not self._forward.waits:
             self._capture_all()
@@ -320,7 +320,7 @@ class PagedBackend:
         longest = max(seq.length for seq in seqs) + 1
         inputs = self._decode_inputs(seqs, size)
         splits = splits_for(size, self._shape.heads, longest)
-        captured = self._graphs.get((size, splits))
+        captured = self.graphs.get((size, splits))
         if captured is not None:
             captured.graph.replay()
             return captured.tokens_B, captured.logprobs_B, captured.logits_BV
@@ -382,7 +382,7 @@ class PagedBackend:
             with torch.cuda.graph(graph, pool=pool):
                 tokens_B, logprobs_B, logits_BV = self._decode_step(inputs, splits, [])
             pool = pool or graph.pool()
-            self._graphs[size, splits] = _Graph(graph, logits_BV, tokens_B, logprobs_B)
+            self.graphs[size, splits] = _Graph(graph, logits_BV, tokens_B, logprobs_B)
             if number % 8 == 0 or number + 1 == len(wanted):
                 seconds = time.perf_counter() - began
                 logger.info("CUDA graphs: %d of %d captured, %.1f s", number + 1, len(wanted), seconds)
