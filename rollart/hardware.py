@@ -36,6 +36,9 @@ NETWORK_GB_S = 50.0
 """Of one machine, one way: 400 Gb/s."""
 NETWORK_S = 20e-6
 """Latency of a hop between machines."""
+READ_BY_SHARE = 0.25
+"""A share of the multiprocessors reads at this power of the share of the bandwidth: 48 of an H200's 132 read 0.79 of it
+(measured alone; by this 0.78)."""
 MEMORY_KEPT = 0.1
 """Share of the memory that an engine leaves to everything but weights and KV."""
 
@@ -64,6 +67,15 @@ class Hardware:
     """Between devices of one machine, one way."""
     link_s: float = 8e-6
     """An all-reduce of two devices, whatever its size."""
+
+    def part(self, share: float) -> "Hardware":
+        """A share of one device's multiprocessors, with all of its memory."""
+        return replace(
+            self,
+            tflops=self.tflops * share,
+            bandwidth_gb_s=self.bandwidth_gb_s * share**READ_BY_SHARE,
+            row_gb_s=self.row_gb_s * share,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +279,44 @@ class EngineCosts:
     def prefill_token_s(self, seen: float) -> float:
         """One more token of a prompt, where a step has enough of them."""
         return self.token_s + self.passed_s + seen * self.attention_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """Seconds that were measured, by those of the table."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+TABLE = Learnt()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntCosts:
+    """Costs of steps as the table has them, each part at its factor. What prompts add to a step is prefill."""
+
+    table: EngineCosts
+    learnt: Learnt
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.table.kv_tokens
+
+    def step_s(
+        self, batch: float, cached: float, prefill: float = 0.0, seen: float = 0.0, prompts: float = 0.0
+    ) -> float:
+        decode_s = self.table.step_s(batch, cached) if batch else 0.0
+        if not prefill:
+            return self.learnt.decode * decode_s
+        whole_s = self.table.step_s(batch, cached, prefill, seen, prompts)
+        return self.learnt.decode * decode_s + self.learnt.prefill * (whole_s - decode_s)
+
+    def prefill_s(self, tokens: float, seen: float) -> float:
+        return self.learnt.prefill * self.table.prefill_s(tokens, seen)
+
+    def prefill_token_s(self, seen: float) -> float:
+        return self.learnt.prefill * self.table.prefill_token_s(seen)
 
 
 @lru_cache(maxsize=256)

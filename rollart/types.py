@@ -221,6 +221,80 @@ class Span(NamedTuple):
     length: int
 
 
+class StepSums(NamedTuple):
+    """Steps of an engine, summed since it began. A mean step follows: divide by `steps`."""
+
+    steps: float = 0.0
+    sequences: float = 0.0
+    """That decoded in them."""
+    cached: float = 0.0
+    """Tokens in the caches of these."""
+    prompts: float = 0.0
+    """Whose last token was computed in them."""
+    tokens: float = 0.0
+    """Of prompts."""
+    pairs: float = 0.0
+    """For each of these tokens, those that it looked at."""
+    seconds: float = 0.0
+
+
+class EngineWork(NamedTuple):
+    """What an engine has done since it began, by kind of step: how fast it is follows from two of these."""
+
+    decode: StepSums
+    """Nobody's prompt was computed."""
+    mixed: StepSums
+    """Prompts were computed beside those who decode."""
+    prefill: StepSums
+    """Nobody decoded."""
+
+
+REPORT_STEPS = 32.0
+"""Steps between two reports: most answers need not carry one."""
+
+
+class WorkMeter:
+    """What every kind of engine keeps of its own steps, to say it with its answers. Sums since the engine began, so
+    that an answer which is lost on its way takes nothing with it. Read by `rollart.policy.speeds`."""
+
+    __slots__ = ("_decode", "_mixed", "_prefill", "_since")
+
+    def __init__(self) -> None:
+        self._decode, self._mixed, self._prefill = ([0.0] * len(StepSums._fields) for _ in range(3))
+        self._since = 0.0
+
+    def add(
+        self,
+        seconds: float,
+        steps: float = 1.0,
+        *,
+        sequences: float = 0.0,
+        cached: float = 0.0,
+        prompts: float = 0.0,
+        tokens: float = 0.0,
+        pairs: float = 0.0,
+    ) -> None:
+        """So many alike steps, together `seconds` long; the rest is of one of them. A step in which guesses came out
+        counts as many."""
+        sums = self._decode if not tokens else self._mixed if sequences else self._prefill
+        sums[0] += steps
+        sums[1] += steps * sequences
+        sums[2] += steps * cached
+        if tokens:
+            sums[3] += steps * prompts
+            sums[4] += steps * tokens
+            sums[5] += steps * pairs
+        sums[6] += seconds
+        self._since += steps
+
+    def report(self) -> EngineWork | None:
+        """All so far, where enough came since the last report."""
+        if self._since < REPORT_STEPS:
+            return None
+        self._since = 0.0
+        return EngineWork(StepSums(*self._decode), StepSums(*self._mixed), StepSums(*self._prefill))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What an engine sampled. `spans` lengths add up to `len(tokens)`; versions never fall."""
@@ -239,6 +313,8 @@ class Completion:
     """Engine seconds this call used, its share of the batch."""
     prefill_busy_s: float = 0.0
     """Where prefill is apart from decode: seconds of a prefill worker, not in `busy_s`."""
+    work: EngineWork | None = None
+    """What its engine has done by now, in all. Said now and then: with the first answer after enough steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,8 @@ VALUES: list[Any] = [
         id="x/0", session="x", domain="a", turn=0, prompt=(TOKENS, TOKENS), prompt_tokens=6, sampling=SAMPLING
     ),
     Span(1, 2),
+    types.StepSums(1.0, 2.0, 3.0),
+    types.EngineWork(types.StepSums(1.0), types.StepSums(), types.StepSums(seconds=0.5)),
     COMPLETION,
     TRAJECTORY.turns[0],
     TRAJECTORY,

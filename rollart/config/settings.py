@@ -466,7 +466,7 @@ class EngineSettings(Settings):
     share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU's multiprocessors that each engine's process may use, by NVIDIA's MPS: all that name the same
     `device` then run at the same time. Default: the whole GPU, in turns with other processes. With `cluster` `local`
-    only. Not read by `rollart sim`."""
+    only. `rollart sim` and affinity reckon with that part of the hardware."""
     threads: Count = 1
     """CPU threads of one engine's process."""
     cores: tuple[Annotated[int, Field(ge=0)], ...] = ()

@@ -1,6 +1,7 @@
 """Places groups on pools: tells the affinity policy what happened, writes down what it decides, and asks it.
 
-Affinity decides; this measures. Everything in a profile comes from finished turns, whatever engine served them.
+Affinity decides; this measures. Everything in a profile comes from finished turns, whatever engine served them; what
+is known of the engines' speed comes from their own count of their steps.
 """
 
 from collections import Counter
@@ -11,7 +12,8 @@ from rollart.events.log import LogHandle
 from rollart.policy.affinity import Affinity, Decision
 from rollart.policy.prediction import NEVER_S
 from rollart.policy.profile import TaskProfile
-from rollart.types import Status, Trajectory
+from rollart.policy.speeds import Rate
+from rollart.types import EngineWork, Status, Trajectory
 
 
 class AffinityDriver:
@@ -41,6 +43,10 @@ class AffinityDriver:
         if trajectory.turns and trajectory.status is not Status.ABORTED:
             self._write(self._affinity.seen(trajectory.task.domain, needs(trajectory)), -1)
 
+    def worked(self, pool: str, before: EngineWork | None, now: EngineWork) -> None:
+        """An engine of this pool says what it has done. `before`: its last report since it was started."""
+        self._write(self._affinity.worked(pool, before, now), -1)
+
     def engines_changed(self, up: Mapping[str, int], cause: int) -> None:
         """`up`: engines, by pool."""
         self._write(self._affinity.engines(up), cause)
@@ -62,6 +68,10 @@ class AffinityDriver:
                         for pool, alone in pools.items()
                     }
                     for task, pools in decision.predictions.items()
+                },
+                speeds={
+                    pool: schema.Speed(prefill=_rate(speed.prefill), decode=_rate(speed.decode))
+                    for pool, speed in decision.speeds.items()
                 },
                 cause=cause,
             ),
@@ -100,6 +110,19 @@ def _profile(profile: TaskProfile) -> schema.Profile:
         turns=round(profile.turns, 2),
         elsewhere_s=round(profile.elsewhere_s, 3),
         trajectories=profile.trajectories,
+    )
+
+
+def _rate(rate: Rate | None) -> schema.Rate | None:
+    if rate is None:
+        return None
+    return schema.Rate(
+        table_s=float(f"{rate.table_s:.4g}"),
+        measured_s=float(f"{rate.measured_s:.4g}"),
+        factor=round(rate.factor, 3),
+        units=round(rate.units),
+        windows=rate.windows,
+        believed=rate.believed,
     )
 
 

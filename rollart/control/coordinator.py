@@ -144,7 +144,7 @@ class Coordinator:
         affinity = AffinityDriver(world.affinity, self._log)
         fleet = Fleet(context, world.cluster, engines, repair, affinity.engines_changed)
         self.supervisor.spawn(fleet.watch(), background=True)
-        manager = EnvManager(context, world, fleet, Proxy(context, fleet))
+        manager = EnvManager(context, world, fleet, Proxy(context, fleet, worked=affinity.worked))
         self._players = fleet, manager
         for spec in world.further_engines:
             fleet.expect(spec)

@@ -30,7 +30,7 @@ from rollart.policy.redundancy import backoff_s
 from rollart.policy.stalls import Part
 from rollart.policy.swap import waves
 from rollart.ports import Cluster, Engine
-from rollart.types import EngineSpec, EngineView, SwapReport, WeightManifest, WeightVersion
+from rollart.types import EngineSpec, EngineView, EngineWork, SwapReport, WeightManifest, WeightVersion
 
 REPAIRS = 3
 """How often the trainer is asked to push a version again before an engine that cannot load it is given up."""
@@ -67,6 +67,8 @@ class EngineSlot:
     gone: bool = False
     served: int = 0
     """Requests answered, by whichever engine sat here."""
+    work: EngineWork | None = None
+    """What the engine that sits here last said it has done."""
     moved: tuple[int, int] = (0, 0)
     """How far it had come when it was looked at last: answers, and the engine's own count."""
     still: int = 0
@@ -215,6 +217,7 @@ class Fleet:
             try:
                 with boundary(ClusterError, "engine start"):
                     slot.engine = await self._starts.guard(slot.spec.id, self._cluster.engine(slot.spec))
+                slot.work = None
                 slot.view.version = slot.staged = slot.told = 0
                 if self._staging:
                     self._begin_stage(slot)

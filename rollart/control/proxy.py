@@ -6,7 +6,7 @@ its attempt ends; its engine, which the fleet judges by its progress, goes on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollart.control.context import JobContext
 from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
@@ -15,17 +15,24 @@ from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import schema
 from rollart.policy.answers import engine_is_broken, wrong_with
 from rollart.policy.routing import choose
-from rollart.types import Completion, EngineView, GenerateRequest
+from rollart.types import Completion, EngineView, EngineWork, GenerateRequest
 
 MAX_SENDS = 6
 """A request that was sent so often and lost each time may be what kills the engines: its attempt fails."""
 
 
+Worked = Callable[[str, EngineWork | None, EngineWork], None]
+"""Pool, an engine's last report (None: it was just started), and its new one."""
+
+
 class Proxy:
-    def __init__(self, context: JobContext, fleet: Fleet, *, recorded: bool = True) -> None:
-        """`recorded`: each call is written as events."""
+    def __init__(
+        self, context: JobContext, fleet: Fleet, *, worked: Worked | None = None, recorded: bool = True
+    ) -> None:
+        """`worked`: told what engines say they have done. `recorded`: each call is written as events."""
         limits, waits = context.job.limits, context.waits
         self._recorded = recorded
+        self._worked = worked
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
         self._supervisor = context.supervisor
@@ -53,6 +60,9 @@ class Proxy:
                 self._refused(slot, request, str(error), cause)
                 raise
             if completion is not None:
+                if completion.work is not None and self._worked is not None:
+                    before, slot.work = slot.work, completion.work
+                    self._worked(slot.spec.pool, before, completion.work)
                 slot.restarts = slot.refused = 0
                 slot.served += 1
                 return completion, slot.view, self._log_said(request, slot, completion, cause), sent_s

@@ -179,6 +179,32 @@ class Alone(Value):
     """Seconds of one trajectory."""
 
 
+class Rate(Value):
+    """How fast a pool's engines are at one kind of work, beside the table of the hardware."""
+
+    table_s: float
+    """Seconds of one decode step, or of one prompt token, by the table, at the batch and context that were met."""
+    measured_s: float
+    """What it took."""
+    factor: float
+    """Measured by predicted: the median of the newest windows of steps."""
+    units: int
+    """Decode steps, or prompt tokens, that were seen in all."""
+    windows: int
+    """Windows of these."""
+    believed: bool
+    """Enough was seen: predictions use the factor. Before, the table stands."""
+
+
+class Speed(Value):
+    """What was measured of a pool's engines."""
+
+    prefill: Rate | None
+    """Of prompt tokens; null: none was seen yet."""
+    decode: Rate | None
+    """Of steps without prompts; null: none was seen yet."""
+
+
 # --- The job --------------------------------------------------------------------------------------------------------
 
 
@@ -877,6 +903,8 @@ class Affinity(Event, tag="affinity", kw_only=True):
     """By task."""
     predicted: dict[str, dict[str, Alone]]
     """By task and pool, if the task were alone there."""
+    speeds: dict[str, Speed] = {}
+    """By pool, where its engines said anything yet and a task is free to choose."""
 
 
 # --- Training -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
 from rollart.control.judges import JudgePool
-from rollart.hardware import HARDWARE, Disaggregated, ModelShape
+from rollart.hardware import HARDWARE, Disaggregated, Hardware, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import stand_ins
@@ -73,6 +73,12 @@ def pool_stand_ins(job: Job) -> dict[str, list[str]]:
     return stand_ins({pool.name: HARDWARE[pool.hardware] for pool in job.engine_pools})
 
 
+def hardware_of(pool: PoolSettings) -> Hardware:
+    """What one device of this pool's engines is: the whole, or their share of it."""
+    hardware = HARDWARE[pool.hardware]
+    return hardware.part(pool.engines.share) if pool.engines and pool.engines.share else hardware
+
+
 def task_shares(job: Job) -> dict[str, float]:
     return shares(
         {task.name: task.weight for task in job.tasks},
@@ -89,7 +95,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
     speeds = [
         PoolSpeed(
             name=pool.name,
-            hardware=HARDWARE[pool.hardware],
+            hardware=hardware_of(pool),
             model=model.held_in(held.get(pool.name, model.bytes_per_param)),
             engines=pool.engines.count,
             gpus=pool.engines.gpus,

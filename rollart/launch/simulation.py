@@ -22,7 +22,7 @@ from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.pools import build_affinity, disaggregated, engine_specs, judges_of
+from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.dice import Dice
@@ -161,7 +161,7 @@ def simulated_world(
     answers = {judge_domain(name): SimTaskSettings(answer_tokens=each.answer_tokens) for name, each in judged.items()}
     engines = EngineWorld(
         model=MODELS[sim.model],
-        hardware={pool.name: HARDWARE[pool.hardware] for pool in job.pools},
+        hardware={pool.name: hardware_of(pool) for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
         disaggregated=disaggregated(job),

@@ -1,16 +1,18 @@
 """The job's assignment of tasks to pools: declared, or measured and kept up to date, with hysteresis.
 
-A state machine without a clock: it is told what each trajectory needed and which engines are up, and answers with a
-decision when it has looked at the assignment. The rollout writes every decision down and starts new groups by it;
-trajectories under way stay where they are.
+A state machine without a clock: it is told what each trajectory needed, what the engines' steps took and which engines
+are up, and answers with a decision when it has looked at the assignment. The rollout writes every decision down and
+starts new groups by it; trajectories under way stay where they are.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollart.policy.planning import Plan, Problem, best_plan, spread
 from rollart.policy.prediction import NEVER_S, WAVE, PoolSpeed
 from rollart.policy.profile import Meter, TaskProfile
+from rollart.policy.speeds import Gauge, Rate, is_news
+from rollart.types import EngineWork
 
 CLEAR_GAIN = 0.05
 """A new assignment must be predicted to be faster by this share to be taken: noise must not move tasks."""
@@ -36,6 +38,14 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What was measured of a pool's engines; None where nothing was yet."""
+
+    prefill: Rate | None
+    decode: Rate | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """One look at the assignment: what was known, what was predicted, and what follows."""
 
@@ -50,6 +60,8 @@ class Decision:
     profiles: Mapping[str, TaskProfile]
     predictions: Mapping[str, Mapping[str, Prediction]]
     """Task -> pool -> alone there."""
+    speeds: Mapping[str, Speed]
+    """The pools of which anything was measured."""
 
 
 class Affinity:
@@ -77,6 +89,7 @@ class Affinity:
         self._measured = False
         """The plan comes from profiles of all free tasks."""
         self._meters = {task: Meter(demand[task]) for task in tasks}
+        self._gauges = {pool.name: Gauge() for pool in pools}
         self._owed: dict[tuple[str, str], float] = {}
         self.plan: Plan = spread(self._problem())
 
@@ -150,8 +163,20 @@ class Affinity:
         self.pools = [pool.with_engines(up[pool.name]) for pool in self.pools]
         return self._look(f"engines came or went: {', '.join(changed)}")
 
+    def worked(self, pool: str, before: EngineWork | None, now: EngineWork) -> Decision | None:
+        """What an engine of this pool has done, by its last report (None: since it began) and by this one. A decision
+        where its speed turns out to be another than was reckoned with. Where all is declared nothing is learnt."""
+        if not self._free:
+            return None
+        speed = next(one for one in self.pools if one.name == pool)
+        gauge = self._gauges[pool]
+        gauge.add(before, now, speed.table, speed.prefill_table)
+        news = is_news(pool, speed.learnt, gauge.learnt) if len(self.pools) > 1 else ""
+        return self._look(news) if news else None
+
     def _look(self, occasion: str) -> Decision:
         self._since = 0
+        self.pools = [replace(pool, learnt=self._gauges[pool.name].learnt) for pool in self.pools]
         problem = self._problem()
         if not self._free or len(self.pools) == 1 or not any(pool.engines for pool in self.pools):
             return self._decision(problem, f"{occasion}; there is nothing to choose", self.plan, {})
@@ -194,6 +219,11 @@ class Affinity:
             engines={pool.name: pool.engines for pool in self.pools},
             profiles=self.profiles,
             predictions=predictions,
+            speeds={
+                name: Speed(prefill=gauge.prefill, decode=gauge.decode)
+                for name, gauge in self._gauges.items()
+                if gauge.prefill is not None or gauge.decode is not None
+            },
         )
 
 

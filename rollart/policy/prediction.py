@@ -8,7 +8,18 @@ finish its trajectories in time? The shortest such period is the prediction. Use
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollart.hardware import RUNTIMES, Disaggregated, EngineCosts, Hardware, ModelShape, Runtime, engine_costs
+from rollart.hardware import (
+    RUNTIMES,
+    TABLE,
+    Disaggregated,
+    EngineCosts,
+    Hardware,
+    Learnt,
+    LearntCosts,
+    ModelShape,
+    Runtime,
+    engine_costs,
+)
 from rollart.policy.profile import TaskProfile
 
 CLOSE_ENOUGH = 0.003
@@ -43,17 +54,31 @@ class PoolSpeed:
     """Tokens of one step, those of prompts included."""
     disaggregated: Disaggregated | None = None
     """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
+    learnt: Learnt = TABLE
+    """How far its engines were seen to be from the table."""
 
     @property
-    def costs(self) -> EngineCosts:
+    def costs(self) -> EngineCosts | LearntCosts:
         """Of an engine's steps; where prefill is apart, of a decode worker's."""
+        return self._learnt(self.table)
+
+    @property
+    def prefill_costs(self) -> EngineCosts | LearntCosts:
+        """Of the steps in which prompts are computed."""
+        return self._learnt(self.prefill_table)
+
+    @property
+    def table(self) -> EngineCosts:
+        """`costs` by the hardware alone."""
         return engine_costs(self.model, self.hardware, self.gpus, self.runtime)
 
     @property
-    def prefill_costs(self) -> EngineCosts:
-        """Of the steps in which prompts are computed."""
+    def prefill_table(self) -> EngineCosts:
         apart = self.disaggregated or self
         return engine_costs(self.model, apart.hardware, apart.gpus, self.runtime)
+
+    def _learnt(self, table: EngineCosts) -> EngineCosts | LearntCosts:
+        return table if self.learnt == TABLE else LearntCosts(table=table, learnt=self.learnt)
 
     def with_engines(self, engines: int) -> "PoolSpeed":
         return replace(self, engines=engines)
@@ -215,7 +240,7 @@ def _mean(flows: Sequence[_Flow], weight: Callable[[_Flow], float]) -> float:
 
 
 def _balanced(
-    costs: EngineCosts, decoded: float, context: float, prefill: float, seen: float, calls: float
+    costs: EngineCosts | LearntCosts, decoded: float, context: float, prefill: float, seen: float, calls: float
 ) -> tuple[float, float] | None:
     """(seconds of a step, sequences that decode in it) when so many tokens are decoded, and so many of so many prompts
     computed, in a second; None where steps cannot keep up. Each step has what came in during the one before."""

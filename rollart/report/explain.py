@@ -52,6 +52,8 @@ class Placements(msgspec.Struct, kw_only=True):
     """How often the assignment was reconsidered."""
     predicted_step_s: Mapping[str, float | None] = {}
     engines: Mapping[str, int] = {}
+    speeds: Mapping[str, schema.Speed] = {}
+    """Pool -> what was measured of its engines, beside the table."""
     tasks: dict[str, TaskPlacement] = {}
     weights: list[VersionFigures] = []
     """Push, arrival and bytes, and what each engine pulled and exposed, of each version."""
@@ -78,6 +80,7 @@ class Explain(Fold):
         result = self.result
         result.looks += 1
         result.predicted_step_s, result.engines = event.step_s, event.engines
+        result.speeds = event.speeds
         for name, task in result.tasks.items():
             task.pools, task.last_look = event.plan[name], event.reason
             task.profile, task.predicted = event.profiles[name], event.predicted[name]
@@ -109,6 +112,10 @@ def words(result: Placements) -> str:
     steps = ", ".join(f"{pool} {_seconds(value)}" for pool, value in result.predicted_step_s.items())
     lines = [f"{result.name}{simulated}: {result.looks} looks at the assignment"]
     lines.append(f"predicted for a step, by pool: {steps}")
+    for pool, speed in result.speeds.items():
+        lines.append(f"{pool}, measured beside the table of its hardware")
+        lines.append(f"  prefill     {_rate(speed.prefill, 1e6, 'us a token', 'prompt tokens')}")
+        lines.append(f"  decode      {_rate(speed.decode, 1e3, 'ms a step', 'steps')}")
     for name, task in result.tasks.items():
         lines += ["", f"{name} -> {_shares(task.pools)}   (affinity: {task.affinity})"]
         lines.append(f"  why         {task.reason}")
@@ -145,6 +152,16 @@ def _profile(profile: schema.Profile | None) -> str:
         f"{profile.turns:.1f} turns, {profile.new_tokens:,.0f} new prompt tokens, {profile.decode_tokens:,.0f} "
         f"decoded, {hits:.0%} of prompts from the cache, {profile.elsewhere_s:.1f} s elsewhere "
         f"({profile.trajectories} trajectories)"
+    )
+
+
+def _rate(rate: schema.Rate | None, scale: float, unit: str, what: str) -> str:
+    if rate is None:
+        return "nothing measured"
+    used = "" if rate.believed else "; not used yet: too little was seen"
+    return (
+        f"{rate.table_s * scale:.3g} {unit} by the table, {rate.measured_s * scale:.3g} measured: {rate.factor:.2f} "
+        f"times as long ({rate.windows} windows, {rate.units:,} {what}{used})"
     )
 
 

@@ -45,8 +45,13 @@ class SimDisaggregated(SimEngine):
             pack.left -= steps
             pack.busy_s += passed_s
             self._computed += steps * pack.chunk
+            prompts = len(pack.sequences) * pack.chunk / pack.tokens
+            self._work.add(passed_s, steps, prompts=prompts, tokens=pack.chunk, pairs=pack.chunk * pack.seen)
         if self._step_s:
             steps = steps_in(passed_s, self._step_s, self._growth_s)
+            batch = max(1.0, self._num_decoding / self._decoders)
+            cached = (self._shift / self._num_decoding + self._steps + 0.5 * (1.0 + steps)) * batch
+            self._work.add(passed_s, steps, sequences=batch, cached=cached)
             self._steps += steps
             self._computed += steps
             self._share_s += passed_s / self._num_decoding

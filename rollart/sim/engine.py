@@ -36,6 +36,7 @@ from rollart.types import (
     Tokens,
     WeightManifest,
     WeightVersion,
+    WorkMeter,
 )
 
 _ZERO_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -197,6 +198,7 @@ class SimEngine:
         self._numbers = 0
         self._computed = 0.0
         """Tokens, since it was started."""
+        self._work = WorkMeter()
         self._slow: dict[str, SimSequence] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -350,6 +352,7 @@ class SimEngine:
             return
         steps = steps_in(passed_s, self._step_s, self._growth_s)
         self._computed += steps
+        self._note(passed_s, steps)
         if self._num_decoding:
             self._steps += steps
             self._share_s += passed_s * self._decode_part / self._num_decoding
@@ -357,6 +360,24 @@ class SimEngine:
             pack.left -= steps
             pack.busy_s += passed_s * (1.0 - self._decode_part)
             self._computed += steps * pack.chunk
+
+    def _note(self, passed_s: float, steps: float) -> None:
+        """Count these steps as a real engine counts its own."""
+        batch = self._num_decoding
+        cached = self._shift + batch * (self._steps + 0.5 * (1.0 + steps))
+        if not self._packs:
+            self._work.add(passed_s, steps, sequences=batch, cached=cached)
+            return
+        pack = self._packs[0]
+        self._work.add(
+            passed_s,
+            steps,
+            sequences=batch,
+            cached=cached,
+            prompts=len(pack.sequences) * pack.chunk / pack.tokens,
+            tokens=pack.chunk,
+            pairs=pack.chunk * pack.seen,
+        )
 
     def _plan(self) -> None:
         """Move what is done, fill the batch, plan the next steps, and look again when the next thing is done."""
@@ -603,6 +624,7 @@ class SimEngine:
                     cached_tokens=sequence.cached,
                     busy_s=sequence.busy_s,
                     prefill_busy_s=sequence.prefill_busy_s,
+                    work=self._work.report(),
                 )
             )
 

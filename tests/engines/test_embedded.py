@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rollart import types
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.embedded.kv import KvCache
 from rollart.errors import EngineError, RequestError, WeightError
@@ -366,6 +367,23 @@ def test_an_id_in_flight_is_refused(make: Make) -> None:
     engine.add(request([9, 10]))
     with pytest.raises(EngineError, match="already in flight"):
         engine.add(request([9, 10]))
+
+
+def test_an_engine_counts_what_is_in_its_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token once: prompts where they are computed, answers where they are sampled."""
+    monkeypatch.setattr(types, "REPORT_STEPS", 0.0)
+    engine = make(plain_model("qwen3"), draft_tokens=0)
+    played = [got for _, got in play(engine, sessions=3, turns=2, delta=20, answer=10)]
+    last = max((got.work for got in played if got.work is not None), key=lambda work: sum(one.steps for one in work))
+    assert sum(one.tokens for one in last) == sum(got.prefill_tokens for got in played)
+    sampled = sum(one.sequences + one.prompts for one in last)
+    one_too_many = len(played) if engine.backend.overlaps else 0
+    assert 0 <= sampled - sum(len(got.tokens) for got in played) <= one_too_many
+    assert sum(one.steps for one in last) == engine.stats.steps
+    assert sum(one.seconds for one in last) == pytest.approx(engine.stats.step_s)
+    assert last.decode.tokens == last.prefill.sequences == 0
+    assert last.prefill.pairs > last.prefill.tokens
+    assert last.decode.cached > last.decode.sequences
 
 
 def test_time_is_shared_out(make: Make) -> None:

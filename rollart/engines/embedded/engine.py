@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_arc
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, JobError, RequestError
 from rollart.model.network import device_named, load_model, load_weights_
-from rollart.types import Completion, Finish, GenerateRequest, SwapReport, WeightVersion
+from rollart.types import Completion, Finish, GenerateRequest, StepSums, SwapReport, WeightVersion, WorkMeter
 
 GUESSED_LOGITS = 2**26
 """Bound of the logits that guesses add to a step: with a large vocabulary they are the most memory it takes."""
@@ -54,6 +55,14 @@ class EngineStats:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     step_s: float = 0.0
+
+
+class _Step(NamedTuple):
+    """A step that was begun."""
+
+    launched: Launched
+    has: StepSums
+    """What is in it; its seconds are not known yet."""
 
 
 class EmbeddedEngine:
@@ -95,13 +104,14 @@ class EmbeddedEngine:
             draft_tokens=self._draft_tokens,
             guesses=GUESSED_LOGITS // self._vocab_size,
         )
-        self._under_way: Launched | None = None
+        self._under_way: _Step | None = None
         """The step whose results were not taken yet."""
         self._began = 0.0
         """When the device was free for the step under way."""
         self.live: dict[str, Sequence] = {}
         self._ended: list[tuple[str, Completion]] = []
         """Completions that came about between steps; the next step hands them out."""
+        self._work = WorkMeter()
         self._arrivals = 0
         self._seeds = np.random.default_rng(seed)
         self.stats = EngineStats()
@@ -242,7 +252,7 @@ class EmbeddedEngine:
         ended, self._ended = self._ended, []
         return ended
 
-    def _launch(self) -> Launched | None:
+    def _launch(self) -> _Step | None:
         """Begin a step, and count on what it will give. None where there is nothing to compute."""
         num_tokens = self.scheduler.schedule()
         if num_tokens == 0:
@@ -250,23 +260,31 @@ class EmbeddedEngine:
         if self._under_way is None:
             self._began = time.perf_counter()
         launched = self.backend.launch(self.scheduler.running)
+        sequences = cached = prompts = tokens = pairs = 0
         for seq in launched.seqs:
             known = seq.take - seq.draft
             if known > 1 or seq.total == seq.prompt_tokens:
                 seq.prefilled += known
+                tokens += known
+                pairs += known * (2 * seq.length + known)
+                prompts += seq.length + known == seq.total
+            else:
+                sequences += 1
+                cached += seq.total
             seq.length += known
         for seq, ahead in launched.asked:
             if ahead == 0:
                 seq.expect()
         self.stats.steps += 1
         self.stats.computed_tokens += num_tokens
-        return launched
+        return _Step(launched, StepSums(1.0, sequences, cached, prompts, tokens, pairs / 2))
 
     def _drain(self) -> None:
         """Take the results of the step under way; what ended by them is handed out by the next step."""
-        launched, self._under_way = self._under_way, None
-        if launched is None:
+        step, self._under_way = self._under_way, None
+        if step is None:
             return
+        launched = step.launched
         tokens, logprobs = launched.result()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
@@ -276,7 +294,11 @@ class EmbeddedEngine:
             self.stats.step_s += step_s
         for seq, take in paying:
             seq.busy_s += take * step_s / num_tokens
-        for seq, finish in self._take(launched.asked, tokens, logprobs):
+        before = self.stats.sampled_tokens
+        finished = self._take(launched.asked, tokens, logprobs)
+        if num_tokens:
+            self._count(step.has, step_s, (self.stats.sampled_tokens - before) / len(paying))
+        for seq, finish in finished:
             seq.cut_short()
             self.scheduler.remove(seq)
             if seq.request.last:
@@ -284,6 +306,19 @@ class EmbeddedEngine:
             else:
                 self.kv.park(seq)
             self._end(seq, finish, self._ended)
+
+    def _count(self, has: StepSums, step_s: float, sampled: float) -> None:
+        """`sampled`: tokens of each sequence. A step in which guesses came out counts as the steps that it saved."""
+        steps = max(1.0, sampled) if self._draft_tokens and not has.tokens else 1.0
+        self._work.add(
+            step_s,
+            steps,
+            sequences=has.sequences,
+            cached=has.cached,
+            prompts=has.prompts,
+            tokens=has.tokens,
+            pairs=has.pairs,
+        )
 
     def _take(
         self, asked: list[tuple[Sequence, int]], tokens: list[int], logprobs: list[float]
@@ -337,7 +372,7 @@ class EmbeddedEngine:
 
     def _end(self, seq: Sequence, finish: Finish, ended: list[tuple[str, Completion]]) -> None:
         del self.live[seq.request.id]
-        ended.append((seq.request.id, seq.completion(finish, self._id)))
+        ended.append((seq.request.id, seq.completion(finish, self._id, self._work.report())))
 
 
 def make_backend(

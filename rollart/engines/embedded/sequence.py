@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rollart.types import Completion, Finish, GenerateRequest, Span, WeightVersion
+from rollart.types import Completion, EngineWork, Finish, GenerateRequest, Span, WeightVersion
 
 if TYPE_CHECKING:
     from rollart.engines.embedded.kv import Slab
@@ -145,7 +145,7 @@ class Sequence:
             self._span_starts.pop()
         self._span_starts.append((version, len(self.logprobs)))
 
-    def completion(self, finish: Finish, engine: str) -> Completion:
+    def completion(self, finish: Finish, engine: str, work: EngineWork | None = None) -> Completion:
         ends = [start for _, start in self._span_starts[1:]] + [len(self.logprobs)]
         spans = [Span(version, end - start) for (version, start), end in zip(self._span_starts, ends, strict=True)]
         return Completion(
@@ -157,4 +157,5 @@ class Sequence:
             prefill_tokens=self.prefilled,
             cached_tokens=self.cached,
             busy_s=self.busy_s,
+            work=work,
         )
