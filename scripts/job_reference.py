@@ -67,6 +67,12 @@ written.
 A relative path in a job file is relative to the file, one in an override to the current directory. The job that a run
 directory keeps, and the one that `rollart check` prints, hold absolute paths.
 
+Where a model is named, `owner/name` is one on the Hugging Face hub, unless there is a folder `owner`;
+`owner/name@REVISION` is a branch, tag or commit of it. It is downloaded before the start, with its progress, or found
+in huggingface_hub's cache (`HF_HOME`; `HF_TOKEN` for those that ask for one). Without a network: run `hf download
+owner/name` where there is one and bring the cache, or give a directory. The run directory's job holds the directory of
+the commit, so a run that is resumed keeps it. Run here from a cache alone: this machine reaches no hub.
+
 ## Overrides
 
 Any number of `key=value`, before or after the job and the options, with the names of the file. List items go by

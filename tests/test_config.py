@@ -422,7 +422,7 @@ def paths_of(job: Job) -> tuple[object, ...]:
 def test_paths_are_relative_to_the_file_and_in_overrides_to_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "models").mkdir(parents=True)  # else models/a would be one on the hub
     (tmp_path / "here").mkdir()
     text = JOB.replace("name: maths,", "name: maths, use: my_task.py,").replace(
         "{count: 2}", "{type: vllm, python: venv/bin/python}"

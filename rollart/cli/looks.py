@@ -24,12 +24,14 @@ def check(arguments: argparse.Namespace) -> int:
     import yaml
 
     from rollart.launch.checks import for_the_simulator, problems
+    from rollart.launch.hub import with_models_here
     from rollart.launch.pools import bindings
 
     job = load_job(arguments.job, arguments.overrides)
     bound = bindings(job)
     simulated = for_the_simulator(job)
     wrong = [] if simulated else problems(job, arguments.out)
+    job = job if simulated or wrong else with_models_here(job)
     if arguments.json:
         rows = [binding._asdict() for binding in bound]
         found = {"job": job.model_dump(mode="json"), "bindings": rows, "simulator_only": simulated}

@@ -1,8 +1,8 @@
 """Which keys of a job name something on disk, and from where a relative path counts.
 
-A key says it in its type, as `Place`, `Program`, `Code`, `Template` or `Arguments`. A job file's paths are relative to
-the file, an override's to the current directory; a job that was read holds absolute paths only, and so does the one in
-a run directory.
+A key says it in its type, as `Place`, `Model`, `Program`, `Code`, `Template` or `Arguments`. A job file's paths are
+relative to the file, an override's to the current directory; a job that was read holds absolute paths only, and so does
+the one in a run directory. (A model's id on the hub stays one until the job is started.)
 """
 
 import os
@@ -21,6 +21,8 @@ class OnDisk(Enum):
     """How the text of a key is read; the value is what docs/job.md calls it."""
 
     PLACE = "path"
+    MODEL = "path or hub id"
+    """A path, unless it has the form of a hub id and not even its first folder is there."""
     PROGRAM = "program or its path"
     """A path where it has a slash; else looked up as the shell would."""
     CODE = "module or path"
@@ -39,6 +41,7 @@ class OnDisk(Enum):
                 text, name = file, f":{after}"
         is_path = {
             OnDisk.PLACE: bool(text),
+            OnDisk.MODEL: bool(text) and (not hub_id(text) or os.path.isdir(base / text.partition("/")[0])),
             OnDisk.PROGRAM: "/" in text,
             OnDisk.CODE: text.endswith(".py"),
             OnDisk.TEMPLATE: bool(text) and "{" not in text,
@@ -49,11 +52,19 @@ class OnDisk(Enum):
 
 ARGUMENT_PATH = re.compile(r"(\.\.?|~)/.*|[^\s{}:]+\.(py|jsonl|csv|tsv|parquet)", re.DOTALL)
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+
 Place = Annotated[str, OnDisk.PLACE]
+Model = Annotated[str, OnDisk.MODEL]
 Program = Annotated[str, OnDisk.PROGRAM]
 Code = Annotated[str, OnDisk.CODE]
 Template = Annotated[str, OnDisk.TEMPLATE]
 Arguments = Annotated[ParsedJson, OnDisk.ARGUMENT]
+
+
+def hub_id(text: str) -> bool:
+    """Whether this may be a model's name on the hub: `owner/name`, with or without `@revision`."""
+    return HUB_ID.fullmatch(text) is not None
 
 
 def located(data: Any, annotation: Any, base: Path) -> Any:

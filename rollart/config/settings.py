@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
-from rollart.config.paths import Arguments, Code, OnDisk, Place, Program, Template
+from rollart.config.paths import Arguments, Code, Model, OnDisk, Place, Program, Template
 from rollart.types import ParsedJson
 
 Positive = Annotated[float, Field(gt=0)]
@@ -89,8 +89,9 @@ class Spread(Settings):
 class ModelSettings(Settings):
     """The policy model."""
 
-    path: Place = ""
-    """A Hugging Face directory. `rollart sim` does not read it; everything else needs it."""
+    path: Model = ""
+    """A Hugging Face directory; or a model's id on the hub, such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@REVISION`
+    (where there is no folder `Qwen`). `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
     embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
@@ -105,8 +106,8 @@ class ModelSettings(Settings):
 class JudgeSettings(Settings):
     """A frozen model that the engines of a pool serve, and that grades (`rewards.pool`). They take part in no swap."""
 
-    path: Place = ""
-    """A Hugging Face directory. `rollart sim` does not read it."""
+    path: Model = ""
+    """A Hugging Face directory, or an id on the hub. `rollart sim` does not read it."""
     context_tokens: Count = 8192
     """Rubric, episode and answer together. Of an episode that is longer the middle is left out, and the judge is told
     so. Not read by `rollart sim`."""
@@ -581,7 +582,7 @@ class LoraSettings(Settings):
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
     """Linear layers that get one, by the last part of their names; never the output layer."""
-    adapter: Place | None = None
+    adapter: Model | None = None
     """Adapters to begin with: a directory that peft has written. Default: new ones, which change nothing at first."""
 
 
@@ -632,7 +633,7 @@ class TrainSettings(Settings):
     """With `over_cap` `mask`: weights below it are left out as well; 0 leaves none out."""
     kl_coef: FromNextStep[NonNegative] = 0.0
     """Weight of the KL to the `reference`."""
-    reference: Annotated[Place | None, Fixed("the KL was taken to it so far")] = None
+    reference: Annotated[Model | None, Fixed("the KL was taken to it so far")] = None
     """The Hugging Face directory that the KL is taken to. Default: `model.path`."""
     entropy_coef: FromNextStep[NonNegative] = 0.0
     microbatch_tokens: Anytime[Count] = 4096

@@ -30,6 +30,7 @@ from rollart.config.settings import (
 )
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError, WeightError, install
+from rollart.launch.hub import with_models_here
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.launch.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.ports import EnvHost
@@ -92,14 +93,16 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
     look(partial(refuse_unplaceable, trains=trains), job)
     for place, reward in job.asked_rewards.items():
         look(_refuse_reward, place, reward)
-    for pool in job.judge_pools:
-        look(_refuse_judge, pool)
     evaluates = not trains or job.evaluation.first or job.evaluation.every > 0
     sets = {task.name: look(_task_set, job, position, evaluates) for position, task in enumerate(job.tasks)}
-    if trains:
+    here = look(with_models_here, job)
+    job = here or job
+    for pool in job.judge_pools if here else ():
+        look(_refuse_judge, pool)
+    if trains and here:
         look(_refuse_reference, job)
         look(_refuse_adapter, job)
-    model = look(_model, job)
+    model = look(_model, job) if here else None
     params = look(_saved_params, job) if model is not None else None
     if model is not None:
         for check in (refuse_long_contexts, refuse_mixtures_on_servers, partial(_refuse_architecture, trains=trains)):

@@ -16,6 +16,7 @@ from rollart.config.changes import Change, as_replayed, differences, refuse_fixe
 from rollart.config.job import Job
 from rollart.config.load import build_job, load_job, read_yaml, with_overrides
 from rollart.errors import JobError
+from rollart.launch.hub import with_models_of
 from rollart.store.journal import FileJournal
 from rollart.types import ParsedJson
 
@@ -52,6 +53,7 @@ def resumption(out: Path, path: Path | None = None, overrides: Sequence[str] = (
     raw = resumed_job(out)
     before = build_job(raw)
     job = load_job(path, overrides) if path is not None else build_job(with_overrides(raw, overrides))
+    job = with_models_of(before, job)
     changes = differences(before, job)
     refuse_fixed(changes)
     journal = FileJournal(out / "journal")

@@ -22,6 +22,7 @@ from rollart.events.log import EventLog, Reader
 from rollart.events.schema import Event
 from rollart.launch.checks import refuse_start
 from rollart.launch.driver import Books, Life, RunResult, Work, drive, facts, rare_collections, say
+from rollart.launch.hub import with_models_here
 from rollart.launch.real import real_world
 from rollart.launch.resume import Resumption
 from rollart.launch.rundir import alone, make_run_dir, write_summary
@@ -52,6 +53,7 @@ def evaluate(job: Job, out: Path, *, watch: Watch | None = None) -> RunResult:
 
 
 def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | None, watch: Watch | None) -> RunResult:
+    job = with_models_here(job)
     refuse_start(job, out, trains=trains, resume=resume is not None)
     if resume is None:
         make_run_dir(job, out)

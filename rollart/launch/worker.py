@@ -210,7 +210,7 @@ def _environments(setup: WorkerSetup) -> "EnvService":
     task_sets = task_sets_of(job, [name for name, isolation in isolations.items() if isolation == "inline"])
     for task in job.tasks:
         if why := no_box(task, isolations[task.name]):
-            raise ClusterError(f"task {task.name}: {why}")
+            raise ClusterError(f"task {task.name} on {socket.gethostname()}: {why}")
     log_dir = setup.log_dir / setup.name
     return EnvService(env_host(job, isolations, task_sets, slots=pool.slots_per_worker, log_dir=log_dir))
 

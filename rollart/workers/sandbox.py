@@ -39,6 +39,8 @@ OWN = {
 FIRST_USER = 2**30
 """Users of boxes are numbered from here on: beyond all that a system gives out."""
 TRIAL_S = 20.0
+PACKAGES = ("site-packages", "dist-packages")
+"""What folders of installed packages are called."""
 PROGRAMS = ("bwrap", "prlimit", "setpriv")
 INSTALL = "apt-get install bubblewrap util-linux, or dnf install bubblewrap util-linux"
 
@@ -132,8 +134,10 @@ class Sandbox:
 
 
 def _python_places() -> list[str]:
-    """What this Python and RollArt need, outermost first. Of a clone of RollArt, its package alone."""
+    """What this Python and RollArt need, outermost first. Of a clone of RollArt, its package alone. Packages may lie in
+    another environment, which a `.pth` file names."""
     wanted = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, os.path.dirname(rollart.__file__)}
+    wanted |= {place for place in sys.path if os.path.basename(place) in PACKAGES and os.path.isdir(place)}
     found: list[str] = []
     for place in sorted(map(os.path.abspath, wanted)):
         if not _within(place, [*SYSTEM, *found]):

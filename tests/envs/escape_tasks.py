@@ -215,7 +215,7 @@ class EscapeTasks(TaskSet):
             "port": 1,
             "socket": "/tmp/none",
             "abstract": "none",
-            "places": ["/work", "/root/.bashrc"],
+            "places": [str(Path(__file__).parents[2] / "docs"), "/root/.bashrc"],
             "secret": "sesame",
             "pid": 1,
             "mib": 64,

@@ -1,0 +1,105 @@
+"""Sandboxed environments on the machines of a real Ray cluster: they play there, get out of nothing, and where a
+machine cannot make a sandbox the job says so."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.config.job import Job
+from rollart.config.load import build_job
+from rollart.events import schema
+from rollart.events.log import read_events
+from rollart.launch.training import train
+from rollart.workers.sandbox import missing
+from tests.cluster.small import raw_job
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=f"sandbox {missing()}"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ESCAPES = Path(__file__).parents[1] / "envs" / "escape_tasks.py"
+BOUNDS = {"memory_mb": 192, "processes": 24, "tmp_mb": 8, "output_mb": 2, "cpu_s": 5}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A head, a machine for engine and trainer, one for environments; and one for environments without bubblewrap."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
+    store = 80_000_000
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": store})
+    cluster.add_node(num_cpus=2, resources={"engines": 1}, object_store_memory=store)
+    cluster.add_node(num_cpus=2, resources={"boxes": 1}, object_store_memory=store)
+    bare = path_without("bwrap")
+    cluster.add_node(num_cpus=2, resources={"bare": 1}, object_store_memory=store, env_vars={"PATH": bare})
+    yield cluster.address
+    cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+def path_without(program: str) -> str:
+    """The search path, less the folders that have this program."""
+    found = os.environ["PATH"].split(os.pathsep)
+    return os.pathsep.join(folder for folder in found if shutil.which(program, path=folder) is None)
+
+
+def boxed_job(address: str, model: Path, tmp_path: Path, kind: str, task: dict[str, Any], **settings: Any) -> Job:
+    """A game in the worker's own process, and a task in sandboxes."""
+    raw = raw_job(model)
+    del raw["sim"]
+    wanted: dict[str, Any] = {
+        "tasks": [raw["tasks"][0], {"group_size": 2, "max_turns": 2, "max_tokens": 4, "isolation": "sandbox", **task}],
+        "rollout": {"groups_per_step": 4, "zero_variance": "keep", "share_tolerance": 1.0},
+        "pools": [
+            {**raw["pools"][0], "resource": "engines"},
+            {"name": "environments", "resource": kind, "slots": 8, "slots_per_worker": 4, "isolation": "inline"},
+        ],
+        "weights": {"type": "files", "path": str(tmp_path / "weights"), "bucket_mb": 16},
+        "cluster": {"type": "ray", "address": address, "wait_s": 20},
+    }
+    return build_job({**raw, **wanted, **settings})
+
+
+def test_a_sandboxed_task_trains_on_the_machines_of_its_pool(address: str, model: Path, tmp_path: Path) -> None:
+    maths = {"name": "maths", "use": "rollart.tasks.calculator_math", "sandbox": BOUNDS, "warm": 1}
+    result = train(boxed_job(address, model, tmp_path, "boxes", maths), tmp_path / "run")
+    summary = result.summary
+    assert (summary.state, summary.steps, summary.reason) == ("finished", 3, "")
+    assert result.violations == []
+    assert all(task.trained_share > 0 for task in summary.tasks.values())
+    assert summary.tasks["maths"].failed_at == {}
+
+
+def test_nothing_gets_out_of_a_sandbox_there_and_the_others_go_on(address: str, model: Path, tmp_path: Path) -> None:
+    """Its task file is one that the machine gets from the coordinator, or finds under the same path."""
+    bad = {"name": "bad", "use": str(ESCAPES), "sandbox": BOUNDS, "warm": 1, "limits": {"step_s": 15.0}}
+    limits = {"backoff_s": 0.05, "attempts": 2, "task_failures": 20}
+    job = boxed_job(address, model, tmp_path, "boxes", bad, limits=limits)
+    result = train(job, tmp_path / "run")
+    assert result.summary.state == "finished", result.summary.reason
+    assert (result.violations, result.summary.groups.lost) == ([], 0)
+    ends = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, schema.End)]
+    tried = [event for event in ends if event.task.startswith("bad/") and event.status not in ("aborted", "stale")]
+    assert len(tried) >= 4
+    assert {event.reward for event in tried if event.status == "done"} <= {0.0}, "something got out"
+    assert set(result.summary.tasks["bad"].failed_at) <= {"env.step limit", "env.step crash", "env.step timeout"}
+    assert result.summary.tasks["lake"].failed_at == {}
+
+
+def test_a_machine_without_bubblewrap_is_named_with_the_fix(address: str, model: Path, tmp_path: Path) -> None:
+    maths = {"name": "maths", "use": "rollart.tasks.calculator_math"}
+    limits = {"backoff_s": 0.05, "attempts": 1, "task_failures": 2}
+    result = train(boxed_job(address, model, tmp_path, "bare", maths, limits=limits), tmp_path / "run")
+    assert (result.summary.state, result.violations) == ("stopped", [])
+    refused = f"task maths on {socket.gethostname()}: isolation: sandbox needs bwrap"
+    assert refused in result.summary.reason
+    assert "install it: apt-get install bubblewrap" in result.summary.tasks["maths"].reasons[0]
