@@ -9,8 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +59,8 @@ class MooncakeStore(CopiedStore):
         self._client_setup = replace(setup, segment_bytes=0)  # its memory is given by the host's process
         self._client: MooncakeClient | None = None
         self._buffers: list[Bytes] = []
+        self._old: set[WeightVersion] = set()
+        """Versions that are dropped, and may still be in the store."""
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rollart-put")
 
     def connect(self) -> MooncakeClient:
@@ -90,10 +92,15 @@ class MooncakeStore(CopiedStore):
             before = head.pop(str(version), None)
             entry: Pushed = {"push": push, "buckets": [], "sizes": {}, "manifest": None}
             head[str(version)] = entry
+
+            def put(bucket: Bucket, raw: Bytes, file_bytes: int) -> None:
+                client.put(bucket_key(push, bucket), raw)
+                entry["sizes"][Path(bucket.name).name] = file_bytes
+                entry["buckets"].append(bucket)
+                client.note("head", head)
+
             try:
-                for bucket in self._put_all(client, push, folder, tensors, entry["sizes"]):
-                    entry["buckets"].append(bucket)
-                    client.note("head", head)
+                self._put_all(put, folder, tensors)
             except BaseException as error:
                 with suppress(BoundaryError):
                     client.remove(f"{folder}/{push}/.*")
@@ -108,36 +115,28 @@ class MooncakeStore(CopiedStore):
                 client.remove(f"{folder}/{before['push']}/.*")
         return manifest
 
-    def _put_all(
-        self, client: MooncakeClient, push: str, folder: str, tensors: Mapping[str, Tensor], sizes: dict[str, int]
-    ) -> Iterator[Bucket]:
-        """Each bucket as it is in the store. One is laid out while the one before it is put."""
-        under_way: tuple[Bucket, Future[None]] | None = None
+    def _put_all(self, put: Callable[[Bucket, Bytes, int], None], folder: str, tensors: Mapping[str, Tensor]) -> None:
+        """One bucket is laid out while the one before it is put; who follows hears of that one meanwhile."""
+        under_way: Future[None] | None = None
         try:
-            for bucket, raw in self._laid_out(folder, tensors, sizes):
+            for laid_out in self._laid_out(folder, tensors):
                 if under_way is not None:
-                    under_way[1].result()
-                    yield under_way[0]
-                under_way = bucket, self._sender.submit(client.put, bucket_key(push, bucket), raw)
+                    under_way.result()
+                under_way = self._sender.submit(put, *laid_out)
             if under_way is not None:
-                under_way[1].result()
-                yield under_way[0]
+                under_way.result()
         finally:
             if under_way is not None:
-                with suppress(Exception):  # the boundary of a thread: nothing may use the buffer any more
-                    under_way[1].result()
+                wait([under_way])  # nothing may use the buffer any more
 
-    def _laid_out(
-        self, folder: str, tensors: Mapping[str, Tensor], sizes: dict[str, int]
-    ) -> Iterator[tuple[Bucket, Bytes]]:
-        """Buckets in registered memory, in two buffers by turns."""
+    def _laid_out(self, folder: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Bucket, Bytes, int]]:
+        """Buckets in registered memory, in two buffers by turns, each with the size of its file."""
         for turn, one in enumerate(buckets_of(tensors, self.bucket_bytes)):
-            sizes[one.file] = one.file_bytes
             raw, digest = self._buffer(turn % 2, one.num_bytes)[: one.num_bytes], new_digest()
             for at, piece in one.pieces:
                 raw[at - one.start : at - one.start + len(piece)] = piece
                 digest.update(piece)
-            yield Bucket(f"{folder}/{one.file}", one.num_bytes, name_of(digest), one.start), raw
+            yield Bucket(f"{folder}/{one.file}", one.num_bytes, name_of(digest), one.start), raw, one.file_bytes
 
     def _buffer(self, turn: int, num_bytes: int) -> Bytes:
         while len(self._buffers) <= turn:
@@ -155,10 +154,12 @@ class MooncakeStore(CopiedStore):
     def _drop(self, version: WeightVersion) -> None:
         with boundary(WeightError, f"drop of versions before {version}"):
             client = self.connect()
+            # Before it is said that they are dropped: the trainer then leaves them out of its next `head`.
+            self._old |= {int(at) for at in client.noted("head") or {} if int(at) < version}
             client.note("dropped", version)
-            for at in client.noted("head") or {}:
-                if int(at) < version:
-                    client.remove(f"{folder_name(int(at))}/.*")
+            for at in sorted(self._old):
+                client.remove(f"{folder_name(at)}/.*")
+                self._old.discard(at)
 
     def close(self) -> None:
         """The run is over: nothing of it stays in the store or on this host; the other hosts see that it is."""

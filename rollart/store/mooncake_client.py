@@ -5,7 +5,9 @@
     RUN/dropped                    the oldest version that stays, where the coordinator has dropped some
     RUN/closed                     the run is over
 
-Buckets are pinned, so that the store never evicts one that somebody may ask for. The trainer alone writes `head`.
+The small ones are a digest and JSON, filled up with spaces: Mooncake replaces a value by one of the same size in place,
+but keeps the room of one that had another size for ten minutes more. Buckets are pinned, so that the store never evicts
+one that somebody may ask for. The trainer alone writes `head`.
 """
 
 import json
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from rollart.errors import StoreFull, WeightError, install
+from rollart.store.digests import digest_of
 from rollart.store.index import MANIFEST, folder_name
 from rollart.store.media import Bytes
 from rollart.store.mirror import Base, Came, Have, News, VersionNews
@@ -28,6 +31,11 @@ LOOK_S = 0.05
 """How often `head` is looked at."""
 BUFFER_BYTES = 64 * 1024 * 1024
 """Of the client, for values that it copies."""
+NOTE_BYTES = 4096
+"""Of a small value, or twice that, and so on."""
+DIGEST_BYTES = len(digest_of(b""))
+TORN_S, TORN_TRIES = 0.005, 40
+"""A value that is being replaced is read again after so long, so many times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,8 @@ class MooncakeClient:
         except ImportError as error:
             raise WeightError(f"weights.type mooncake: {error}; install it with {install('mooncake')}") from error
         refuse_unreachable(setup.master)
+        self._room: dict[str, int] = {}
+        """Of the small values that this client has written: it only grows."""
         self._pinned = ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store: Any = MooncakeDistributedStore()
@@ -109,24 +119,32 @@ class MooncakeClient:
 
     def note(self, key: str, value: Any) -> None:
         """Replace a small value."""
-        self._check(f"write {key}", self._store.upsert(self._prefix + key, json.dumps(value).encode(), self._pinned))
+        body = json.dumps(value).encode()
+        self._room.setdefault(key, NOTE_BYTES)
+        while self._room[key] < DIGEST_BYTES + len(body):
+            self._room[key] *= 2
+        raw = (digest_of(body).encode() + body).ljust(self._room[key])
+        self._check(f"write {key}", self._store.upsert(self._prefix + key, raw, self._pinned))
 
     def noted(self, key: str) -> Any:
-        """A small value, None where there is none. Raises OSError where the store does not answer."""
-        text = self._store.get(self._prefix + key)
-        if text:
-            try:
-                return json.loads(text)
-            except ValueError:
-                return None  # it is being replaced
-        there = self._store.is_exist(self._prefix + key)
-        if there < 0:
-            raise OSError(f"the Mooncake master at {self._setup.master} does not answer (code {there})")
+        """A small value, None where there is none, or none that can be read. Raises OSError where the store does not
+        answer."""
+        for _ in range(TORN_TRIES):
+            raw = self._store.get(self._prefix + key)
+            body = raw[DIGEST_BYTES:].rstrip()
+            if raw and raw[:DIGEST_BYTES] == digest_of(body).encode():
+                return json.loads(body)
+            there = self._store.is_exist(self._prefix + key)
+            if there < 0:
+                raise OSError(f"the Mooncake master at {self._setup.master} does not answer (code {there})")
+            if not there:
+                return None
+            time.sleep(TORN_S)  # it is being replaced
         return None
 
     def remove(self, pattern: str) -> None:
         """All keys of the run that match."""
-        self._store.remove_by_regex(f"^{self._prefix}{pattern}", True)
+        self._check(f"remove {pattern}", self._store.remove_by_regex(f"^{self._prefix}{pattern}", True))
 
     def close(self) -> None:
         self._store.close()

@@ -220,7 +220,7 @@ class TensorStoreContract(ABC):
         with self.full() as bench:
             manifest = bench.trainer.push(1, tensors(1))
             with pytest.raises(StoreFull, match="push of version 2"):
-                bench.trainer.push(2, {f"w{number}": torch.zeros(30_000) for number in range(100)})
+                bench.trainer.push(2, {f"w{number}": torch.zeros(30_000) for number in range(200)})
             assert bench.engine.manifest(2) is None
             assert is_version(bench.engine.fetch(manifest), 1)
             assert is_version(bench.engine.fetch(bench.trainer.push(2, tensors(2))), 2)

@@ -210,7 +210,7 @@ class SharedGpuBench(TensorBench):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestTensorsOnOneGpu(TestTensorsInMemory):
-    """CUDA IPC; here within one process, between two in tests/store/test_cuda_ipc.py."""
+    """CUDA IPC, within one process."""
 
     @contextmanager
     def below(self, root: Path) -> Iterator[TensorBench]:
@@ -235,6 +235,9 @@ class Mooncake:
         self.port = free_port()
         self.log = (folder / "mooncake.log").open("wb")
         self.start_master()
+        self.start_memory(segment_bytes)
+
+    def start_memory(self, segment_bytes: int) -> None:
         code = (
             "import sys, time; from mooncake.store import MooncakeDistributedStore as Store; store = Store();"
             "assert not store.setup('127.0.0.1', 'P2PHANDSHAKE', int(sys.argv[2]), 1 << 24, 'tcp', '', sys.argv[1]);"
@@ -248,7 +251,14 @@ class Mooncake:
         )
         assert self.memory.stdout is not None
         while self.memory.stdout.readline() != b"there\n":
-            assert self.memory.poll() is None, (folder / "mooncake.log").read_text()
+            assert self.memory.poll() is None, Path(self.log.name).read_text()
+
+    def kill_memory(self) -> None:
+        self.memory.kill()
+        self.memory.wait()
+        for pipe in (self.memory.stdin, self.memory.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def start_master(self) -> None:
         program = str(Path(sys.executable).with_name("mooncake_master"))
@@ -268,12 +278,10 @@ class Mooncake:
         return f"127.0.0.1:{self.port}"
 
     def close(self) -> None:
-        for process in (self.memory, self.master):
-            process.kill()
-            process.wait()
-        for pipe in (self.memory.stdin, self.memory.stdout, self.log):
-            assert pipe is not None
-            pipe.close()
+        self.kill_memory()
+        self.master.kill()
+        self.master.wait()
+        self.log.close()
 
 
 @pytest.mark.slow  # a store of three processes for each test
@@ -307,4 +315,4 @@ class TestTensorsInMooncake(TestTensorsInMemory):
         return self.with_memory(64 << 20)
 
     def full(self) -> AbstractContextManager[TensorBench]:
-        return self.with_memory(16 << 20)
+        return self.with_memory(16 << 20)  # the least that it takes
