@@ -22,8 +22,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -161,7 +161,7 @@ class NcclStore(BucketStore):
     def _send(
         self, group: Group, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None
     ) -> WeightManifest:
-        self._begin(version)
+        self._begin(version, group)
         buckets: list[Bucket] = []
         sent: Callable[[], None] | None = None
         for turn, one in enumerate(buckets_of(tensors, self.bucket_bytes)):
@@ -220,9 +220,9 @@ class NcclStore(BucketStore):
             store.delete_key(key)
         return present
 
-    def _begin(self, version: WeightVersion) -> None:
+    def _begin(self, version: WeightVersion, group: Group) -> None:
         """What was said before the push before this one, everybody who was in that has heard."""
-        self._begins.append(self._say(begin=version))
+        self._begins.append(self._say(begin=version, by=group.name))
         if len(self._begins) > 2:
             store, before = self._connected(), self._begins.pop(0)
             oldest = store.add(OLDEST, 0)
@@ -286,6 +286,11 @@ class NcclStore(BucketStore):
             found = self._versions.get(version)
             return tuple(found.buckets) if found is not None else ()
 
+    def may_come(self, version: WeightVersion) -> bool:
+        """Of a push that left this engine out nothing does."""
+        with self._lock:
+            return version in self._versions
+
     def map_file(self, name: str) -> MappedFile:
         with self._lock:
             found = self._versions.get(int(Path(name).parent.name[1:]))
@@ -320,10 +325,26 @@ class NcclStore(BucketStore):
             except (OSError, RuntimeError, GroupLost) as error:
                 log.info("weights: %s; joining again", error)
             self._joined.clear()
-            self._leave()
-            with self._lock:  # a part of a version that will not be finished
-                self._versions = {at: one for at, one in self._versions.items() if one.manifest is not None}
+            self._lose_group()
             self._stopped.wait(RETRY_S)
+
+    def _lose_group(self) -> None:
+        """With the part of a version that will not be finished."""
+        self._leave()
+        with self._lock:
+            self._versions = {at: one for at, one in self._versions.items() if one.manifest is not None}
+
+    @contextmanager
+    def _others_may_be_lost(self) -> Iterator[None]:
+        """The trainer sees it too, and calls those that are left: this engine stays who it is."""
+        try:
+            yield
+        except GroupLost as error:
+            log.info("weights: %s; waiting for the trainer's call", error)
+            self._lose_group()
+
+    def _is_in(self, group: str) -> bool:
+        return self._group is not None and self._group.name == group
 
     def _listen(self, store: TCPStore) -> None:
         at = store.add(SAID, 0)
@@ -340,22 +361,22 @@ class NcclStore(BucketStore):
                 case {"group": name, "members": members}:
                     self._leave()
                     if own in members:
-                        rank = members.index(own) + 1
-                        self._group = Group(name, members, rank, self._connect(), self._device, self._host)
+                        with self._others_may_be_lost():
+                            rank = members.index(own) + 1
+                            self._group = Group(name, members, rank, self._connect(), self._device, self._host)
                     elif own in called:
                         raise GroupLost("the trainer did not wait for this engine")
-                case {"begin": version}:
+                case {"begin": version, "by": name} if self._is_in(name):
                     self._forget(self._fetched + 1)
                     with self._lock:
                         self._versions[version] = Received()
                         self._whole.pop(version, None)
-                case {"bucket": bucket, "file_bytes": file_bytes, "by": name}:
-                    if self._group is not None and self._group.name == name:
+                case {"bucket": bucket, "file_bytes": file_bytes, "by": name} if self._is_in(name):
+                    with self._others_may_be_lost():
                         self._take(Bucket(*bucket), file_bytes)
-                case {"manifest": manifest, "by": name}:
-                    if self._group is not None and self._group.name == name:
-                        self._complete_version(MANIFESTS.validate_python(manifest))
-                        store.set(f"{at}/{own}", "")
+                case {"manifest": manifest, "by": name} if self._is_in(name):
+                    self._complete_version(MANIFESTS.validate_python(manifest))
+                    store.set(f"{at}/{own}", "")
                 case {"drop": version}:
                     self._forget(version)
             at += 1

@@ -17,7 +17,8 @@ from rollart.store.buckets import BucketStore, MappedFile
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 LATE_S = 5.0
-"""How long a bucket may be missing from a version whose manifest is there, before that is left to the swap to say."""
+"""How long a bucket may be missing from a version whose manifest is there, or nothing come of a version at all, before
+that is left to the swap to say."""
 POLL_S = 0.01
 """How often the store is looked at while a version is awaited. Files have no portable way to call."""
 
@@ -107,16 +108,18 @@ class FetchAhead:
             manifest = self._store.manifest(version)
         except WeightError:
             return self._is_late()
-        if manifest is None:
+        if manifest is None and self._store.may_come(version):
             self._missing_since_s = 0.0
             return None
+        if manifest is None:
+            return self._is_late()
         held = self._held
         if all(one in self._wrong or (one.name in held and held[one.name].holds([one])) for one in manifest.buckets):
             return True
         return self._is_late()
 
     def _is_late(self) -> bool | None:
-        """What its manifest names is not here, and has not been for long: True, or else None."""
+        """What its manifest names is not here, or nothing of it comes, and that for long: True, or else None."""
         now_s = time.monotonic()
         self._missing_since_s = self._missing_since_s or now_s
         return now_s - self._missing_since_s > LATE_S or None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollart.errors import WeightError
-from rollart.store import nccl, nccl_group
+from rollart.store import nccl, nccl_group, prefetch
 from rollart.store.device import CHUNK_BYTES, ROW_BYTES, digest_on_device
 from rollart.store.nccl import NcclStore
 from rollart.store.prefetch import FetchAhead
@@ -145,12 +145,17 @@ def test_an_engine_that_is_killed_in_a_push_costs_the_others_nothing(
 
 
 def test_an_engine_that_comes_later_is_told_and_has_it_when_it_is_pushed_again(
-    address: str, trainer: NcclStore
+    address: str, trainer: NcclStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It does not wait for it: nobody would send it."""
+    monkeypatch.setattr(prefetch, "LATE_S", 0.2)
     manifest = trainer.push(1, tensors(1))
     with stores(address, 1) as (engine,):
+        assert engine.joined(10)
+        ahead = FetchAhead(engine)
+        ahead.stage(1).result(10)
         with pytest.raises(WeightError, match="not sent to this engine"):
-            engine.fetch(manifest)
+            ahead.fetch(manifest)
         assert is_version(engine.fetch(trainer.push(1, tensors(1))), 1)
 
 
