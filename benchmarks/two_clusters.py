@@ -7,6 +7,7 @@ and once more during a push. Prints what the run's own summary says of steps and
 """
 
 import argparse
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -44,6 +45,9 @@ PATIENT = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_register_timeout_seconds": "180",
+    # The token, the same on both sides, as docs/ray.md says.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 """Of every Ray process, on both sides. docs/ray.md says why."""
 CLIENT_TTL_S = 120

@@ -133,8 +133,10 @@ class Side:
         subprocess.run(["nsenter", "-t", str(self._pid), "-n", *command], check=True, capture_output=True, timeout=30)
 
     def _environment(self, variables: Mapping[str, str] | None) -> dict[str, str]:
+        """Without what a Ray of this process has set for itself (its token's mode, for one): a side has its own."""
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        return {**os.environ, "HOME": str(OWN / "home"), "PATH": path, **(variables or {})}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return {**own, "HOME": str(OWN / "home"), "PATH": path, **(variables or {})}
 
 
 class TwoSides:
