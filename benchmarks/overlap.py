@@ -6,9 +6,11 @@ compute all the time (the rollout's load), stage what comes and swap. Blocks of 
 - `blocking`: engines stand still from the push until they have swapped, then the next step is trained.
 The network is a loopback device of its own (`unshare --net`), shaped by `tc tbf` so that the way over it takes
 `PUSH_OF_PULL` times what an engine takes to read the version on its host, as in the paper. `shm` and `files` cross no
-link. `exposed_s`: from suspend to resume. `pull_s`: all that was spent to bring the version to the engine, hidden or
-not: over the link, checked and mapped, copied. `memory`: the most that was seen beside the model, in models: of each
-process, and of the store's files on the trainer's side (`here`), on the engines' (`there`) or for both (`store`).
+link; Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
+resume. `pull_s`: all that was spent to bring the version to the engine, hidden or not: over the link (`link_s`),
+checked and mapped, copied. `exposed_of_read`: of the same without the link. `memory`: the most that was seen beside the
+model, in models: of each process (`keeper`: the engines' host), and of the store's files on the trainer's side
+(`here`), on the engines' (`there`) or for both (`store`).
 """
 
 import argparse
@@ -36,6 +38,7 @@ import torch
 from benchmarks.weights import _free_port, change, mooncake_service, small_step_density, weights
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
+from rollart.store.host import read_ready
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest
@@ -61,6 +64,8 @@ class Place:
     run: str
     root: Path
     address: str
+    segment_bytes: int
+    """Of Mooncake."""
 
     def open(self, *, engine: bool) -> BucketStore:
         there = self.root / "there" if engine else self.root / "here"
@@ -73,7 +78,7 @@ class Place:
                 from rollart.store.mooncake import MooncakeStore
                 from rollart.store.mooncake_client import MooncakeSetup
 
-                setup = MooncakeSetup(master=self.address, run_id=self.run)
+                setup = MooncakeSetup(master=self.address, run_id=self.run, segment_bytes=self.segment_bytes)
                 return MooncakeStore(setup, bucket_bytes=BUCKET_BYTES, root=there)
         from rollart.store.tcp import TcpStore
 
@@ -99,7 +104,9 @@ def engine(place: Place, num_bytes: int, link: Connection) -> None:
     """Another process: computes, stages, swaps."""
     torch.set_num_threads(1)
     parameters = weights(num_bytes)
-    ahead = FetchAhead(place.open(engine=True))
+    store = place.open(engine=True)
+    store.appeared(0)  # who keeps the host's copy is there from now on
+    ahead = FetchAhead(store)
     goes = threading.Event()
     stopped = threading.Event()
     goes.set()
@@ -124,12 +131,12 @@ def engine(place: Place, num_bytes: int, link: Connection) -> None:
         else:
             began_s = time.perf_counter()
             goes.clear()
-            spent_s = ahead.spent_s(given.version)
+            spent_s, link_s = ahead.spent_s(given.version), store.pulled_s(given.version)
             for name, tensor in ahead.fetch(given).items():
                 parameters[name].copy_(tensor)
             goes.set()
             exposed_s = time.perf_counter() - began_s
-            link.send(("swapped", (exposed_s, spent_s, products)))
+            link.send(("swapped", (exposed_s, spent_s, link_s)))
     stopped.set()
 
 
@@ -214,10 +221,10 @@ def opened(kind: str, num_bytes: int, disk: Path | None) -> Iterator[Place]:
     run = f"overlap-{uuid.uuid4().hex[:8]}"
     try:
         if kind == "mooncake":
-            with tempfile.TemporaryDirectory() as logs, mooncake_service(Path(logs), 3 * num_bytes) as address:
-                yield Place(kind=kind, run=run, root=root, address=address)
+            with tempfile.TemporaryDirectory() as logs, mooncake_service(Path(logs), 0) as address:
+                yield Place(kind=kind, run=run, root=root, address=address, segment_bytes=3 * num_bytes + (64 << 20))
         else:
-            yield Place(kind=kind, run=run, root=root, address=f"127.0.0.1:{_free_port()}")
+            yield Place(kind=kind, run=run, root=root, address=f"127.0.0.1:{_free_port()}", segment_bytes=0)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -273,6 +280,7 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             answers = both.told("swapped")
             row["exposed_s"] = max(answer[0] for answer in answers)
             row["pull_s"] = max(answer[1] for answer in answers) + row["exposed_s"]
+            row["link_s"] = max(answer[2] for answer in answers)
             asyncio.run(trainer.drop_before(manifest.version))
 
         def step(row: dict[str, float]) -> None:
@@ -327,6 +335,9 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         try:
             for _ in range(WARM):
                 blocking()
+            for folder in (place.root / "there").glob("*"):
+                if "pid" in (ready := read_ready(folder)):
+                    pids["keeper"] = ready["pid"]
             peak = Peak(place.root, pids)
             for _ in range(BLOCKS):
                 rows["overlapped"] += overlapped(STEPS)[1:]
@@ -356,6 +367,7 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         "host_read_s": round(read, 4),
         **{mode: {key: round(value, 4) for key, value in found.items()} for mode, found in middle.items()},
         "exposed_of_pull": round(fast["exposed_s"] / fast["pull_s"], 3),
+        "exposed_of_read": round(fast["exposed_s"] / (fast["pull_s"] - fast["link_s"]), 3),
         "blocking_of_overlapped": round(statistics.median(ratios), 3),
         "spread": [round(min(ratios), 3), round(max(ratios), 3)],
         "memory": {name: round(value / num_bytes, 2) for name, value in most.items()},

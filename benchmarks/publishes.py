@@ -2,15 +2,17 @@
 `python -m benchmarks.publishes --json`.
 
 One process pushes small versions and drops all but the last two. Beside it one reader at a time, a process of its own,
-fetches the newest version again and again and checks that every tensor is of that version; after six seconds it is
-killed (SIGKILL) and another comes. For `tcp` and `mooncake` the readers are on another host: a copy fed by its own
-process. Sampled as it goes: memory of the pushing process and of the hosts' processes, their open files, files in the
-store, its bytes.
+fetches the newest version again and again and checks that every tensor is of that version; two seconds after its first
+one it is killed (SIGKILL) and another comes. For `tcp` and `mooncake` the readers are on another host: a copy fed by
+its own process. Sampled as it goes: memory of the pushing process and of the hosts' processes, their open files, files
+in the store, its bytes, and what Mooncake has given out of its memory.
 """
 
 import argparse
 import asyncio
 import os
+import re
+import select
 import shutil
 import socket
 import subprocess
@@ -33,8 +35,8 @@ from rollart.store.tcp import TcpStore
 
 STORES = ("shm", "files", "tcp", "mooncake")
 PUBLISHES = 5000
-READER_S = 6.0
-"""A good part of it is its start."""
+READER_S, START_S = 2.0, 60.0
+"""How long a reader reads, and may take until it does."""
 PAUSE_S = 0.01
 """Between two publishes, or versions would be gone before anybody could ask for one."""
 SAMPLES = 10
@@ -108,10 +110,17 @@ def sample(place: Path, pids: dict[str, int]) -> dict[str, Any]:
     return found
 
 
+def given_out(master_log: Path) -> str:
+    """What Mooncake's master said last of its memory: it says so every ten seconds."""
+    found = re.findall(r"Mem Storage: [^|]*\| [^|]*", master_log.read_text(errors="replace"))
+    return found[-1].strip() if found else ""
+
+
 def measure_store(kind: str, publishes: int) -> dict[str, Any]:
     place = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="rollart-bench-"))
     (place / "there").mkdir()
     stack = ExitStack()
+    master_log: Path | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "{}:{}".format(*listener.getsockname())
     store: BucketStore
@@ -121,6 +130,7 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
     elif kind == "mooncake":
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address = stack.enter_context(mooncake_service(logs, 64 << 20))
+        master_log = logs / "mooncake.log"
         store = in_mooncake(address, place)
     elif kind == "shm":
         store = ShmStore("x", bucket_bytes=BUCKET_BYTES, root=place)
@@ -128,24 +138,29 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
         store = FileStore(place / "weights", bucket_bytes=BUCKET_BYTES)
     samples: list[dict[str, Any]] = []
     killed, fetched, mixes = 0, 0, 0
-    reader, since_s = _reader(kind, place, address), time.monotonic()
+    reader, since_s, reads = _reader(kind, place, address), time.monotonic(), False
     try:
         for version in range(1, publishes + 1):
             store.push(version, weights(version))
             asyncio.run(store.drop_before(version - 1))
             time.sleep(PAUSE_S)
-            if time.monotonic() - since_s > READER_S:
+            if not reads and _has_read(reader):
+                reads, since_s = True, time.monotonic()
+            if time.monotonic() - since_s > (READER_S if reads else START_S):
                 got, mixed = _end(reader)
                 killed, fetched, mixes = killed + 1, fetched + got, mixes + mixed
-                reader, since_s = _reader(kind, place, address), time.monotonic()
+                reader, since_s, reads = _reader(kind, place, address), time.monotonic(), False
             if version % (publishes // SAMPLES) == 0:
                 pids = {"pusher": os.getpid()}
                 for name, folder in (("server", place / "rollart-x"), ("copier", place / "there" / "rollart-x-copy")):
                     if "pid" in (ready := read_ready(folder)):
                         pids[name] = ready["pid"]
                 samples.append({"publishes": version, **sample(place, pids)})
+                if master_log is not None:
+                    samples[-1]["mooncake"] = given_out(master_log)
     finally:
-        _end(reader)
+        got, mixed = _end(reader)
+        fetched, mixes = fetched + got, mixes + mixed
         if isinstance(store, TcpStore):
             store._serving.stop()
         store.close()
@@ -170,6 +185,11 @@ def _reader(kind: str, place: Path, address: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", READER, kind, str(place), address], stdout=subprocess.PIPE, text=True
     )
+
+
+def _has_read(reader: "subprocess.Popen[str]") -> bool:
+    assert reader.stdout is not None
+    return bool(select.select([reader.stdout], [], [], 0)[0])
 
 
 def _end(reader: "subprocess.Popen[str]") -> tuple[int, int]:
