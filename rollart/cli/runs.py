@@ -51,7 +51,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         raise JobError("sim fit: no run is named; give run directories, such as rollart sim fit runs/NAME-TIME")
     if arguments.out is not None and arguments.out.exists():
         raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
-    from rollart.sim.fit import as_yaml, fit_runs
+    from rollart.sim.fit import as_yaml, fit_runs, residual_lines
 
     fit = fit_runs([Path(run) for run in arguments.overrides])
     text = as_yaml(fit, arguments.overrides)
@@ -59,8 +59,10 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(text)
     if arguments.json:
         print_json({"profile": fit.profile(), "quality": fit.quality()})
+    elif arguments.out is None:
+        print(text, end="")
     else:
-        print(text if arguments.out is None else arguments.out, end="" if arguments.out is None else "\n")
+        print(arguments.out, *residual_lines(fit), sep="\n")
     return 0
 
 

@@ -25,7 +25,7 @@ from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
 from rollart.hardware import MODELS
-from rollart.sim.steps import GenerateCall, StepCosts, fit_steps
+from rollart.sim.steps import GenerateCall, Residual, StepCosts, fit_steps
 from rollart.types import Json, JsonObject, ParsedJson
 
 SAME = 0.01
@@ -225,14 +225,29 @@ class Fit:
         }
 
     def quality(self) -> JsonObject:
-        """How much was seen, and how well the engine's costs explain each call's time."""
+        """How much was seen, and how well what was fitted explains it."""
         return {
             "steps": len(self._steps),
             "engines": {
-                pool: {"calls": cost.calls, "median_error": round(cost.error, 4)}
+                pool: {
+                    "calls": cost.calls,
+                    "median_error": round(cost.error, 4),
+                    "residuals": [{"what": one.what, **_as_json(one)} for one in cost.residuals],
+                }
                 for pool, cost in self.engines().items()
             },
+            **{one.what: _as_json(one) for one in self.others()},
         }
+
+    def others(self) -> list[Residual]:
+        """Of train steps; and of pushes, pulls and swaps, of which the median is fitted."""
+        fixed_s, token_s = _linear(self._steps)
+        trained = [(fixed_s + tokens * token_s, taken_s) for tokens, taken_s in self._steps]
+        found = [_off("train", trained)]
+        for what, seen in (("push", self._push_s), ("pull", self._pull_s), ("swap", self._swap_s)):
+            if seen:
+                found.append(_off(what, [(statistics.median(seen), taken_s) for taken_s in seen]))
+        return found
 
     def engines(self) -> dict[str, StepCosts]:
         """By pool: what an engine step costs, and how well that explains the calls."""
@@ -264,9 +279,45 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
 
 
 def as_yaml(fit: Fit, runs: Sequence[str]) -> str:
-    """The profile as a file for `sim.profile`."""
+    """The profile as a file for `sim.profile`, with how far it is from what it was fitted to."""
     head = f"# Made by `rollart sim fit {' '.join(runs)}`. Point sim.profile of a job file here.\n"
-    return head + yaml.safe_dump(fit.profile(), sort_keys=False)
+    notes = "".join(f"# {line}\n" for line in residual_lines(fit))
+    return head + notes + yaml.safe_dump(fit.profile(), sort_keys=False)
+
+
+def residual_lines(fit: Fit) -> list[str]:
+    """`Fit.quality` for people."""
+    lines = ["Residuals: median error, error of the furthest tenth, bias (above 0: predicted too long)."]
+    for pool, cost in fit.engines().items():
+        lines.append(f"engines of {pool}: {cost.calls} calls, milliseconds for a token, measured -> fitted")
+        for one in cost.residuals:
+            lines.append(
+                f"  {one.what}: {one.measured_s * 1e3:.3g} -> {one.predicted_s * 1e3:.3g}, "
+                f"{one.error:.1%}, {one.worst:.1%}, {one.bias:+.1%} ({one.count} calls)"
+            )
+    for one in fit.others():
+        lines.append(
+            f"{one.what}: {one.measured_s:.3g} -> {one.predicted_s:.3g} s, {one.error:.1%}, {one.worst:.1%}, "
+            f"{one.bias:+.1%} ({one.count} times)"
+        )
+    return lines
+
+
+def _off(what: str, pairs: Sequence[tuple[float, float]]) -> Residual:
+    """`pairs`: predicted and measured seconds."""
+    predicted, measured = np.array(pairs, dtype=np.float64).T
+    return Residual.of(what, predicted, np.maximum(measured, SHORTEST_S))
+
+
+def _as_json(one: Residual) -> JsonObject:
+    return {
+        "count": one.count,
+        "measured_s": _rounded(one.measured_s),
+        "predicted_s": _rounded(one.predicted_s),
+        "median_error": round(one.error, 4),
+        "p90_error": round(one.worst, 4),
+        "bias": round(one.bias, 4),
+    }
 
 
 def spread_of(values: Sequence[float]) -> Spread:

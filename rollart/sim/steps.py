@@ -5,7 +5,7 @@ One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` fo
 the way. Which calls were in the engine together is known from their times, so each call is one row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,10 @@ ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
 the steps in it; then all of the time is in the steps. Prompts: what comes with a call from what its tokens cost; then a
 token costs what one more sequence does, being one more row of the same products."""
+MIN_CALLS = 8
+"""Fewer calls than this are no row of their own among the residuals."""
+WIDER = 4.0
+"""Contexts are put together that differ by less than this factor; batches, by less than two."""
 PASSES = 6
 """Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
@@ -39,6 +43,37 @@ class GenerateCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """How far predictions are from what was measured, of things that are alike."""
+
+    what: str
+    count: int
+    measured_s: float
+    """Of a call: for one token of its answer, the way to the engine included; median."""
+    predicted_s: float
+    error: float
+    """Median of |predicted - measured| / measured."""
+    worst: float
+    """The same of the tenth that is furthest off: where that begins."""
+    bias: float
+    """Median of (predicted - measured) / measured."""
+
+    @classmethod
+    def of(cls, what: str, predicted: Array, measured: Array, units: Array | float = 1.0) -> "Residual":
+        """Seconds, those shown for one unit."""
+        off = (predicted - measured) / measured
+        return cls(
+            what=what,
+            count=len(off),
+            measured_s=float(np.median(measured / units)),
+            predicted_s=float(np.median(predicted / units)),
+            error=float(np.median(np.abs(off))),
+            worst=float(np.quantile(np.abs(off), 0.9)),
+            bias=float(np.median(off)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     call_s: float
     step_s: float
@@ -48,6 +83,8 @@ class StepCosts:
     calls: int
     error: float
     """Median of |predicted - measured| / measured, over the calls."""
+    residuals: tuple[Residual, ...] = ()
+    """Of all calls, by batch and context, and of those that are mostly prefill."""
 
 
 def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
@@ -58,6 +95,7 @@ def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
     weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
     for _ in range(PASSES):
         rows = np.concatenate([engine.rows(weights) for engine in engines])
+        met = rows.copy()
         if _alike(rows[:, 1]):
             rows[:, 0] = 0.0
         if prompts_alike:
@@ -79,7 +117,31 @@ def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
         prefill_token_s=sequence_s if prompts_alike else prefill_token_s,
         calls=len(seconds),
         error=float(np.median(relative)),
+        residuals=tuple(_residuals(met, rows * weights, seconds)),
     )
+
+
+def _residuals(met: Array, parts: Array, seconds: Array) -> Iterator[Residual]:
+    """`met`: what each call had beside it. `parts`: its predicted seconds, by what they are for."""
+    predicted, tokens = parts.sum(axis=1), met[:, 1]
+    batch, cached = met[:, 2] / tokens, met[:, 3] / tokens
+    context = cached / batch
+
+    def of(what: str, chosen: npt.NDArray[np.bool_]) -> Residual:
+        return Residual.of(what, predicted[chosen], seconds[chosen], tokens[chosen])
+
+    yield of("all", np.ones(len(seconds), dtype=bool))
+    of_prompts = parts[:, 4] > 0.5 * predicted
+    if of_prompts.sum() >= MIN_CALLS:
+        yield of("mostly prefill", of_prompts)
+    batches = np.floor(np.log2(np.maximum(batch, 1.0)))
+    contexts = np.floor(np.log(np.maximum(context, 1.0)) / np.log(WIDER))
+    for low in np.unique(batches):
+        for short in np.unique(contexts[batches == low]):
+            chosen = (batches == low) & (contexts == short)
+            if chosen.sum() >= MIN_CALLS:
+                held, long = float(np.median(batch[chosen])), float(np.median(context[chosen]))
+                yield of(f"batch {held:.0f}, context {long:.0f}", chosen)
 
 
 class _Timeline:

@@ -15,6 +15,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.launch.simulation import simulate
 from rollart.sim.fit import fit_runs, spread_of
+from rollart.sim.steps import GenerateCall, fit_steps
 from tests.events import some
 
 TASK = {
@@ -118,6 +119,43 @@ def test_the_profile_of_one_mode_predicts_the_others(mode: str, profile: dict[st
     true_s = simulate(job(mode)).summary.step_time_s.mean
     raw = job(mode).model_dump(mode="json")
     assert simulate(build_job({**raw, "sim": profile})).summary.step_time_s.mean == pytest.approx(true_s, rel=0.1)
+
+
+def test_residuals_say_how_far_what_was_fitted_is_from_what_was_measured(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By batch and context, for prefill, training and transfers; in the profile itself, as notes that YAML ignores."""
+    assert main(["sim", "fit", str(run), "--json"]) == 0
+    quality = json.loads(capsys.readouterr().out)["quality"]
+    everything, *rows = quality["engines"]["cpu"]["residuals"]
+    assert (everything["what"], everything["count"]) == ("all", 8 * 32 * 4)
+    by_batch = [row for row in rows if row["what"].startswith("batch ")]
+    assert len(by_batch) >= 3
+    assert 0.9 * everything["count"] <= sum(row["count"] for row in by_batch) <= everything["count"]
+    for row in [everything, *by_batch]:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.15)
+        assert abs(row["bias"]) <= row["median_error"] <= row["p90_error"] < 0.5
+    assert quality["train"]["count"] == 7
+    assert quality["train"]["median_error"] < 0.01
+    assert {"push", "pull", "swap"} < quality.keys()
+    assert main(["sim", "fit", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "#   all: " in text
+    assert "# train: " in text
+    assert build_job({**job("rollart").model_dump(mode="json"), "sim": yaml.safe_load(text)})
+
+
+def test_an_engine_that_is_not_linear_shows_it() -> None:
+    """Half the calls take twice as long as the others beside the same: nothing linear explains both."""
+    calls = [
+        GenerateCall(
+            engine="e", pool="p", sent_s=10.0 * n, said_s=10.0 * n + 1.0 + n % 2, tokens=10, prompt=20, whole=True
+        )
+        for n in range(40)
+    ]
+    everything = fit_steps(calls).residuals[0]
+    assert everything.count == 40
+    assert everything.worst > 0.3
 
 
 def test_the_command_writes_a_profile_that_a_job_can_name(
