@@ -346,7 +346,7 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         finally:
             both.close()
             if kind in ("tcp", "delta"):
-                trainer._serving.stop()  # type: ignore[attr-defined]
+                trainer.serving.stop()  # type: ignore[attr-defined]
             trainer.close()
     middle = {
         mode: {key: statistics.median(row[key] for row in found) for key in found[0]} for mode, found in rows.items()

@@ -162,7 +162,7 @@ def measure_store(kind: str, publishes: int) -> dict[str, Any]:
         got, mixed = _end(reader)
         fetched, mixes = fetched + got, mixes + mixed
         if isinstance(store, TcpStore):
-            store._serving.stop()
+            store.serving.stop()
         store.close()
         until_s = time.monotonic() + CLOSED_S
         while any(path.is_file() for path in place.rglob("*")) and time.monotonic() < until_s:

@@ -231,7 +231,7 @@ def tcp(folder: Path, model: dict[str, torch.Tensor], *, deltas: bool = False) -
         sender.wait()
         sender.stdout.close()
         link.close()
-        trainer._serving.stop()
+        trainer.serving.stop()
         trainer.close()
         engine.close()
         shutil.rmtree(there, ignore_errors=True)

@@ -31,7 +31,7 @@ class AppendFile:
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         """`fresh`: what is there is thrown away."""
         self._path = path
-        self._file: IO[bytes] = open(path, "wb" if fresh else "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self.file: IO[bytes] = open(path, "wb" if fresh else "ab", buffering=0)  # noqa: SIM115 - closed in close()
         self._held: list[bytes] = []
         self.held_bytes = 0
         self.full = False
@@ -48,32 +48,32 @@ class AppendFile:
             left = memoryview(b"".join(self._held))
             try:
                 while left:  # a disk that gets full takes a part first
-                    left = left[self._file.write(left) :]
+                    left = left[self.file.write(left) :]
             finally:
                 self._held = [bytes(left)] if left else []
                 self.held_bytes = len(left)
             if durable:
-                os.fsync(self._file.fileno())
+                os.fsync(self.file.fileno())
         self.full = False
 
     @property
     def num_bytes(self) -> int:
         """In the file by now."""
-        return os.fstat(self._file.fileno()).st_size
+        return os.fstat(self.file.fileno()).st_size
 
     def move_to(self, path: Path) -> None:
         """Give what is written another name, and go on in a new file of the old one. Raises StoreFull, changing
         nothing."""
         with writing(str(self._path)):
-            os.fsync(self._file.fileno())
+            os.fsync(self.file.fileno())
             os.rename(self._path, path)
             try:
                 new = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
             except OSError:
                 os.rename(path, self._path)
                 raise
-        self._file.close()
-        self._file = new
+        self.file.close()
+        self.file = new
 
     def close(self) -> int:
         """Write what can be written; returns the bytes that could not."""
@@ -82,5 +82,5 @@ class AppendFile:
         except StoreFull:
             pass  # whoever closes says so
         finally:
-            self._file.close()
+            self.file.close()
         return self.held_bytes

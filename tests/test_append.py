@@ -33,8 +33,8 @@ class SmallDisk:
 
 
 def put_on(file: AppendFile, room: int) -> SmallDisk:
-    disk = SmallDisk(file._file, room)
-    file._file = disk  # type: ignore[assignment]
+    disk = SmallDisk(file.file, room)
+    file.file = disk  # type: ignore[assignment]
     return disk
 
 
@@ -65,8 +65,8 @@ def test_what_finds_no_room_to_the_end_is_counted(tmp_path: Path) -> None:
 def test_a_log_on_a_full_disk_ends_nothing_and_is_whole_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(lambda: 0.0, path)
-    assert log._file is not None
-    disk = put_on(log._file, room=30)
+    assert log.file is not None
+    disk = put_on(log.file, room=30)
     log.emit(some(schema.Run, name="x"))
     log.flush()
     for _ in range(3):

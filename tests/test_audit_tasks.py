@@ -102,12 +102,12 @@ def test_the_books_hold_what_a_checkpoint_holds_and_nothing_that_is_over() -> No
     books(schema.Group, group="g1", task="a/0", how="stale")
     books(schema.Group, group="g2", task="a/0", how="failed")
     books(schema.Checkpoint, step=1, ready=["g3", "g4"], open=["g5"])
-    assert list(books.books._task_of) == ["g3", "g4", "g5"]
+    assert list(books.books.task_of) == ["g3", "g4", "g5"]
     books(schema.Batch, step=1, groups=["g3"])
     books(schema.Killed)
     books(schema.Resumed, ready=["g3", "g4"], open=["g5"], out=[])
     books(schema.BreakerClose, task="a", group="g4")  # counts what is alive of the task
-    assert books.books._tasks["a"].owed == 2 + (3 + 2) * 2
+    assert books.books.tasks["a"].owed == 2 + (3 + 2) * 2
 
 
 def test_the_audit_forgets_the_members_of_groups_that_no_restart_brings_back() -> None:
@@ -121,7 +121,7 @@ def test_the_audit_forgets_the_members_of_groups_that_no_restart_brings_back() -
         audit.read(some(schema.Written, t=0.0, step=step))
     audit.read(some(schema.Group, t=0.0, group="g2", task="a/2", how="stale"))
     audit.read(some(schema.Checkpoint, t=0.0, step=1, ready=["g3", "g4"], open=[]))
-    assert list(audit._members) == ["g1", "g3", "g4"], "g1 may be replayed"
+    assert list(audit.members) == ["g1", "g3", "g4"], "g1 may be replayed"
 
 
 def test_the_summary_forgets_which_groups_taught_that_no_restart_brings_back() -> None:
@@ -141,7 +141,7 @@ def test_the_summary_forgets_which_groups_taught_that_no_restart_brings_back() -
     trains(1, "g1")
     read(schema.Group, group="g2", task="a/2", how="stale")
     read(schema.Checkpoint, step=1, ready=["g3", "g4"], open=[])
-    assert sorted(summary._teaches) == ["g1", "g3", "g4"], "g1 may be replayed"
+    assert sorted(summary.teaches) == ["g1", "g3", "g4"], "g1 may be replayed"
     read(schema.StepAside, step=1, trajectories=[], groups=["g1"])
     trains(2, "g3")
     assert summary.result().tasks["a"].with_gradient == 0

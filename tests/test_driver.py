@@ -15,7 +15,7 @@ from rollart.events import schema
 from rollart.events.log import EventLog, Reader, read_events
 from rollart.launch.driver import Life, drive
 from rollart.launch.simulation import simulate
-from rollart.launch.training import _drive
+from rollart.launch.training import drive_real
 from rollart.report.fold import SummaryFold
 from rollart.sim.clock import VirtualLoop
 from tests.control.scene import NoWorld
@@ -33,7 +33,7 @@ def test_a_killed_coordinator_says_nothing_more_and_another_one_goes_on() -> Non
         try:
             await asyncio.sleep(1000.0)
         finally:
-            coordinator._log.emit(schema.Warning(text="its last words"))
+            coordinator.log.emit(schema.Warning(text="its last words"))
 
     async def run() -> float:
         loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytes
 
     async def work(coordinator: Coordinator) -> None:
         summaries[0].row = {"step": 3.0, "reward/mean": 0.5}
-        coordinator._log.emit(schema.Warning(text="a step ended"))
+        coordinator.log.emit(schema.Warning(text="a step ended"))
 
     async def nothing() -> None:
         pass
@@ -113,7 +113,7 @@ def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytes
     real = SimpleNamespace(world=NoWorld(), close=nothing)
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     monkeypatch.setattr("rollart.launch.training.trackers", lambda job, out: {"mine": lambda: tracker})
-    asyncio.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=watch))
+    asyncio.run(drive_real(build_job(JOB), tmp_path, work, resume=None, watch=watch))
     assert logged == [(3, {"reward/mean": 0.5})]
 
 

@@ -19,7 +19,7 @@ from rollart.events.log import EventLog, Fold, drop_torn_line, event_files, read
 from rollart.events.schema import Event
 from rollart.launch.driver import read_again
 from rollart.launch.simulation import simulate
-from rollart.launch.training import _Known
+from rollart.launch.training import LoggedFacts
 from rollart.types import Span
 from tests.control.scene import BASE
 from tests.events import some
@@ -137,7 +137,7 @@ def test_a_resumed_run_reads_its_history_once_and_never_whole(tmp_path: Path, mo
 
     monkeypatch.setattr(builtins, "open", counting)
     monkeypatch.setattr(io, "open", counting)
-    known, seen = _Known(), Counter[type[Event]]()
+    known, seen = LoggedFacts(), Counter[type[Event]]()
 
     def look(event: Event) -> None:
         seen[type(event)] += 1

@@ -89,6 +89,10 @@ JSONS_EDGE = frozenset(
 """Modules that read JSON or YAML of many shapes, and may call that `ParsedJson`: job files and profiles, models'
 config.json, servers' answers, a store's messages. It is spelled out in rollart/types.py only."""
 
+OTHERS_PRIVATE = frozenset({"_modules", "_attn_implementation", "_private", "_exit", "_getframe"})
+NAMED_TUPLES = frozenset({"_asdict", "_replace", "_fields", "_make"})
+"""What tests may use though it begins with an underscore: libraries' own, and what is public all the same."""
+
 DEEPEST_CHAIN = 12
 """Modules of ours that import one another, each at its top, from the command line down."""
 
@@ -323,6 +327,50 @@ def test_an_untyped_object_is_found(module: str, source: str, count: int) -> Non
 def test_each_edge_is_one() -> None:
     sources = {module: path.read_text() for module, path in modules()}
     assert [module for module in sorted(JSONS_EDGE) if "ParsedJson" not in sources.get(module, "")] == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name[1:2].isalpha() and name not in OTHERS_PRIVATE | NAMED_TUPLES
+
+
+def private_reads(source: str) -> list[str]:
+    """Where a test looks at what is private to something else, one sentence each."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if is_private(name):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("rollart"):
+                found += [f"line {node.lineno}: imports {one.name}" for one in names if is_private(one.name)]
+            case ast.Call(args=[_, ast.Constant(value=str(name)), *_]) if is_private(name):
+                found.append(f"line {node.lineno}: sets {name}")
+            case ast.Constant(value=str(text)) if text.startswith("rollart.") and is_private(text.rpartition(".")[2]):
+                found.append(f"line {node.lineno}: {text}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
+def test_tests_see_what_is_public(path: Path) -> None:
+    """What a thing does, or what it has a public name for: else a change of how it is done breaks its tests."""
+    assert private_reads(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("assert engine._calls == {}", 1),
+        ("from rollart.launch.training import _drive, train", 1),
+        ("monkeypatch.setattr(engine, '_calls', {})", 1),
+        ("monkeypatch.setattr('rollart.rewards.function._services', [])", 1),
+        ("class Fake:\n    def f(self) -> int:\n        return self._calls", 0),
+        ("row._asdict()", 0),
+        ("engine.calls", 0),
+    ],
+)
+def test_a_private_read_is_found(source: str, count: int) -> None:
+    assert len(private_reads(source)) == count
 
 
 def chain_from(module: str, imported: dict[str, list[str]], known: dict[str, list[str]]) -> list[str]:

@@ -210,7 +210,7 @@ def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
         patch.setattr("rollart.launch.training.real_world", keep)
         patch.setitem(sys.modules, "rollart.cluster.ray", ray_stub(asked))
         patch.setitem(sys.modules, "wandb", MagicMock())
-        asyncio.run(training._drive(job, folder, work, resume=None, watch=None))
+        asyncio.run(training.drive_real(job, folder, work, resume=None, watch=None))
         asyncio.run(build_workers(job, folder, patch))
     return reads
 
@@ -227,7 +227,7 @@ async def build_workers(job: Job, folder: Path, patch: pytest.MonkeyPatch) -> No
     specs = [EngineSpec(id=p.name, pool=p.name, type="", hardware="cpu", gpus=1) for p in job.engine_pools]
     patch.setattr("os.sched_setaffinity", lambda *_: None)
     patch.setattr("rollart.engines.launch.ServerProcess", NoServer)
-    patch.setattr("rollart.store.host.HostUser._start", lambda user: None)  # it would serve until this process ends
+    patch.setattr("rollart.store.host.HostUser.start", lambda user: None)  # it would serve until this process ends
     patch.setattr("rollart.store.host.HostUser.wait", lambda user: 0)
     patch.setattr("rollart.store.host.HostUser.watch", lambda user: None)
     patch.setattr(worker, "Process", NoRank)

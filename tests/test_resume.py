@@ -17,7 +17,7 @@ from rollart.events.log import EventLog, read_events
 from rollart.events.schema import Event
 from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption, resumption, write_job
-from rollart.launch.training import _Known, _tell_changes
+from rollart.launch.training import LoggedFacts, tell_changes
 from rollart.report.audit import Audit
 from rollart.report.fold import SummaryFold
 from rollart.store.journal import FileJournal
@@ -206,10 +206,10 @@ def told(tmp_path: Path, resume: Resumption, known: Job) -> list[schema.Changed]
     log = EventLog(lambda: 0.0, tmp_path / "events.jsonl")
     log.emit(facts(known, clock="real"))
     log.flush()
-    heard = _Known()
+    heard = LoggedFacts()
     for event in read_events(tmp_path / "events.jsonl"):
         heard.read(event)
-    _tell_changes(log, heard, resume)
+    tell_changes(log, heard, resume)
     log.close()
     said = list(read_events(tmp_path / "events.jsonl"))[1:]
     changes = [event for event in said if isinstance(event, schema.Changed)]

@@ -20,7 +20,7 @@ from rollart.events.log import Reader
 from rollart.events.schema import Event
 from rollart.launch.driver import facts
 from rollart.launch.resume import Resumption
-from rollart.launch.training import _drive, _longest
+from rollart.launch.training import drive_real, longest_wait
 from rollart.report.fold import SummaryFold
 from rollart.report.show import LiveView, show_failed, show_plays, show_summary
 from rollart.report.summary import Summary
@@ -119,7 +119,7 @@ def test_the_longest_waits_are_named() -> None:
         for who, what in (("engine-0", "engine.start"), ("trainer", "trainer.start"), ("a", "generate"), ("b", "swap")):
             tasks.append(loop.create_task(waits.on(what).guard(who, asyncio.sleep(100))))
             await asyncio.sleep(1)
-        return _longest(waits, loop.time())
+        return longest_wait(waits, loop.time())
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         said = runner.run(run())
@@ -139,10 +139,10 @@ def test_a_run_shows_what_it_waits_for(
     monkeypatch.setattr(
         "rollart.launch.training.real_world", lambda *args, **more: SimpleNamespace(world=NoWorld(), close=nothing)
     )
-    monkeypatch.setattr("rollart.launch.training._stop_on_signals", lambda *args: None)  # a virtual loop has none
+    monkeypatch.setattr("rollart.launch.training.stop_on_signals", lambda *args: None)  # a virtual loop has none
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(
-            _drive(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)
+            drive_real(build_job({**JOB, "trajectories": {"keep": 0}}), tmp_path, work, resume=None, watch=view.watch)
         )
     assert "waits: engine-0 on engine.start for 10 s" in capsys.readouterr().err
 
@@ -154,7 +154,7 @@ def test_a_run_that_does_not_begin_says_nothing_of_the_display(
     resume = Resumption(out=tmp_path, job=job)
     refused = pytest.raises(JobError, match="is not there")
     with LiveView(10) as view, asyncio.Runner(loop_factory=VirtualLoop) as runner, refused:
-        runner.run(_drive(job, tmp_path, Coordinator.run, resume=resume, watch=view.watch))
+        runner.run(drive_real(job, tmp_path, Coordinator.run, resume=resume, watch=view.watch))
     assert "display" not in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from rollart.control.coordinator import Coordinator
 from rollart.errors import JobError, JobStopped
 from rollart.events import schema
 from rollart.events.log import read_events
-from rollart.launch.training import _drive, train
+from rollart.launch.training import drive_real, train
 from rollart.report.trackers import Tracking, check_trackers, trackers
 from tests.control.scene import NoWorld
 from tests.events import some
@@ -111,7 +111,7 @@ def test_a_tracker_that_does_not_start_is_left_out_and_the_run_goes_on(
     monkeypatch.setattr("rollart.report.trackers.TensorBoard", refuse)
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     job = build_job({**JOB, "track": {"tensorboard": True}})
-    result = asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
+    result = asyncio.run(drive_real(job, tmp_path, work, resume=None, watch=None))
     assert result.summary.reason == "it came so far"
     assert result.summary.warnings == ["TensorBoard did not start and is left out: no room"]
     assert [type(event) for event in read_events(tmp_path / "events.jsonl")] == [
@@ -132,7 +132,7 @@ def test_a_run_keeps_the_share_of_trajectories_that_its_job_names(
         return recorder
 
     async def work(coordinator: Coordinator) -> None:
-        asked["recorder"] = coordinator._world.recorder
+        asked["recorder"] = coordinator.world.recorder
 
     async def nothing() -> None:
         pass
@@ -141,6 +141,6 @@ def test_a_run_keeps_the_share_of_trajectories_that_its_job_names(
     real = SimpleNamespace(world=NoWorld(), close=nothing)
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     job = build_job({**JOB, "trajectories": {"keep": 0.25, "total_mb": 3}})
-    asyncio.run(_drive(job, tmp_path, work, resume=None, watch=None))
+    asyncio.run(drive_real(job, tmp_path, work, resume=None, watch=None))
     assert asked["recorder"] is recorder
     assert (asked["folder"], asked["share"], asked["total_bytes"]) == (tmp_path / "trajectories", 0.25, 3 << 20)

@@ -20,9 +20,9 @@ from rollart.events import schema
 from rollart.events.log import EventLog, Reader, read_events
 from rollart.events.schema import Event
 from rollart.launch.checks import check_supported
-from rollart.launch.real import _stores_before
+from rollart.launch.real import stores_before
 from rollart.launch.rundir import add_control, alone, newest_run, summary_again, trained_s, write_summary
-from rollart.launch.training import _complete, _drive, _harmless, _Known
+from rollart.launch.training import LoggedFacts, complete_log, drive_real, harmless
 from rollart.report.fold import SummaryFold
 from rollart.report.summary import Failure, Play, Progress
 from rollart.store.journal import FileJournal
@@ -203,10 +203,10 @@ def completed(tmp_path: Path, *known: Event) -> list[Event]:
     for event in known:
         log.emit(copy(event))
     log.flush()
-    heard = _Known()
+    heard = LoggedFacts()
     for event in read_events(path):
         heard.read(event)
-    _complete(log, heard, journal)
+    complete_log(log, heard, journal)
     log.close()
     return [structs.replace(event, n=-1, t=-1.0) for event in read_events(path)][len(known) :]
 
@@ -304,7 +304,7 @@ def test_a_watcher_that_breaks_is_told_of_once_and_ends_nothing(capsys: pytest.C
     def broken(event: Event) -> None:
         raise KeyError("no such task")
 
-    read = _harmless(broken)
+    read = harmless(broken)
     for _ in range(3):
         read(schema.Killed())
     assert capsys.readouterr().err.count("the run goes on: KeyError") == 1
@@ -325,14 +325,14 @@ def test_a_run_knows_where_its_earlier_lives_left_weights(tmp_path: Path) -> Non
     first, second, third = (
         StoreSetup(weights=WeightSettings(), run_id=f"job-{number}", model="m") for number in (1, 2, 3)
     )
-    assert _stores_before(tmp_path, first) == []
-    assert _stores_before(tmp_path, second) == [first]
-    assert _stores_before(tmp_path, third) == [first, second]
+    assert stores_before(tmp_path, first) == []
+    assert stores_before(tmp_path, second) == [first]
+    assert stores_before(tmp_path, third) == [first, second]
 
 
 def test_the_token_of_a_store_is_not_written_down(tmp_path: Path) -> None:
     setup = StoreSetup(weights=WeightSettings(type="tcp"), run_id="job-1", model="m", token="secret")
-    _stores_before(tmp_path, setup)
+    stores_before(tmp_path, setup)
     assert all("secret" not in path.read_text() for path in tmp_path.iterdir())
     assert "secret" not in repr(setup)
 
@@ -401,7 +401,7 @@ def test_a_world_that_cannot_be_made_is_refused_and_no_run_that_stopped(
 
     monkeypatch.setattr("rollart.launch.training.real_world", refuse)
     with pytest.raises(JobError, match="no lock"):
-        asyncio.run(_drive(build_job(JOB), tmp_path, Coordinator.run, resume=None, watch=None))
+        asyncio.run(drive_real(build_job(JOB), tmp_path, Coordinator.run, resume=None, watch=None))
     assert [type(event) for event in read_events(tmp_path / "events.jsonl")] == [schema.Run]
 
 
@@ -425,5 +425,5 @@ def test_why_a_run_stopped_is_known_before_its_workers_are_ended(
 
     real = SimpleNamespace(world=NoWorld(), close=close)
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
-    asyncio.run(_drive(build_job(JOB), tmp_path, work, resume=None, watch=watch))
+    asyncio.run(drive_real(build_job(JOB), tmp_path, work, resume=None, watch=watch))
     assert known == ["it came so far"]

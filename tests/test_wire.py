@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rollart.types as types
 from rollart.types import BreakerState, Bucket, Finish, MixState, Span, Status, TrajectoryId
-from rollart.workers.wire import _ENUMS, _FIELDS, _RECORDS, pack, unpack
+from rollart.workers.wire import ENUMS, FIELDS, RECORDS, pack, unpack
 
 TOKENS = np.array([3, 1, 2], dtype=np.int32)
 TASK = types.Task(id="a/7", domain="a", index=7, payload={"q": "2 + 3", "n": [1, 2.5, None, True]}, seed=4)
@@ -133,9 +133,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_there_is_an_example_of_every_type() -> None:
-    ours = {name for name, kind in _RECORDS.items() if kind.__module__ == types.__name__}  # others may be allowed too
+    ours = {name for name, kind in RECORDS.items() if kind.__module__ == types.__name__}  # others may be allowed too
     assert {type(value).__name__ for value in VALUES} == ours
-    assert {Status, Finish} == set(_ENUMS.values()) - {enum.StrEnum}
+    assert {Status, Finish} == set(ENUMS.values()) - {enum.StrEnum}
 
 
 @pytest.mark.parametrize("value", [pytest.param(value, id=type(value).__name__) for value in VALUES])
@@ -252,4 +252,4 @@ def test_numpy_scalars_become_plain_numbers() -> None:
 
 
 def test_every_record_knows_its_fields() -> None:
-    assert all(hasattr(kind, "_fields") or kind in _FIELDS for kind in _RECORDS.values())
+    assert all(hasattr(kind, "_fields") or kind in FIELDS for kind in RECORDS.values())

@@ -32,8 +32,8 @@ class Coordinator:
 
     def __init__(self, job: Job, world: World, log: LogHandle) -> None:
         self._job = job
-        self._world = world
-        self._log = log
+        self.world = world
+        self.log = log
         self._context = JobContext(job, log)
         self.waits = self._context.waits
         self.supervisor = self._context.supervisor
@@ -68,7 +68,7 @@ class Coordinator:
             fleet, _ = self._players
             if engine in fleet.slots:
                 fleet.down(fleet.slots[engine], reason)
-            for judge in self._world.judges:
+            for judge in self.world.judges:
                 judge.lost(engine, reason)
 
     async def _until_done(self, work: Coroutine[Any, Any, None]) -> None:
@@ -83,14 +83,14 @@ class Coordinator:
             self.waits.close()
 
     async def _train(self) -> None:
-        job, world = self._job, self._world
-        began = self._log.emit(schema.Starting(engines=len(world.engines)))
+        job, world = self._job, self.world
+        began = self.log.emit(schema.Starting(engines=len(world.engines)))
         waiting = self.waits.on("trainer.start", job.limits.start_s)
         with boundary(ClusterError, "start"):
             made: tuple[Trainer, dict[EngineSpec, Engine]] = await asyncio.gather(
                 waiting.guard("trainer", world.cluster.trainer()), self._start_engines()
             )
-        self._log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
+        self.log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
         room = Room(self._context)
         trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made[0])
         fleet, affinity, manager = self._connect(made[1], self._repair)
@@ -102,14 +102,14 @@ class Coordinator:
             fleet,
             rollout,
             trainer,
-            WeightDriver(swaps, trainer, fleet, rollout, world.store, self.supervisor, self.waits, self._log),
+            WeightDriver(swaps, trainer, fleet, rollout, world.store, self.supervisor, self.waits, self.log),
             Evaluation(self._context, world.task_sets, affinity, manager),
             world.journal,
             world.recorder,
             room,
             self.supervisor,
             self.waits,
-            self._log,
+            self.log,
         )
         await self.learner.run(began)
 
@@ -118,19 +118,19 @@ class Coordinator:
         return await self.learner.weights.repair(version)
 
     async def _only_evaluate(self) -> None:
-        began = self._log.emit(schema.Starting(engines=len(self._world.engines)))
+        began = self.log.emit(schema.Starting(engines=len(self.world.engines)))
         with boundary(ClusterError, "start"):
             engines = await self._start_engines()
-        self._log.emit(schema.Started(engines=[spec.id for spec in engines], cause=began))
+        self.log.emit(schema.Started(engines=[spec.id for spec in engines], cause=began))
         _, affinity, manager = self._connect(engines, _nobody_pushes)
-        evaluation = Evaluation(self._context, self._world.task_sets, affinity, manager)
+        evaluation = Evaluation(self._context, self.world.task_sets, affinity, manager)
         await self.waits.on("evaluation").guard("the model as it is", evaluation.run("eval0"))
-        self._log.emit(schema.Finished(steps=0))
+        self.log.emit(schema.Finished(steps=0))
 
     async def _start_engines(self) -> dict[EngineSpec, Engine]:
         """All at once, those of judges too. Returns the policy's."""
-        cluster, judges = self._world.cluster, self._world.judges
-        specs = [*self._world.engines, *(spec for judge in judges for spec in judge.specs)]
+        cluster, judges = self.world.cluster, self.world.judges
+        specs = [*self.world.engines, *(spec for judge in judges for spec in judge.specs)]
         waiting = self.waits.on("engine.start", self._job.limits.start_s)
         engines = await asyncio.gather(*(waiting.guard(spec.id, cluster.engine(spec)) for spec in specs))
         made = dict(zip(specs, engines, strict=True))
@@ -140,8 +140,8 @@ class Coordinator:
 
     def _connect(self, engines: dict[EngineSpec, Engine], repair: Repair) -> tuple[Fleet, AffinityDriver, EnvManager]:
         """What plays: over the engines, with the environments and rewards of this world."""
-        context, world = self._context, self._world
-        affinity = AffinityDriver(world.affinity, self._log)
+        context, world = self._context, self.world
+        affinity = AffinityDriver(world.affinity, self.log)
         fleet = Fleet(context, world.cluster, engines, repair, affinity.engines_changed)
         self.supervisor.spawn(fleet.watch(), background=True)
         manager = EnvManager(context, world, fleet, Proxy(context, fleet, worked=affinity.worked))
@@ -155,7 +155,7 @@ class Coordinator:
         if self._players is None:
             return ()
         fleet, manager = self._players
-        engines = [*fleet.parts(), *(part for judge in self._world.judges for part in judge.parts())]
+        engines = [*fleet.parts(), *(part for judge in self.world.judges for part in judge.parts())]
         if self._job.rollout.stepping != "asynchronous":  # in lockstep all wait for the slowest, by design
             return engines
         return engines + manager.movement.parts(fleet.engine_of())

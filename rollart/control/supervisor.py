@@ -13,7 +13,7 @@ from rollart.ports import BACKGROUND
 
 class TaskSupervisor:
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.tasks: dict[asyncio.Task[Any], None] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to the first error of any task; the coordinator waits on it."""
 
@@ -23,7 +23,7 @@ class TaskSupervisor:
         if background:
             context.run(BACKGROUND.set, True)
         task = asyncio.get_running_loop().create_task(work, context=context)
-        self._tasks[task] = None
+        self.tasks[task] = None
         task.add_done_callback(self._done)
         return task
 
@@ -33,7 +33,7 @@ class TaskSupervisor:
             self.failed.set_exception(error)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
+        self.tasks.pop(task, None)
         if not task.cancelled():
             error = task.exception()
             if error is not None:
@@ -41,13 +41,13 @@ class TaskSupervisor:
 
     async def close(self) -> None:
         """Cancel what still runs, and wait for it. Tasks may start others while they end."""
-        while self._tasks:
-            tasks = list(self._tasks)
+        while self.tasks:
+            tasks = list(self.tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for task in tasks:
-                self._tasks.pop(task, None)
+                self.tasks.pop(task, None)
         if self.failed.done():
             self.failed.exception()
         else:

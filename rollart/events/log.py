@@ -78,7 +78,7 @@ class EventLog:
         """When the run began, on the log's clock."""
         self._path = path
         self._part_bytes = part_bytes
-        self._file = AppendFile(path) if path else None
+        self.file = AppendFile(path) if path else None
         self._readers: list[Reader] = []
         self._next = after.n + 1 if after else 0
         self.last_s = self.zero_s
@@ -93,14 +93,14 @@ class EventLog:
         self._next = number + 1
         self.last_s = now_s = self._clock()
         event.t = round(now_s - self.zero_s, 6)
-        if self._file is not None:
+        if self.file is not None:
             try:
                 line = _encode(event)
             except (UnicodeEncodeError, TypeError):  # user text that is not UTF-8 gets a `?` instead of ending the job
                 event = _plain(event)
                 line = _encode(event)
-            self._file.put(line + b"\n")
-            if self._file.held_bytes >= FLUSH_BYTES and not self._file.full:
+            self.file.put(line + b"\n")
+            if self.file.held_bytes >= FLUSH_BYTES and not self.file.full:
                 self.flush()
         for reader in self._readers:
             reader(event)
@@ -109,12 +109,12 @@ class EventLog:
     def flush(self, *, durable: bool = False) -> None:
         """Write out what there is. On a full disk the rest is held, and written later. `durable`: sync to disk, and
         raise StoreFull instead."""
-        if self._file is None:
+        if self.file is None:
             return
         try:
-            self._file.write_out(durable=durable)
-            if self._file.num_bytes >= self._part_bytes:
-                self._rotate(self._file)
+            self.file.write_out(durable=durable)
+            if self.file.num_bytes >= self._part_bytes:
+                self._rotate(self.file)
         except StoreFull:
             if durable:
                 raise
@@ -129,11 +129,11 @@ class EventLog:
 
     def close(self) -> int:
         """Returns how many bytes of events could not be written."""
-        if self._file is None:
+        if self.file is None:
             return 0
         self.flush()
-        left = self._file.close()
-        self._file = None
+        left = self.file.close()
+        self.file = None
         return left
 
 

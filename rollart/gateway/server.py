@@ -60,11 +60,11 @@ class HttpDoor:
 
     def __init__(self, gateway: "HttpGateway", name: str, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._gateway = gateway
+        self.gateway = gateway
         self._name = name
         self._under_way = 0
         self._refused = 0
-        self._calls: dict[HttpCall, None] = {}
+        self.calls: dict[HttpCall, None] = {}
         """Neither answered nor given up."""
         self._queue: asyncio.Queue[HttpCall | None] = asyncio.Queue()
         self.answers = itertools.count()
@@ -98,16 +98,16 @@ class HttpDoor:
     async def ask(self, request: ChatRequest) -> ChatAnswer:
         """Raises Refusal."""
         call = HttpCall(request)
-        self._calls[call] = None
+        self.calls[call] = None
         self._queue.put_nowait(call)
         try:
             return await call.answered
         finally:
-            del self._calls[call]
+            del self.calls[call]
 
     def close(self) -> None:
-        self._gateway.forget(self._name)
-        for call in list(self._calls):
+        self.gateway.forget(self._name)
+        for call in list(self.calls):
             call.fail(_over())
 
 

@@ -48,7 +48,7 @@ def run_plans(
     fired: Counter[str] = Counter()
     during_swap: Counter[str] = Counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for done, plan in enumerate(pool.map(_run_plan, work), start=1):
+        for done, plan in enumerate(pool.map(run_plan, work), start=1):
             totals.update(plan.counts)
             for kind, (count, during) in plan.faults.items():
                 fired[kind] += count
@@ -88,7 +88,7 @@ class _Plan:
     text: str
 
 
-def _run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
+def run_plan(work: tuple[Path, tuple[str, ...], int, Path | None]) -> _Plan:
     path, overrides, seed, out = work
     folder = out / f"seed-{seed}" if out is not None else None
     signal.signal(signal.SIGPROF, _too_long)

@@ -87,7 +87,7 @@ def problems(job: Job, out: Path | None, *, trains: bool = True, resume: bool = 
             return None
 
     writable = out is not None and (resume or look(_try_out, out))
-    for check in (check_trackers, _refuse_pythons, _refuse_weights, _refuse_functions):
+    for check in (check_trackers, _refuse_pythons, _refuse_weights, refuse_functions):
         look(check, job)
     found += unsupported(job)
     look(partial(refuse_unplaceable, trains=trains), job)
@@ -257,7 +257,7 @@ def _agent_problems(job: Job) -> Iterator[str]:
             yield f"{key}.command: {agent.command[0]} is not a program that can be run here; install it, or correct it"
 
 
-def _refuse_functions(job: Job) -> None:
+def refuse_functions(job: Job) -> None:
     """Agents' functions that cannot be loaded: tried in a process of its own, since an agent library may be large."""
     code = "import sys; from rollart.tasks.load import load_function; load_function(sys.argv[1])"
     for position, task in enumerate(job.tasks if job.cluster.type != "ray" else ()):

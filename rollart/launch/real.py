@@ -86,7 +86,7 @@ def real_world(
     tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
     where = new_store(job, out)
     store = open_store(where)
-    before = [open_store(setup) for setup in _stores_before(out, where)]
+    before = [open_store(setup) for setup in stores_before(out, where)]
     if not store.claim():
         path = where.weights.path
         key, place = ("weights.path", f"{path}/{where.run_id}") if path else ("weights.type", "/dev/shm")
@@ -289,7 +289,7 @@ def _judge_models(job: Job, judges: "Mapping[str, JudgePool]") -> "tuple[dict[st
     return models, endpoints
 
 
-def _stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
+def stores_before(out: Path, setup: StoreSetup) -> list[StoreSetup]:
     """The weight stores of earlier lives of this run that could not clean up; and note this life's own."""
     path = out / STORES
     lines = path.read_text().splitlines() if path.exists() else []

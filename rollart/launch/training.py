@@ -60,7 +60,7 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
     with alone(out), rare_collections():
         if resume is not None:
             resume.keep()
-        result = asyncio.run(_drive(job, out, work, trains=trains, resume=resume, watch=watch))
+        result = asyncio.run(drive_real(job, out, work, trains=trains, resume=resume, watch=watch))
     try:
         write_summary(out, result.summary)
     except OSError as error:
@@ -68,18 +68,18 @@ def _run(job: Job, out: Path, work: Work, *, trains: bool, resume: Resumption | 
     return result
 
 
-async def _drive(
+async def drive_real(
     job: Job, out: Path, work: Work, *, trains: bool = True, resume: Resumption | None, watch: Watch | None
 ) -> RunResult:
     loop = asyncio.get_running_loop()
     summary = SummaryFold()
     running: list[Coordinator] = []
-    known = _Known()
+    known = LoggedFacts()
 
     def waiting() -> str:
-        return _longest(running[-1].waits, loop.time()) if running else ""
+        return longest_wait(running[-1].waits, loop.time()) if running else ""
 
-    views = [] if watch is None else [_harmless(watch(summary, waiting))]
+    views = [] if watch is None else [harmless(watch(summary, waiting))]
     books = Books(job, out, summary=summary, views=views, history=known.read if resume else None)
     log = books.log
     tracking = Tracking(lambda text: log.emit(schema.Warning(text=text)))
@@ -89,9 +89,9 @@ async def _drive(
     if resume is None:
         log.emit(facts(job, clock="real"))
     else:
-        _complete(log, known, journal)
+        complete_log(log, known, journal)
         log.emit(schema.Killed())
-        _tell_changes(log, known, resume)
+        tell_changes(log, known, resume)
     tracking.start(trackers(job, out))
     (out / "pid").write_text(str(os.getpid()))
     recorder = _recorder(job, out, log, loop)
@@ -107,7 +107,7 @@ async def _drive(
 
     def started(coordinator: Coordinator) -> None:
         running.append(coordinator)
-        _stop_on_signals(loop, coordinator)
+        stop_on_signals(loop, coordinator)
 
     writing = asyncio.create_task(_write_out(log))
     try:
@@ -147,12 +147,12 @@ async def _write_out(log: EventLog) -> None:
         log.flush()
 
 
-def _longest(waits: Waits, now_s: float) -> str:
+def longest_wait(waits: Waits, now_s: float) -> str:
     found = waits.oldest()[:WAITS_SHOWN]
     return ", ".join(f"{wait.who} on {wait.what} for {now_s - wait.since_s:.0f} s" for wait in found)
 
 
-def _harmless(reader: Reader) -> Reader:
+def harmless(reader: Reader) -> Reader:
     """Watching never ends a run: a watcher that raises is told of once, and watches no more."""
     well = True
 
@@ -168,7 +168,7 @@ def _harmless(reader: Reader) -> Reader:
     return read
 
 
-class _Known:
+class LoggedFacts:
     """What the events say of the journal and of the job."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class _Known:
                 self.committed = event
 
 
-def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
+def complete_log(log: EventLog, known: LoggedFacts, journal: FileJournal) -> None:
     """Say what the journal knows and the events do not: the run was killed between the one and the other."""
     checkpoint = journal.latest()
     for batch in journal.batches(0):
@@ -203,7 +203,7 @@ def _complete(log: EventLog, known: _Known, journal: FileJournal) -> None:
             log.emit(held)
 
 
-def _tell_changes(log: EventLog, known: _Known, resume: Resumption) -> None:
+def tell_changes(log: EventLog, known: LoggedFacts, resume: Resumption) -> None:
     """Say what a resumed run does otherwise; also where a kill came between keeping a change and saying so."""
     job = facts(resume.job, clock="real")
     if resume.changes or not job.same_as(known.job):
@@ -211,7 +211,7 @@ def _tell_changes(log: EventLog, known: _Known, resume: Resumption) -> None:
         log.emit(schema.Changed(step=resume.step, changes=changes, job=job))
 
 
-def _stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) -> None:
+def stop_on_signals(loop: asyncio.AbstractEventLoop, coordinator: Coordinator) -> None:
     """The first Ctrl-C (or SIGTERM) stops with a checkpoint; the second stops at once."""
     asked = 0
 

@@ -92,12 +92,12 @@ class ChatTokenizer:
         if not len(self._closing):
             given = "model.chat_template: the template" if template else f"model.path: the chat template in {path}"
             raise JobError(f"{given} does not close the assistant's turn; let it end what an assistant says by a token")
-        self._rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
+        self.rendered: TextCache[tuple[tuple[Message, ...], bool, bool, tuple[Tool, ...]], Tokens] = TextCache(
             CACHE_BYTES
         )
         self._told_of_lost_tools = False
         self._form = form_of(str(self._tokenizer.chat_template))
-        self._decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
+        self.decoded: TextCache[bytes, str] = TextCache(CACHE_BYTES)
 
     @property
     def end_of_turn(self) -> int:
@@ -121,22 +121,22 @@ class ChatTokenizer:
         """
         closed = fresh or after is None or (len(after) > 0 and int(after[-1]) == self.end_of_turn)
         key = (tuple(messages), fresh, closed, tuple(tools) if fresh else ())
-        tokens = self._rendered.get(key)
+        tokens = self.rendered.get(key)
         if tokens is None:
             tokens = self._render(*key)
             text = sum(len(message.role) + len(message.content) for message in key[0])
             text += sum(len(tool.parameters) + len(tool.description) for tool in key[3])
-            self._rendered.put(key, tokens, tokens.nbytes + 4 * text)
+            self.rendered.put(key, tokens, tokens.nbytes + 4 * text)
         return tokens
 
     def decode(self, tokens: Tokens) -> str:
         """The text without special tokens: what an environment gets to read."""
         key = np.asarray(tokens, dtype=np.int32).tobytes()
-        text = self._decoded.get(key)
+        text = self.decoded.get(key)
         if text is None:
             ids = np.frombuffer(key, dtype=np.int32).tolist()
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            self._decoded.put(key, text, len(key) + 4 * len(text))
+            self.decoded.put(key, text, len(key) + 4 * len(text))
         return text
 
     def parse(self, tokens: Tokens) -> Message:

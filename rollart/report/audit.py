@@ -80,7 +80,7 @@ class Audit(Fold):
         """Step -> the groups of its batch, as formed last."""
         self._trained_tasks: dict[str, str] = {}
         """Task -> the group in which it was trained on."""
-        self._members: dict[str, list[str]] = {}
+        self.members: dict[str, list[str]] = {}
         """Of groups that became ready and are not covered by a checkpoint."""
         self._aside: dict[int, list[str]] = {}
         """Step -> the trajectories that it set aside."""
@@ -321,7 +321,7 @@ class Audit(Fold):
         if self._alive.get(group) != "open":
             self._broken(8, f"group {group} became ready while {self._alive.get(group) or 'not alive'}")
         self._alive[group] = "ready"
-        self._members[group] = event.members
+        self.members[group] = event.members
         for member in event.members:
             if member not in self._scored:
                 self._broken(3, f"group {group} holds {member}, which did not end well")
@@ -377,7 +377,7 @@ class Audit(Fold):
         step = event.step
         names = [name for name, _ in event.trajectories]
         groups = self._written.get(step, [])
-        members = {group: self._members.get(group, []) for group in groups}
+        members = {group: self.members.get(group, []) for group in groups}
         strange = set(names) - {name for own in members.values() for name in own}
         if strange:
             self._broken(8, f"step {step} set aside {min(strange)}, which is not in its batch")
@@ -483,9 +483,9 @@ class Audit(Fold):
             if state != "taken" and group not in groups:
                 self._broken(8, f"group {group} is {state}, but not in the checkpoint of step {step}")
         self._checkpoint = (step, groups)
-        self._members = {
+        self.members = {
             group: members
-            for group, members in self._members.items()
+            for group, members in self.members.items()
             if group in groups or self._trained.get(group, -1) >= step
         }
 

@@ -32,9 +32,9 @@ class TaskBooks(Fold):
         self._broken = broken
         self._most = 0
         self._shares: dict[str, float] = {}
-        self._tasks: dict[str, _Task] = {}
+        self.tasks: dict[str, _Task] = {}
         self._at_checkpoint: dict[str, _Task] = {}
-        self._task_of: dict[str, str] = {}
+        self.task_of: dict[str, str] = {}
         """Of groups that are alive, or may be again after a restart."""
         self._alive: dict[str, None] = {}
         """Groups admitted and not ended."""
@@ -44,25 +44,25 @@ class TaskBooks(Fold):
     def _run(self, event: schema.Run) -> None:
         self._most = event.task_failures
         self._shares = {name: task.share for name, task in event.tasks.items()}
-        self._tasks = {name: _Task() for name in event.tasks}
-        self._at_checkpoint = dict(self._tasks)
+        self.tasks = {name: _Task() for name in event.tasks}
+        self._at_checkpoint = dict(self.tasks)
 
     def _changed(self, event: schema.Changed) -> None:
         self._most = event.job.task_failures
 
     def _admitted(self, event: schema.Admit) -> None:
         group, name = event.group, task_set(event.task)
-        self._task_of[group] = name
+        self.task_of[group] = name
         self._alive[group] = None
         if group in self._reopening:
             del self._reopening[group]
             return
-        task = self._tasks[name]
+        task = self.tasks[name]
         if task.out and task.probe != group:
             self._broken(3, f"group {group} of task {name} was admitted while the task is out of the mix")
         if not task.out and task.failures >= self._most:
             self._broken(3, f"task {name} is in the mix after {task.failures} failures in a row")
-        for other, waits in self._tasks.items():
+        for other, waits in self.tasks.items():
             if not task.out and waits.out and not waits.probe and event.t > waits.due_s + LATE_S:
                 self._broken(3, f"group {group} was admitted before the probe of task {other}, which was due")
             if waits.owed is not None:
@@ -76,7 +76,7 @@ class TaskBooks(Fold):
     def _ended(self, event: schema.Group) -> None:
         self._alive.pop(event.group, None)
         name = task_set(event.task)
-        task = self._tasks[name]
+        task = self.tasks[name]
         if event.how == "failed":
             task.failures += 1
         elif event.how == "filtered":
@@ -89,44 +89,44 @@ class TaskBooks(Fold):
             self._alive.pop(group, None)
 
     def _scored(self, group: str) -> None:
-        task = self._tasks[self._task_of[group]]
+        task = self.tasks[self.task_of[group]]
         if not task.out:
             task.failures = 0
 
     def _undrawn(self, event: schema.DrawFailed) -> None:
         if not event.eval:
-            self._tasks[event.task].failures += 1
+            self.tasks[event.task].failures += 1
 
     def _opened(self, event: schema.BreakerOpen) -> None:
-        task = self._tasks[event.task]
+        task = self.tasks[event.task]
         if not task.out and task.failures < self._most:
             self._broken(3, f"task {event.task} left the mix after {task.failures} failures in a row")
         task.out, task.probe, task.owed = True, "", None
         task.due_s = event.t + event.wait_s
 
     def _probed(self, event: schema.BreakerProbe) -> None:
-        task = self._tasks[event.task]
+        task = self.tasks[event.task]
         if not task.out or task.probe or event.t < task.due_s - LATE_S:
             self._broken(3, f"task {event.task} was probed out of turn")
         task.probe = event.group
 
     def _closed(self, event: schema.BreakerClose) -> None:
-        task = self._tasks[event.task]
+        task = self.tasks[event.task]
         if not task.out or task.probe != event.group:
             self._broken(3, f"task {event.task} came back to the mix, but not by its probe")
         # Its groups that are alive count towards its share, so groups of other tasks may come first.
-        alive = sum(self._task_of[group] == event.task for group in self._alive)
-        self._tasks[event.task] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event.task]))
+        alive = sum(self.task_of[group] == event.task for group in self._alive)
+        self.tasks[event.task] = _Task(owed=2 + math.ceil((alive + 2) / self._shares[event.task]))
 
     def _checkpoint(self, event: schema.Checkpoint) -> None:
-        self._at_checkpoint = {name: replace(task) for name, task in self._tasks.items()}
+        self._at_checkpoint = {name: replace(task) for name, task in self.tasks.items()}
         held = dict.fromkeys([*self._alive, *event.ready, *event.open])
-        self._task_of = {group: self._task_of[group] for group in held if group in self._task_of}
+        self.task_of = {group: self.task_of[group] for group in held if group in self.task_of}
 
     def _resumed(self, event: schema.Resumed) -> None:
         """The breakers are as in the checkpoint, and probes may be made at once. Where fewer failures are allowed now,
         a task that is in the mix has one left."""
-        self._tasks = {
+        self.tasks = {
             name: replace(
                 task,
                 failures=task.failures if task.out else min(task.failures, self._most - 1),
@@ -138,6 +138,6 @@ class TaskBooks(Fold):
         }
         self._reopening = dict.fromkeys(event.open)
         self._alive = dict.fromkeys([*event.ready, *event.open])
-        out = [name for name, task in self._tasks.items() if task.out]
+        out = [name for name, task in self.tasks.items() if task.out]
         if out != event.out:
             self._broken(3, f"resumed with {event.out} out of the mix, but {out} were at the checkpoint")

@@ -86,7 +86,7 @@ class SummaryFold(Fold):
         self._late = 0
         self._state = "running"
         self._reason = ""
-        self._teaches: dict[str, bool] = {}
+        self.teaches: dict[str, bool] = {}
         """Group -> whether its members earned different rewards. Only groups that a restart may meet again."""
         self._step_of: dict[str, int] = {}
         """Group -> the step that trained on it. Only groups that a restart may meet again."""
@@ -227,14 +227,14 @@ class SummaryFold(Fold):
 
     def _count_gradient(self, group_id: str, name: str, step: int) -> None:
         self._step_of[group_id] = step
-        teaches = self._teaches.get(group_id, True)
+        teaches = self.teaches.get(group_id, True)
         self._tasks[name].with_gradient += teaches
         for prefix in ("", f"{name}/"):
             self._metrics.add(f"{prefix}groups/trained", Sum(1))
             self._metrics.add(f"{prefix}groups/with_gradient", Sum(int(teaches)))
 
     def _on_ready(self, event: schema.Ready) -> None:
-        self._teaches[event.group] = event.gradient
+        self.teaches[event.group] = event.gradient
 
     def _on_breaker_open(self, event: schema.BreakerOpen) -> None:
         task = self._tasks[event.task]
@@ -268,7 +268,7 @@ class SummaryFold(Fold):
         for group_id in event.groups:
             self._aside_groups[group_id] = None
             self._close(group_id, "failed")
-            self._tasks[self._task_of[group_id]].with_gradient -= self._teaches.get(group_id, True)
+            self._tasks[self._task_of[group_id]].with_gradient -= self.teaches.get(group_id, True)
 
     def _on_written(self, event: schema.Written) -> None:
         self._unwritten.pop(event.step, None)
@@ -358,7 +358,7 @@ class SummaryFold(Fold):
             for group_id, task_id in zip(batch.groups, batch.tasks, strict=True):
                 self._fate[group_id] = "restart"
                 self._trained_tasks[task_id] -= 1
-                self._tasks[task_set(task_id)].with_gradient -= self._teaches.get(group_id, True)
+                self._tasks[task_set(task_id)].with_gradient -= self.teaches.get(group_id, True)
             self._trained_tokens -= batch.tokens
         self._unwritten.clear()
         for name, task in self._tasks.items():  # breakers are as in the checkpoint
@@ -381,7 +381,7 @@ class SummaryFold(Fold):
         # A resumed run meets the groups that the checkpoint holds, and those of replayed steps; no others.
         self._step_of = {group: at for group, at in self._step_of.items() if at >= event.step}
         kept = [*self._at_checkpoint, *self._step_of]
-        self._teaches = {group: self._teaches[group] for group in kept if group in self._teaches}
+        self.teaches = {group: self.teaches[group] for group in kept if group in self.teaches}
 
     def _on_finished(self, event: schema.Finished) -> None:
         self._state = "finished"

@@ -74,7 +74,7 @@ class LambdaAnswer(TypedDict):
     body: str
 
 
-_services: list[RewardService] = []
+services: list[RewardService] = []
 
 
 def handle(request: Any) -> Answer:
@@ -102,7 +102,7 @@ def lambda_handler(event: Any, context: object) -> LambdaAnswer:
 
 def _service() -> RewardService:
     """Made at the first call, from the environment."""
-    if not _services:
+    if not services:
         functions = parse_functions(os.environ[FUNCTION_VARIABLE])
-        _services.append(RewardService(functions, os.environ.get(TOKEN_VARIABLE, "")))
-    return _services[0]
+        services.append(RewardService(functions, os.environ.get(TOKEN_VARIABLE, "")))
+    return services[0]

@@ -81,7 +81,7 @@ class BucketStore:
         """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
         self.directory = directory
         self.bucket_bytes = bucket_bytes
-        self._medium = medium
+        self.medium = medium
         self._patience_s = patience_s
         self._claim: Claim | None = None
 
@@ -101,7 +101,7 @@ class BucketStore:
                     index.add(bucket)
                 members.clear()  # or they would live on beside the next file's
             of_now = {folder / file for file in places.values()}
-            self._medium.retire(sorted(set(folder.glob(WEIGHTS)) - of_now))  # of a push that was split otherwise
+            self.medium.retire(sorted(set(folder.glob(WEIGHTS)) - of_now))  # of a push that was split otherwise
             self._complete(folder, places)
             manifest = WeightManifest(version=version, buckets=tuple(index.buckets), probe=probe)
             index.complete(manifest)
@@ -139,7 +139,7 @@ class BucketStore:
     def map_file(self, name: str) -> MappedFile:
         """Map one file as it is. Raises WeightError where it is not there."""
         try:
-            return MappedFile(self._medium.mapped(self.directory / name))
+            return MappedFile(self.medium.mapped(self.directory / name))
         except FileNotFoundError:
             raise WeightError(f"weight bucket {name}: missing from {self.directory}") from None
         except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ class BucketStore:
 
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
-        await asyncio.to_thread(drop_before, self.directory, self._medium, version)
+        await asyncio.to_thread(drop_before, self.directory, self.medium, version)
 
     def pulled_s(self, version: WeightVersion) -> float:
         """Seconds that its transfer to this host took; 0 where it is read where it was written."""
@@ -177,7 +177,7 @@ class BucketStore:
         """Write one file; each of its buckets as it is whole."""
         head, ordered = laid_out(members)
         name = f"{path.parent.name}/{path.name}"
-        with self._medium.writing(path, len(head) + sum(tensor.nbytes for tensor in ordered)) as put:
+        with self.medium.writing(path, len(head) + sum(tensor.nbytes for tensor in ordered)) as put:
             for start, parts in sliced(head, ordered, self.bucket_bytes):
                 digest, end = new_digest(), start
                 for at, piece in parts:
@@ -193,9 +193,9 @@ class BucketStore:
         if file.num_bytes != num_bytes:
             raise WeightError(f"weight bucket {name}: damaged, {file.num_bytes} bytes instead of {num_bytes}")
         damaged = [bucket for bucket in buckets if file.digest(bucket) != bucket.digest]
-        if damaged and isinstance(self._medium, SharedMemory):
+        if damaged and isinstance(self.medium, SharedMemory):
             # Or somebody has written to tensors of an earlier fetch, on pages of ours alone.
-            self._medium.forget(self.directory / name)
+            self.medium.forget(self.directory / name)
             file = self._seen(name, num_bytes)
             damaged = [bucket for bucket in buckets if file.digest(bucket) != bucket.digest]
         for bucket in damaged:

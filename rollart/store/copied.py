@@ -67,7 +67,7 @@ class CopiedStore(BucketStore):
     def _settle(self) -> None:
         """Use this host's copy, and see to it that it is fed."""
         if self.directory != self._copy:
-            self.directory, self._medium = self._copy, SharedMemory(self._copy)
+            self.directory, self.medium = self._copy, SharedMemory(self._copy)
         self._copying.ensure()
 
     def _wait_for(self, manifest: WeightManifest) -> None:

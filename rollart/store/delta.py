@@ -29,7 +29,7 @@ PAYS = 0.5
 """A delta larger than this part of the bucket is not made: the time to encode and apply it is worth something too."""
 SAMPLES = 64
 SAMPLE_WORDS = 1 << 12
-_HEAD = struct.Struct("<BI")
+HEAD = struct.Struct("<BI")
 SAME, LIST, MAP, WHOLE = range(4)
 
 
@@ -66,10 +66,10 @@ def apply(old: Bytes, data: bytes, into: Bytes) -> None:
     place = 0
     for at in range(0, len(after), BLOCK_WORDS):
         block = after[at : at + BLOCK_WORDS]
-        if place + _HEAD.size > len(data):
+        if place + HEAD.size > len(data):
             raise ValueError("a delta that ends too soon")
-        how, count = _HEAD.unpack_from(data, place)
-        place += _HEAD.size
+        how, count = HEAD.unpack_from(data, place)
+        place += HEAD.size
         if how != WHOLE:
             block[:] = before[at : at + BLOCK_WORDS]
         if how == LIST:
@@ -106,11 +106,11 @@ def _sampled_density(before: Words, after: Words) -> float:
 
 def _encoded(block: Words, differs: npt.NDArray[np.bool_], count: int) -> bytes:
     if not count:
-        return _HEAD.pack(SAME, 0)
+        return HEAD.pack(SAME, 0)
     as_list, as_map, whole = 6 * count, -(-len(block) // 8) + 2 * count, 2 * len(block)
     if min(as_list, as_map) >= whole:
-        return _HEAD.pack(WHOLE, count) + block.tobytes()
+        return HEAD.pack(WHOLE, count) + block.tobytes()
     if as_list <= as_map:
         places = np.flatnonzero(differs)
-        return _HEAD.pack(LIST, count) + places.astype("<u4").tobytes() + block[places].tobytes()
-    return _HEAD.pack(MAP, count) + np.packbits(differs).tobytes() + block[differs].tobytes()
+        return HEAD.pack(LIST, count) + places.astype("<u4").tobytes() + block[places].tobytes()
+    return HEAD.pack(MAP, count) + np.packbits(differs).tobytes() + block[differs].tobytes()

@@ -87,7 +87,7 @@ class HostUser:
         self._use()
         ours = self._process is not None and self._process.poll() is None
         if not ours and not is_owned(self._directory):
-            self._start()
+            self.start()
         self._looked_s = time.monotonic()
 
     def _use(self) -> None:
@@ -133,7 +133,7 @@ class HostUser:
         while not self._stopped.wait(WATCH_S):
             self.ensure()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         # In a session of its own: it must not go with the worker that happens to start it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rollart.store.host"],

@@ -144,7 +144,7 @@ class NcclStore(BucketStore):
 
     def _group_of_now(self) -> Group:
         """All engines that joined; the group that there is where these are its members."""
-        store = self._connected()
+        store = self.connected()
         members = [number for number in range(1, store.add(JOINED, 0) + 1) if number not in self._gone]
         if self._group is None or self._group.members != members:
             self._leave()
@@ -204,14 +204,14 @@ class NcclStore(BucketStore):
 
     def _say(self, **message: Any) -> int:
         """Returns the message's number."""
-        store = self._connected()
+        store = self.connected()
         number = store.add(SAID, 1) - 1
         store.set(f"say/{number}", json.dumps(message))
         return number
 
     def _answered(self, keys: list[str], within_s: float) -> list[bool]:
         """Which of these keys are written before the time is over."""
-        store, until_s = self._connected(), time.monotonic() + within_s
+        store, until_s = self.connected(), time.monotonic() + within_s
         present = [False] * len(keys)
         while not all(present) and time.monotonic() < until_s:
             present = [has or store.check([key]) for key, has in zip(keys, present, strict=True)]
@@ -224,7 +224,7 @@ class NcclStore(BucketStore):
         """What was said before the push before this one, everybody who was in that has heard."""
         self._begins.append(self._say(begin=version, by=group.name))
         if len(self._begins) > 2:
-            store, before = self._connected(), self._begins.pop(0)
+            store, before = self.connected(), self._begins.pop(0)
             oldest = store.add(OLDEST, 0)
             store.add(OLDEST, before - oldest)
             for number in range(oldest, before):
@@ -415,7 +415,7 @@ class NcclStore(BucketStore):
 
     # --- everybody
 
-    def _connected(self) -> TCPStore:
+    def connected(self) -> TCPStore:
         assert self._store is not None
         return self._store
 

@@ -27,7 +27,7 @@ class FetchAhead:
     """`stage` and `fetch` of an engine, over a store. `fetch` may be called from any thread."""
 
     def __init__(self, store: BucketStore) -> None:
-        self._store = store
+        self.store = store
         self._changed = threading.Condition()
         """Held while a bucket is mapped: a fetch waits for the bucket under way, and no longer."""
         self._version: WeightVersion | None = None
@@ -66,11 +66,11 @@ class FetchAhead:
             if self._version == manifest.version:
                 self._version, self._awaited, self._held = None, False, {}
                 self._settle()
-        return self._store.fetch(manifest, held)
+        return self.store.fetch(manifest, held)
 
     def spent_s(self, version: WeightVersion) -> float:
         """Seconds that went into bringing this version to this host, and into mapping it ahead."""
-        return self._spent_s.get(version, 0.0) + self._store.pulled_s(version)
+        return self._spent_s.get(version, 0.0) + self.store.pulled_s(version)
 
     def _run(self) -> None:
         while True:
@@ -92,12 +92,12 @@ class FetchAhead:
         assert self._version is not None
         version, began_s = self._version, time.perf_counter()
         try:
-            for bucket in self._store.appeared(version):
+            for bucket in self.store.appeared(version):
                 file = self._held.get(bucket.name)
                 if bucket in self._wrong or (file is not None and file.holds([bucket])):
                     continue
                 if file is None or file.looked_at(bucket):  # or it was pushed again, with other bytes
-                    file = self._held[bucket.name] = self._store.map_file(bucket.name)
+                    file = self._held[bucket.name] = self.store.map_file(bucket.name)
                 if file.digest(bucket) != bucket.digest:
                     self._wrong.add(bucket)  # the swap will say so
                 self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
@@ -105,7 +105,7 @@ class FetchAhead:
         except WeightError:
             pass  # gone again
         try:
-            manifest = self._store.manifest(version)
+            manifest = self.store.manifest(version)
         except WeightError:
             return self._is_late()
         if manifest is None and self._store.may_come(version):

@@ -53,14 +53,14 @@ class TcpStore(CopiedStore):
         super().__init__(self._origin, bucket_bytes, setup, patience_s=patience_s)
         self._address = address
         self._token = token
-        self._serving = HostUser(
+        self.serving = HostUser(
             HostSetup(directory=str(self._origin), token=token, bind=bind or address, linger_s=linger_s)
         )
 
     def serve(self) -> int:
         """Be the host that the others ask; returns the port. Raises WeightError where that cannot be."""
-        port = self._serving.wait()
-        self._serving.watch()
+        port = self.serving.wait()
+        self.serving.watch()
         return port
 
     def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
@@ -74,7 +74,7 @@ class TcpStore(CopiedStore):
         """The run is over: each host removes what it has. One that cannot be told does so when nobody uses it."""
         with suppress(OSError, WeightError):
             self._link().post("/close", {})
-        for user, directory in ((self._serving, self._origin), (self._copying, self._copy)):
+        for user, directory in ((self.serving, self._origin), (self._copying, self._copy)):
             user.stop()
             until_s = time.monotonic() + CLOSE_S
             while is_owned(directory) and time.monotonic() < until_s:
@@ -86,7 +86,7 @@ class TcpStore(CopiedStore):
         if not (self._origin / READY).exists():
             super()._settle()
         elif self.directory != self._origin:
-            self.directory, self._medium = self._origin, SharedMemory(self._origin)
+            self.directory, self.medium = self._origin, SharedMemory(self._origin)
 
     def _drop(self, version: WeightVersion) -> None:
         if self._origin.exists():

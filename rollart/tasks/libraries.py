@@ -43,7 +43,7 @@ class Guest:
         if found is None:
             raise JobError(f"tasks.args.python: {python} is not a program that can be run here; correct the path")
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [found, "-I", guest.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,18 +51,18 @@ class Guest:
             encoding="utf-8",
         )
         self._number = 0
-        self._end = weakref.finalize(self, _end, self._process)  # at the latest with this process
+        self._end = weakref.finalize(self, _end, self.process)  # at the latest with this process
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Raises RuntimeError with what it raised, or with how it ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self._number += 1
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([self._number, method, arguments]) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline(MAX_CHARACTERS)
+            self.process.stdin.write(json.dumps([self._number, method, arguments]) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline(MAX_CHARACTERS)
         try:
             number, well, value = json.loads(line)
             if number != self._number:
@@ -75,7 +75,7 @@ class Guest:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self) -> None:
         self._end()
@@ -85,8 +85,8 @@ class Guest:
             self.end()
             return "answered nonsense and was ended"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_S)
-        code = self._process.poll()
+            self.process.wait(EXIT_S)
+        code = self.process.poll()
         self.end()
         if code is None:
             return "closed its output and was ended"

@@ -44,15 +44,15 @@ def adamw_(
     second = exp_avg_sq.float() * BETA2 + slope * slope * (1 - BETA2)
     master = weight.float() if low is None else joined(weight, low)
     moved = master * keep - rate * first / (second.sqrt() * correct + eps)
-    noise = _noise(len(weight), seed, weight.device)
-    exp_avg.copy_(_rounded(first, exp_avg.dtype, noise & 0xFFFF))
-    exp_avg_sq.copy_(_rounded(second, exp_avg_sq.dtype, (noise >> LOW_BITS) & 0xFFFF))
+    bits = noise(len(weight), seed, weight.device)
+    exp_avg.copy_(rounded(first, exp_avg.dtype, bits & 0xFFFF))
+    exp_avg_sq.copy_(rounded(second, exp_avg_sq.dtype, (bits >> LOW_BITS) & 0xFFFF))
     if low is not None:
         high, rest = split(moved)
         weight.copy_(high)
         low.copy_(rest)
     elif weight.dtype == torch.bfloat16:
-        weight.copy_(_rounded(moved, weight.dtype, _noise(len(weight), seed + 1, weight.device) & 0xFFFF))
+        weight.copy_(rounded(moved, weight.dtype, noise(len(weight), seed + 1, weight.device) & 0xFFFF))
     else:
         weight.copy_(moved)
 
@@ -69,7 +69,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << LOW_BITS)).to(torch.int16)
 
 
-def _rounded(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+def rounded(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """To bfloat16 at random; to float32 not at all."""
     if dtype != torch.bfloat16:
         return value
@@ -77,7 +77,7 @@ def _rounded(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def _noise(count: int, seed: Tensor, device: torch.device) -> Tensor:
+def noise(count: int, seed: Tensor, device: torch.device) -> Tensor:
     """(count,) int32, every bit of which is a coin toss: a hash of the element's number and the seed (int32)."""
     hashed = torch.arange(count, dtype=torch.int32, device=device) ^ (seed * -1640531527)
     hashed = (hashed ^ ((hashed >> 16) & 0xFFFF)) * 2146121005

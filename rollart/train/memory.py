@@ -35,7 +35,7 @@ def recomputed_layers(train: TrainSettings, network: PreTrainedModel) -> int:
         return layers
     if not on_gpu:
         return layers // 2
-    room = _room_bytes(train, network.device) - _optimizer_bytes(train, network) - _head_bytes(train, network)
+    room = room_bytes(train, network.device) - _optimizer_bytes(train, network) - _head_bytes(train, network)
     kept, again = _layer_bytes(train, network)
     room -= kept + layers * again  # one is computed again at a time
     return max(0, min(layers, layers - int(max(0.0, room) // (kept - again))))
@@ -47,7 +47,7 @@ def keep_to_share(train: TrainSettings, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(train.memory, device)
 
 
-def _room_bytes(train: TrainSettings, device: torch.device) -> float:
+def room_bytes(train: TrainSettings, device: torch.device) -> float:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     room = float(free_bytes + reserved - allocated)

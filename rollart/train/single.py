@@ -226,7 +226,7 @@ class AsyncTrainer:
 
     def __init__(self, core: SingleTrainer, store: PushTarget) -> None:
         self._core = core
-        self._store = store
+        self.store = store
         self._work = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._push = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
@@ -237,7 +237,7 @@ class AsyncTrainer:
     async def publish(self, version: WeightVersion) -> WeightManifest:
         with boundary(TrainerError, f"publish of version {version}"):
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._push, self._core.publish, version, self._store)
+            return await loop.run_in_executor(self._push, self._core.publish, version, self.store)
 
     async def save(self) -> str:
         with boundary(TrainerError, "trainer save"):

@@ -109,7 +109,7 @@ class Sandbox:
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", mib, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", mib, "--tmpfs", OWN_TMP]
         bound = list(SYSTEM)
-        for how, places in (("--ro-bind", [*_python_places(), *map(str, self.read)]), ("--bind", map(str, self.write))):
+        for how, places in (("--ro-bind", [*python_places(), *map(str, self.read)]), ("--bind", map(str, self.write))):
             for place in places:
                 for above in reversed(Path(place).parents):  # bubblewrap would make them for root alone
                     if str(above) != "/" and not _within(str(above), bound):
@@ -133,7 +133,7 @@ class Sandbox:
         return [*words, "--"]
 
 
-def _python_places() -> list[str]:
+def python_places() -> list[str]:
     """What this Python and RollArt need, outermost first. Of a clone of RollArt, its package alone. Packages may lie in
     another environment, which a `.pth` file names."""
     wanted = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, os.path.dirname(rollart.__file__)}

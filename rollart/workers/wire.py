@@ -32,9 +32,9 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, 
 _DTYPE = re.compile(r"[<>|][biuf][1248]")
 """Booleans, integers and floats: what our arrays hold, and nothing that numpy would have to interpret."""
 
-_RECORDS: dict[str, Callable[..., Any]] = {}
-_FIELDS: dict[Any, tuple[str, ...]] = {}
-_ENUMS: dict[str, type[enum.Enum]] = {
+RECORDS: dict[str, Callable[..., Any]] = {}
+FIELDS: dict[Any, tuple[str, ...]] = {}
+ENUMS: dict[str, type[enum.Enum]] = {
     name: kind for name, kind in vars(types).items() if isinstance(kind, type) and issubclass(kind, enum.Enum)
 }
 
@@ -42,11 +42,11 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 def allow(*kinds: Callable[..., Any]) -> None:
     """Let these dataclasses or named tuples cross."""
     for kind in kinds:
-        _RECORDS[kind.__name__] = kind
+        RECORDS[kind.__name__] = kind
         if dataclasses.is_dataclass(kind):
-            _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
+            FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
         else:
-            _FIELDS[kind] = tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
+            FIELDS[kind] = tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
 
 
 allow(
@@ -58,7 +58,7 @@ allow(
         and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
     )
 )
-SCHEMA = zlib.crc32(repr(sorted((kind.__name__, fields) for kind, fields in _FIELDS.items())).encode())
+SCHEMA = zlib.crc32(repr(sorted((kind.__name__, fields) for kind, fields in FIELDS.items())).encode())
 """Of all records of `rollart.types`: what one version of the code wrote, another with other fields must not read."""
 
 
@@ -89,7 +89,7 @@ def unpack(body: bytes | memoryview) -> Any:
 
 def _encode(value: Any) -> Any:
     kind = type(value)
-    fields = _FIELDS.get(kind)
+    fields = FIELDS.get(kind)
     if fields is not None:
         return {_RECORD: [kind.__name__, *[getattr(value, name) for name in fields]]}
     if isinstance(value, tuple):
@@ -99,7 +99,7 @@ def _encode(value: Any) -> Any:
         if not _DTYPE.fullmatch(dtype):
             raise TypeError(f"an array of {value.dtype} may not cross between processes")
         return {_ARRAY: [dtype, list(value.shape), value.tobytes()]}
-    if _ENUMS.get(kind.__name__) is kind:
+    if ENUMS.get(kind.__name__) is kind:
         return {_ENUM: [kind.__name__, value.value]}
     if hasattr(value, "tolist"):  # numpy's scalars, torch's tensors: user code likes to return them
         return value.tolist()
@@ -124,10 +124,10 @@ def _decode(found: dict[Any, Any]) -> Any:
     if type(content) is not list:
         raise ValueError("a value of ours is not written so")
     if kind == _RECORD:
-        record = _RECORDS[content[0]] if content else None
-        if record is None or len(content) - 1 != len(_FIELDS[record]):
+        record = RECORDS[content[0]] if content else None
+        if record is None or len(content) - 1 != len(FIELDS[record]):
             raise ValueError("a record of other fields")
-        return record(**dict(zip(_FIELDS[record], content[1:], strict=True)))
+        return record(**dict(zip(FIELDS[record], content[1:], strict=True)))
     if kind == _TUPLE:
         return tuple(content)
     if kind == _ARRAY:
@@ -137,5 +137,5 @@ def _decode(found: dict[Any, Any]) -> Any:
         return np.frombuffer(raw, dtype=dtype).reshape(shape)
     if kind == _ENUM:
         name, value = content
-        return _ENUMS[name](value)
+        return ENUMS[name](value)
     raise ValueError(f"unknown kind {kind!r}")

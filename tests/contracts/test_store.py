@@ -155,7 +155,7 @@ class TestTensorsOverTcp(TestTensorsInMemory):
         try:
             yield bench
         finally:
-            trainer._serving.stop()
+            trainer.serving.stop()
             for store in (coordinator, trainer, engine):
                 store.close()
         eventually(lambda: not bench.left())

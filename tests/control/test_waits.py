@@ -457,4 +457,4 @@ def test_a_job_cancelled_from_outside_leaves_nothing_running() -> None:
     played = scene.play(kills=[lambda event: event.t >= 3600.0 * 0.9 or isinstance(event, schema.Stall)])
     assert played.of(schema.Killed)
     assert left
-    assert not left[0]._tasks
+    assert not left[0].tasks

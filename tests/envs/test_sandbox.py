@@ -285,7 +285,7 @@ print(os.getuid(), len(children) < 24, written, held is None, new_user_namespace
 def test_without_root_and_control_groups_the_same_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As any user has it, with the system's own Python: ours may be where only root can read."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sandbox, "_python_places", list)
+    monkeypatch.setattr(sandbox, "python_places", list)
     monkeypatch.setattr(cgroup.Cgroup, "make", lambda *limits: None)
     box = Sandbox(settings=SandboxSettings(processes=24, memory_mb=200, tmp_mb=4))
     words, environment = box.command(["/usr/bin/python3", "-c", NOT_ROOT], {"PATH": os.defpath})

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
-from rollart.launch.checks import _refuse_functions
+from rollart.launch.checks import refuse_functions
 from rollart.ports import Tokenizer
 from rollart.types import Endpoint, Message, Played, Status, Tokens, Tool, ToolCall, TrajectoryId
 from rollart.workers.sandbox import missing
@@ -201,8 +201,8 @@ def test_a_bad_agent_costs_itself_only(model: Path, tmp_path: Path, name: str, r
 
 def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(model: Path) -> None:
     with pytest.raises(JobError, match=r"tasks\.0\.agent\.function: nowhere:solve: no module nowhere was found"):
-        _refuse_functions(build_job(job(model, {"function": "nowhere:solve"})))
-    _refuse_functions(build_job(job(model, PROGRAM)))
+        refuse_functions(build_job(job(model, {"function": "nowhere:solve"})))
+    refuse_functions(build_job(job(model, PROGRAM)))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_each_episode_has_its_own_key_and_it_ends_with_it() -> None:
     async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
         with pytest.raises(openai.AuthenticationError, match="no episode has this URL and key"):
             await client.with_options(api_key="another").chat.completions.create(model="", messages=HELLO)
-        other = await door._gateway.open(TrajectoryId("g1", 1, 0))
+        other = await door.gateway.open(TrajectoryId("g1", 1, 0))
         assert other.endpoint.url != door.endpoint.url
         assert other.endpoint.key != door.endpoint.key
         with pytest.raises(openai.AuthenticationError):
@@ -250,7 +250,7 @@ def test_a_client_that_hung_up_is_passed_over() -> None:
         async with AsyncOpenAI(base_url=door.endpoint.url, api_key=door.endpoint.key, max_retries=0) as client:
             with pytest.raises(openai.APITimeoutError):
                 await client.chat.completions.create(model="", messages=HELLO, timeout=0.2)
-            await until(lambda: not door._calls)
+            await until(lambda: not door.calls)
             asking = asyncio.ensure_future(client.chat.completions.create(model="second", messages=HELLO))
             call = await door.next()
             call.answer(WORD)
@@ -272,7 +272,7 @@ def test_a_flood_fills_its_own_door_and_is_then_given_up(monkeypatch: pytest.Mon
             url = f"{flooded.endpoint.url}/chat/completions"
             body = {"messages": HELLO}
             waiting = [asyncio.ensure_future(http.post(url, headers=key, json=body)) for _ in range(4)]
-            await until(lambda: len(flooded._calls) == 4)
+            await until(lambda: len(flooded.calls) == 4)
             refused = await asyncio.gather(*(http.post(url, headers=key, json=body) for _ in range(20)))
             assert {response.status_code for response in refused} == {429}
             for _ in range(4):

@@ -1,5 +1,6 @@
 """Delta rendering: deltas and sampled answers together are the template's own rendering."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +130,23 @@ def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     chatml_tokenizer().save_pretrained(tmp_path)
     tokenizer = ChatTokenizer(tmp_path)
     fresh = ChatTokenizer(tmp_path)
+    kept: list[weakref.ref[Tokens]] = []
     for number in range(60):
         messages = [Message(role="user", content=f"{number} " + "lake " * 500)]
+        expected = fresh.render(messages, fresh=True).tolist()
         for _ in range(2):
             tokens = tokenizer.render(messages, fresh=True)
-            assert tokens.tolist() == fresh._render(tuple(messages), True, True, ()).tolist()
+            assert tokens.tolist() == expected
             tokenizer.decode(tokens)
-    texts = [text for text, _ in tokenizer._decoded._entries.values()]
-    rows = [row for row, _ in tokenizer._rendered._entries.values()]
-    assert texts
-    assert rows
-    assert sum(map(len, texts)) <= tokenizer._decoded.num_bytes <= 100_000
-    assert sum(row.nbytes for row in rows) <= tokenizer._rendered.num_bytes <= 100_000
+            kept.append(weakref.ref(tokens))
+    del tokens
+    rows = {id(row): row.nbytes for one in kept if (row := one()) is not None}
+    assert 0 < sum(rows.values()) <= tokenizer.rendered.num_bytes <= 100_000
+    assert 0 < tokenizer.decoded.num_bytes <= 100_000
     assert tokenizer.render(messages, fresh=True) is tokenizer.render(messages, fresh=True), "the last one is kept"
     long = [Message(role="user", content="lake " * 100_000)]
     assert tokenizer.render(long, fresh=True) is not tokenizer.render(long, fresh=True), "larger than all: not kept"
-    assert tokenizer._rendered.num_bytes <= 100_000
+    assert tokenizer.rendered.num_bytes <= 100_000
 
 
 THINKING = CHATML.replace(

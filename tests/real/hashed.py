@@ -92,7 +92,7 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
     name = WorkerSetup.model_validate_json(body).name
     made: Any = await worker.start(body, ranks)
     if name == "trainer":
-        made._store = NotedStore(made._store)
+        made.store = NotedStore(made.store)
         return made
     from rollart.model.network import named_weights
     from rollart.store.buckets import BucketStore
@@ -100,7 +100,7 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
     core, swap = made.core, made.swap
 
     async def holds(event: str, version: int) -> None:
-        found = await made._call(lambda: (core.version, hash_of(named_weights(core.model))))
+        found = await made.call(lambda: (core.version, hash_of(named_weights(core.model))))
         note(event=event, engine=name, asked=version, version=found[0], hash=found[1])
 
     async def noted(manifest: Any) -> Any:
@@ -112,7 +112,7 @@ async def start(body: str, ranks: Sequence[Any] = ()) -> Any:
         await holds("swapped", manifest.version)
         return report
 
-    kind = type(made._fetch.__self__._store)
+    kind = type(made.fetch.__self__.store)
     map_file = kind.map_file
 
     def stopping(store: BucketStore, file: str) -> Any:

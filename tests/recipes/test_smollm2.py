@@ -22,7 +22,7 @@ def test_a_failed_download_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_missing_packages_are_told_before_the_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(smollm2, "_download", lambda folder: pytest.fail("it downloaded"))
+    monkeypatch.setattr(smollm2, "download", lambda folder: pytest.fail("it downloaded"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "accelerate") else object())
     with pytest.raises(JobError, match=r"needs gguf, accelerate; .*pip install .*\[train,smollm2\]'"):
         smollm2.make_smollm2(tmp_path / "out")
@@ -38,8 +38,8 @@ def test_one_that_fails_while_it_is_written_leaves_no_directory(
             raise OSError("disk full")
 
     monkeypatch.setattr(smollm2, "NEEDS", ())
-    monkeypatch.setattr(smollm2, "_download", lambda folder: folder / "model.gguf")
-    monkeypatch.setattr(smollm2, "_convert", lambda gguf, untied: (Full(), Full()))
+    monkeypatch.setattr(smollm2, "download", lambda folder: folder / "model.gguf")
+    monkeypatch.setattr(smollm2, "convert", lambda gguf, untied: (Full(), Full()))
     monkeypatch.setattr(smollm2, "ask", lambda *args: "Paris")
     with pytest.raises(OSError, match="disk full"):
         smollm2.make_smollm2(tmp_path / "out")

@@ -81,7 +81,7 @@ def test_lambda_needs_to_know_who_calls_and_where(aws: pytest.MonkeyPatch) -> No
 
 
 def test_a_lambda_event_may_come_encoded_and_may_be_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.rewards.function._services", [])
+    monkeypatch.setattr("rollart.rewards.function.services", [])
     monkeypatch.setenv("ROLLART_REWARD_FUNCTION", FUNCTION)
     monkeypatch.delenv("ROLLART_REWARD_TOKEN", raising=False)
     for event in ({"body": "bm8=", "isBase64Encoded": True}, {"body": "{"}, {}):

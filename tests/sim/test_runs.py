@@ -262,7 +262,7 @@ def test_a_plan_that_loops_for_ever_is_ended_and_one_that_was_paused_is_not(monk
         for run, text in ((loops, "0.2 CPU seconds: an endless loop"), (paused, "after the pause")):
             monkeypatch.setattr(chaos, "plan_job", lambda *_: None)
             monkeypatch.setattr(chaos, "simulate", run)
-            row = chaos._run_plan((JOB, (), 0, None))
+            row = chaos.run_plan((JOB, (), 0, None))
             assert row.counts == {"violations": 1}
             assert text in row.text
     finally:

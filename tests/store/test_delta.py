@@ -58,9 +58,9 @@ def test_all_four_ways_are_used_and_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.data is not None
     ways, place = [], 0
     for _ in range(4):
-        how, count = delta._HEAD.unpack_from(made.data, place)
+        how, count = delta.HEAD.unpack_from(made.data, place)
         ways.append(how)
-        place += delta._HEAD.size + {0: 0, 1: 6 * count, 2: 125 + 2 * count, 3: 2000}[how]
+        place += delta.HEAD.size + {0: 0, 1: 6 * count, 2: 125 + 2 * count, 3: 2000}[how]
     assert ways == [delta.SAME, delta.LIST, delta.MAP, delta.WHOLE]
     into = np.ones_like(old)
     apply(old, made.data, into)

@@ -66,7 +66,7 @@ def test_memory_that_a_killed_pusher_was_writing_is_used_again(tmp_path: Path) -
     files = {path.stat().st_ino for path in store.folder(1).glob("*.safetensors")}
     assert is_version(store.fetch(store.push(1, tensors(1))), 1)
     assert files & {path.stat().st_ino for path in store.folder(1).glob("*.safetensors")}
-    assert isinstance(store._medium, SharedMemory)
+    assert isinstance(store.medium, SharedMemory)
     store.close()
 
 

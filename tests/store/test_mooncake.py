@@ -1,5 +1,6 @@
 """What a run keeps in a Mooncake store: nothing piles up there, also where a drop and a push cross."""
 
+import asyncio
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_a_drop_that_crosses_a_push_leaves_nothing_of_the_old(
             trainer.push(3, tensors(3))  # what is dropped is not in its `head` any more
 
     monkeypatch.setattr(client, "note", crossed)
-    coordinator._drop(2)
+    asyncio.run(coordinator.drop_before(2))
     assert isinstance(client, MooncakeClient)
     eventually(lambda: vars(client)["_store"].is_exist(f"x/{key}") == 0)
     assert is_version(trainer.fetch(trainer.push(4, tensors(4))), 4)

@@ -195,7 +195,7 @@ def test_messages_and_versions_do_not_pile_up(address: str, trainer: NcclStore) 
         for version in range(1, 31):
             engine.fetch(trainer.push(version, tensors(version)))
             asyncio.run(coordinator.drop_before(version))
-            counts.append(trainer._connected().num_keys())
+            counts.append(trainer.connected().num_keys())
         assert max(counts[20:]) <= max(counts[:10])
         assert len(vars(engine)["_versions"]) <= 1
     coordinator.close()

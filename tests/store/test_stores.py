@@ -171,7 +171,7 @@ def test_a_tensor_larger_than_a_bucket_is_slices_of_one_file(store: BucketStore)
 def test_push_cut_short_shows_no_version(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.push(1, weights(0))
     writes = iter(range(2))
-    medium = type(store._medium)
+    medium = type(store.medium)
     whole = medium.writing
 
     def full(self: Medium, path: Path, num_bytes: int) -> AbstractContextManager[Put]:

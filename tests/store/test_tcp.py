@@ -380,7 +380,7 @@ def test_processes_serve_survive_and_clean_up(shm: Path) -> None:
     coordinator.close()
     eventually(lambda: not trainer.directory.exists())
     eventually(lambda: not engine.directory.exists())
-    trainer._serving.stop()
+    trainer.serving.stop()
     trainer.close()
     engine.close()
 
@@ -390,7 +390,7 @@ def test_engines_of_the_trainers_host_map_what_it_wrote(shm: Path) -> None:
     manifest = trainer.push(1, weights(1))
     assert is_version(engine.fetch(manifest), 1)
     assert engine.directory == trainer.directory
-    trainer._serving.stop()
+    trainer.serving.stop()
     engine.close()
     assert not trainer.directory.exists()
 
@@ -398,7 +398,7 @@ def test_engines_of_the_trainers_host_map_what_it_wrote(shm: Path) -> None:
 def test_a_host_removes_what_it_has_when_nobody_uses_it(shm: Path) -> None:
     trainer = store_on(shm / "a", 0)
     trainer.push(1, weights(1))
-    trainer._serving.stop()
+    trainer.serving.stop()
     eventually(lambda: not trainer.directory.exists())
     eventually(lambda: not list((shm / "a").iterdir()))
 
@@ -409,7 +409,7 @@ def test_who_uses_a_copy_is_seen_also_after_its_file_was_removed(shm: Path) -> N
     store.push(1, weights(1))
     users_file(store.directory).unlink()
     eventually(lambda: is_used(store.directory))
-    store._serving.stop()
+    store.serving.stop()
     store.close()
 
 
@@ -430,7 +430,7 @@ def test_a_port_that_is_taken_is_named(shm: Path, monkeypatch: pytest.MonkeyPatc
         trainer = store_on(shm / "a", taken.getsockname()[1])
         with pytest.raises(WeightError, match=r"cannot listen at 127.0.0.1:.*in use"):
             trainer.serve()
-        os.kill(trainer._serving.pid, signal.SIGTERM)
-    trainer._serving.stop()
+        os.kill(trainer.serving.pid, signal.SIGTERM)
+    trainer.serving.stop()
     trainer.close()
     assert read_manifest(trainer.folder(1)) is None

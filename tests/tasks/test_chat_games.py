@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rollart.tasks.api import TaskSet, text_of
-from rollart.tasks.chat_games import MAX_GUESSES, Guess, Guessing, Lake, Largest
+from rollart.tasks.chat_games import MAX_GUESSES, Guess, Guessing, Lake, LakeInWords, Largest
 from rollart.types import Observation
 
 
@@ -34,8 +34,7 @@ def test_who_plays_by_what_is_said_wins(tasks: TaskSet) -> None:
 
 
 def test_the_lake_says_what_is_around_and_where_the_goal_is() -> None:
-    env = Lake().environment(Lake().task(0))
-    env._rows = ["P.O.", "O...", "....", "...G"]
+    env = LakeInWords(["SFHF", "HFFF", "FFFF", "FFFG"], seed=0)
     assert "The goal is 3 down and 3 right. up: wall, down: hole, left: wall, right: ice." in text_of(env.reset())
 
 

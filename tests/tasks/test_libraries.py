@@ -213,7 +213,7 @@ def test_it_ends_with_its_parent_even_where_it_hangs(python: str) -> None:
     guest = Guest(python)
     guest.ask("open", "gymnasium", "strange_module:Strange-v0", {})
     guest.ask("ask", "reset", [0])
-    process = guest._process
+    process = guest.process
     assert process.stdin is not None
     process.stdin.write(json.dumps([99, "ask", ["step", ["hang"]]]) + "\n")
     process.stdin.flush()

@@ -46,4 +46,4 @@ def test_recomputation_reckons_with_the_share_or_what_is_free(
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 10 * GB)
     train = trainer_settings(tmp_path, tmp_path, device="cuda:0", memory=share).job.train
-    assert memory._room_bytes(train, torch.device("cuda:0")) == pytest.approx(room * GB)
+    assert memory.room_bytes(train, torch.device("cuda:0")) == pytest.approx(room * GB)

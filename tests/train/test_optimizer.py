@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rollart.config.settings import TrainSettings
-from rollart.train.adamw import _noise, _rounded, joined, split
+from rollart.train.adamw import joined, noise, rounded, split
 from rollart.train.offload import HostCopy, stream
 from rollart.train.optimizer import MasterAdamW
 
@@ -121,12 +121,12 @@ def test_a_master_in_two_parts_is_the_master() -> None:
 
 
 def test_rounding_at_random_is_fair() -> None:
-    noise = _noise(100_000, torch.tensor(7, dtype=torch.int32), torch.device("cpu")) & 0xFFFF
+    bits = noise(100_000, torch.tensor(7, dtype=torch.int32), torch.device("cpu")) & 0xFFFF
     value = torch.full((100_000,), 1 + 2.0**-7 * 0.3)
-    rounded = _rounded(value, torch.bfloat16, noise).float()
-    assert rounded.unique().tolist() == [1.0, 1 + 2.0**-7]
-    assert float(rounded.mean()) == pytest.approx(float(value[0]), abs=5e-5)
-    assert not torch.equal(noise, _noise(100_000, torch.tensor(8, dtype=torch.int32), torch.device("cpu")) & 0xFFFF)
+    found = rounded(value, torch.bfloat16, bits).float()
+    assert found.unique().tolist() == [1.0, 1 + 2.0**-7]
+    assert float(found.mean()) == pytest.approx(float(value[0]), abs=5e-5)
+    assert not torch.equal(bits, noise(100_000, torch.tensor(8, dtype=torch.int32), torch.device("cpu")) & 0xFFFF)
 
 
 def test_gradients_add_up_in_float32() -> None:

@@ -38,7 +38,7 @@ class ThreadedEngine:
         self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None, spent_s: Spent | None = None
     ) -> None:
         self.core = core
-        self._fetch = fetch
+        self.fetch = fetch
         self._stage = stage
         self._spent_s = spent_s
         self._loop = asyncio.get_running_loop()
@@ -90,11 +90,11 @@ class ThreadedEngine:
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         started = time.perf_counter()
         with boundary(WeightError, "engine.swap"):
-            weights = await asyncio.to_thread(self._fetch, manifest)
+            weights = await asyncio.to_thread(self.fetch, manifest)
         pull_s = time.perf_counter() - started
         if self._spent_s is not None:
             pull_s += self._spent_s(manifest.version)
-        report = await self._call(lambda: self.core.swap(manifest.version, weights))
+        report = await self.call(lambda: self.core.swap(manifest.version, weights))
         return replace(report, pull_s=pull_s)
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ class ThreadedEngine:
 
     # --- between event loop and thread
 
-    async def _call(self, function: Callable[[], Result]) -> Result:
+    async def call(self, function: Callable[[], Result]) -> Result:
         """Run a function of the core between two steps."""
         if self._failure is not None:
             raise self._failure
