@@ -108,7 +108,7 @@ class FetchAhead:
             manifest = self.store.manifest(version)
         except WeightError:
             return self._is_late()
-        if manifest is None and self._store.may_come(version):
+        if manifest is None and self.store.may_come(version):
             self._missing_since_s = 0.0
             return None
         if manifest is None:
