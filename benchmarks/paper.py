@@ -38,10 +38,12 @@ TENSOR_PARALLEL = {"qwen3-8b": 1, "qwen3-14b": 2, "qwen3-32b": 4}
 GROUP = 8
 NO_LINKS = {
     "links": {"push_gb_s": 1e6, "pull_gb_s": 1e6},
-    "engine": {"load_gb_s": 1e6},
+    "engine": {"load_gb_s": 1e6, "load_whole": False},
     "train": {"step_s": 0.0, "fixed_s": 0.0},
 }
 """Rollout alone."""
+FAILING_RESETS = {"swe": {"reset_tail": 0.012, "reset_tail_s": {"kind": "uniform", "mean": 220, "sigma": 80}}}
+"""As in A."""
 ASSUMED = {
     "A": "32 engines of one GPU, which train in turns with rolling out; weights within one cluster, 50 GB/s",
     "B": "32, 64 and 128 trajectories at a time (FrozenLake 32 and 64: its caches do not fit two H800 beyond)",
@@ -211,8 +213,7 @@ def where_a_step_goes(play_all: Play) -> list[dict[str, Any]]:
         skip=1,
         sim={"links": {"push_gb_s": 50, "pull_gb_s": 50}},
     )
-    failing = {"swe": {"reset_tail": 0.012, "reset_tail_s": {"kind": "uniform", "mean": 220, "sigma": 80}}}
-    plain, failed = play_all([one, _with(one, sim={**one.sim, "tasks": failing})])
+    plain, failed = play_all([one, _with(one, sim={**one.sim, "tasks": FAILING_RESETS})])
     rest_s = plain["step_s"] - plain["generation_s"] - plain["train_s"] - plain["reset_s"]
     rollout_s = failed["step_s"] - failed["train_s"]
     return [

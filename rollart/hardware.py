@@ -384,17 +384,29 @@ class TrainCosts:
 
 @lru_cache(maxsize=64)
 def train_costs(
-    model: ModelShape, hardware: Hardware, gpus: int, *, forwards: float = TRAIN_FORWARDS, efficiency: float = 1.0
+    model: ModelShape,
+    hardware: Hardware,
+    gpus: int,
+    *,
+    forwards: float = TRAIN_FORWARDS,
+    efficiency: float = 1.0,
+    tensor: int = 1,
 ) -> TrainCosts:
-    """`forwards`: what is computed, in forward passes. `efficiency`: what many devices reach of as many single ones."""
+    """`forwards`: what is computed, in forward passes. `efficiency`: what many devices reach of as many single ones.
+    `tensor`: devices that share every layer. They send two all-reduces a layer forward, as many backward and in what is
+    computed again: by the hidden state, while products grow with its square, so a small model loses more by it."""
     flops = hardware.tflops * 1e12 * gpus * efficiency
     bytes_s = hardware.bandwidth_gb_s * 1e9 * hardware.read_kv * gpus * efficiency
     multiplied = model.body_params + model.head_params
     activations = ACTIVATION_PASSES * forwards * model.layers * model.hidden * model.bytes_per_param
     logits = LOGIT_PASSES * 4 * (model.head_params / model.hidden if model.hidden else 0.0)
     attention = 4 * model.layers * model.attention_width * (forwards - 2 + ATTENTION_BACKWARD)
+    _, reduce_byte_s = _all_reduce(hardware, tensor)
+    reduced = 2 * (forwards - 1) * model.layers * model.hidden * model.bytes_per_param
     return TrainCosts(
         update_s=UPDATE_BYTES * model.params / bytes_s,
-        token_s=2 * forwards * multiplied / (flops * hardware.matmul) + (activations + logits) / bytes_s,
+        token_s=2 * forwards * multiplied / (flops * hardware.matmul)
+        + (activations + logits) / bytes_s
+        + reduced * reduce_byte_s * tensor / (gpus * efficiency),
         pair_s=attention / (flops * TRAIN_ATTENTION),
     )

@@ -74,6 +74,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("affinity to no pool", ["tasks.0.affinity=comput"], "tasks.0.affinity:", "did you mean 'compute'?"),
     ("affinity to slots", ["tasks.0.affinity=environments"], "tasks.0.affinity:", "one of auto, compute"),
     ("bound 0, after_batch", ["rollout.staleness=0"], "rollout.staleness:", "set rollout.swap to between_batches"),
+    ("late, drain", ["rollout.late=wait", "rollout.swap=drain"], "rollout.late:", "is for swap 'after_batch'"),
     ("zero engines", ["pools.0.engines.count=0"], "pools.0.engines.count:", "greater than or equal to 1"),
     ("no engines", ["pools.0.engines=null", "pools.0.slots=1"], "pools:", "add engines: {count: 1}"),
     ("no slots", ["pools.1={name: e, engines: {}}"], "pools:", "add a pool such as {name: environments, slots: 64}"),

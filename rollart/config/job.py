@@ -264,6 +264,11 @@ def _cluster_problems(job: Job) -> Iterator[str]:
 
 def _rollout_problems(job: Job) -> Iterator[str]:
     rollout = job.rollout
+    if rollout.late == "wait" and (rollout.swap, rollout.recheck) != ("after_batch", "live"):
+        yield (
+            f"rollout.late: 'wait' is for swap 'after_batch' with recheck 'live'; with {rollout.swap!r} and "
+            f"{rollout.recheck!r} no batch decides what a swap makes too old; remove it"
+        )
     if rollout.staleness == 0 and rollout.swap != "between_batches":
         yield (
             f"rollout.staleness: 0 means on-policy, which swap {rollout.swap!r} cannot keep; "

@@ -392,6 +392,14 @@ class RolloutSettings(Settings):
     later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
     at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
     Default: `cancel` with staleness 0, else `carry`."""
+    late: Literal["abort", "wait"] = "abort"
+    """Groups under way that the swap after this batch would make too old. `abort`: they are stopped at that swap.
+    `wait`: the batch is not formed before they are ready, so that nothing is thrown away and long trajectories are
+    trained on as often as short ones; a slow one then delays the step, up to its time limits. Only with
+    `after_batch`."""
+    order: Literal["shares", "longest"] = "shares"
+    """In which order groups start that are admitted at the same time. `longest`: first those of the tasks whose groups
+    take longest, so far."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"

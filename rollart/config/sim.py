@@ -90,6 +90,8 @@ class SimTrainSettings(Settings):
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
     """What `train.gpus` devices reach together, as a share of as many single ones: communication, padding, waiting for
     the slowest. 0.7 makes about 40 % of peak."""
+    tensor: Count = 1
+    """Tensor parallel: devices that share every layer, and send its results to each other over their links."""
     token_s: NonNegative | None = None
     """Each token of the batch, prompts included, instead of what the hardware takes."""
     step_s: NonNegative | None = None
@@ -155,6 +157,9 @@ class SimEngineSettings(Settings):
     start_s: NonNegative = 30.0
     load_gb_s: Positive = 50.0
     """Staged buckets into place, inside the swap."""
+    load_whole: bool = False
+    """Each GPU of an engine reads all of the weights and keeps its part, and the eight GPUs of a machine share
+    `load_gb_s`: a server's own loader, from the host's memory. Else each reads its part at that rate."""
     call_s: NonNegative = 0.0
     """Each request, on its way to the engine; nobody else waits for that."""
     chunk_tokens: Count = 8192

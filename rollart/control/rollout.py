@@ -97,6 +97,8 @@ class Rollout:
         """Admit groups while there is room."""
         if not self._begun or self._closed or self._sated:
             return
+        if self._job.rollout.order == "longest":
+            self.mix.look_ahead(self.slots.room)
         while self.slots.room > 0 and self._refills < self._refill_limit:
             probed = self.health.to_probe(self._loop.time())
             if probed is None and self.mix.empty:
@@ -270,7 +272,7 @@ class Rollout:
             if self._job.rollout.recheck != "start" and self._unchecked:
                 self._evict(-1)
                 self.feed()
-            enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step
+            enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step and not self._waits_for_late(step)
             groups = self.buffer.form() if enough else None
             if groups is not None:
                 self._short = 0
@@ -282,6 +284,10 @@ class Rollout:
             if groups is not None:
                 return self._formed(step, groups)
             await self._filling.guard(f"step {step}", self._changed.next())
+
+    def _waits_for_late(self, step: int) -> bool:
+        """Groups are under way that are too old for the version that is swapped in after this batch, the step's."""
+        return self._job.rollout.late == "wait" and bool(self.buffer.stale_in_progress(step))
 
     def _short_batch(self) -> list[Group]:
         groups = self.buffer.form(short=True)

@@ -270,7 +270,9 @@ class Planner:
         train = self._job.sim.train
         if train.token_s is not None:
             return TrainCosts(update_s=0.0, token_s=train.token_s * self._job.train.gpus / gpus, pair_s=0.0)
-        return train_costs(self._model, self._train_kind, gpus, efficiency=train.efficiency)
+        return train_costs(
+            self._model, self._train_kind, gpus, efficiency=train.efficiency, tensor=min(train.tensor, gpus)
+        )
 
     def _rollout(self, sizes: Sequence[int]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
         """The best assignment, and each pool's period. Remembered: it does not depend on the trainer."""

@@ -21,7 +21,7 @@ from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
-from rollart.hardware import Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
+from rollart.hardware import NODE_GPUS, Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -278,7 +278,7 @@ class SimEngine:
                 await asyncio.sleep(done_s - self._loop.time())
                 await self._alive()
             versions = world.store.read(manifest)
-            await asyncio.sleep(manifest.num_bytes / (world.settings.load_gb_s * 1e9 * self._loading_gpus))
+            await asyncio.sleep(self._load_s(manifest))
             await self._alive()
             rebuilt = self._restart_all(manifest.version)
         finally:
@@ -288,6 +288,11 @@ class SimEngine:
         self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
         world.log.emit(schema.Loaded(engine=self.spec.id, version=manifest.version, of=sorted(set(versions))))
         return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+
+    def _load_s(self, manifest: WeightManifest) -> float:
+        settings = self._world.settings
+        parts = 1 / NODE_GPUS if settings.load_whole else self._loading_gpus
+        return manifest.num_bytes / (settings.load_gb_s * 1e9 * parts)
 
     def hold(self, held: bool) -> None:
         """Stand still, or go on."""

@@ -215,7 +215,9 @@ class SimCluster:
         self._disk = disk or SimDisk()
         self._world = engines
         self._train = train
-        self._costs = train_costs(engines.model, train_hardware, train_gpus, efficiency=train.efficiency)
+        self._costs = train_costs(
+            engines.model, train_hardware, train_gpus, efficiency=train.efficiency, tensor=train.tensor
+        )
         if train.token_s is not None:
             self._costs = TrainCosts(update_s=0.0, token_s=train.token_s, pair_s=0.0)
         self._bucket_bytes = bucket_bytes

@@ -198,6 +198,17 @@ def test_a_swap_that_was_not_staged_stands_still_for_the_transfer() -> None:
     run(work)
 
 
+def test_a_loader_that_reads_all_weights_on_every_gpu_shares_its_rate_with_the_machines_other_gpus() -> None:
+    async def work() -> None:
+        for whole, load_s in ((False, 2.0), (True, 16.0)):
+            bench = Bench(settings=SimEngineSettings(load_gb_s=10.0, load_whole=whole))
+            began_s = now()
+            await bench.engine.swap(bench.put(1, gb=20.0))
+            assert now() - began_s == pytest.approx(2.0 + load_s)
+
+    run(work)
+
+
 def test_work_under_way_stands_still_during_a_swap_and_a_failed_one_leaves_the_old_weights() -> None:
     async def work() -> None:
         bench = Bench()

@@ -1,5 +1,6 @@
 """Whole jobs on the virtual clock: determinism, the staleness matrix, the five modes, the shares."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -170,12 +171,17 @@ def test_the_shares_hold_at_consumption_though_one_task_is_slow() -> None:
         assert summary.tasks[name].trained_share == pytest.approx(share, abs=0.06)
 
 
-def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_trajectories_follow(tmp_path: Path) -> None:
-    """`game` decodes much, `maths` prefills much: each ends on the hardware that is good at it."""
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_task_that_turns_out_to_need_another_pool_is_moved_there_and_its_trajectories_follow(
+    tmp_path: Path, seed: int
+) -> None:
+    """`game` decodes much, `maths` prefills much: each ends on the hardware that is good at it. So much that no draw of
+    theirs decides: with answers of 300 tokens both on `compute` are predicted within 5 % of this."""
     measured = (
+        f"seed={seed}",
         "tasks.0={name: game, group_size: 4, max_turns: 12, max_tokens: 2048}",
         "tasks.1={name: maths, group_size: 4, max_turns: 4}",
-        "sim.tasks.game.answer_tokens=300",
+        "sim.tasks.game.answer_tokens=900",
         'pools.2.judge={listen: "127.0.0.1:8123"}',
         "pools.0.engines.count=2",
         "sim.tasks.maths.prompt_tokens=20000",
@@ -285,3 +291,28 @@ def test_engines_that_pull_at_once_share_what_the_store_gives() -> None:
         for more in ((), ("sim.links.shared_pull_gb_s=10",))
     )
     assert shared.weights.pull_s == pytest.approx(4 * alone.weights.pull_s, rel=0.01), "five engines, 2 GB/s each"
+
+
+LONG_TAIL = ("sim.tasks.maths.answer_tokens={kind: lognormal, mean: 1500, sigma: 1.2}", "train.steps=12")
+
+
+def test_late_groups_are_aborted_or_waited_for_and_the_bound_holds_for_both() -> None:
+    aborted = finished(simulate(job(*LONG_TAIL)))
+    waited = finished(simulate(job(*LONG_TAIL, "rollout.late=wait")))
+    assert aborted.groups.stale > 0
+    assert waited.groups.stale == 0
+    assert waited.staleness.max == waited.staleness.bound == 1
+
+
+def test_the_longest_tasks_can_be_started_first(tmp_path: Path) -> None:
+    """Of the groups admitted at one time, as many of each task as ever, in another order."""
+    finished(simulate(job("train.steps=6", "rollout.order=longest"), tmp_path / "run"))
+    admitted: dict[float, list[str]] = {}
+    for event in read_events(tmp_path / "run" / "events.jsonl"):
+        if isinstance(event, schema.Admit):
+            admitted.setdefault(event.t, []).append(event.task.split("/")[0])
+    mixed = [names for names in list(admitted.values())[1:] if len(set(names)) > 1]
+    assert mixed
+    assert all(names == sorted(names, key=names.index) for names in mixed)
+    in_turn = [sum(first != second for first, second in itertools.pairwise(names)) for names in mixed]
+    assert set(in_turn) == {1}
