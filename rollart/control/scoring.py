@@ -18,7 +18,7 @@ from rollart.control.movement import Movement
 from rollart.control.waits import WaitList
 from rollart.errors import RewardError, boundary
 from rollart.events import schema
-from rollart.policy.outage import Outage
+from rollart.policy.outage import Budget, Outage
 from rollart.policy.redundancy import backoff_s
 from rollart.ports import RewardBackend
 from rollart.types import Score, Trajectory
@@ -58,14 +58,11 @@ class _Asked:
     """How far one trajectory has come with one reward."""
 
     since_s: float
+    budget: Budget
     tries: int = 0
     """Made."""
     spent_s: float = 0.0
     """In calls."""
-    first_s: float = 0.0
-    """When the first of the tries that count against `retries` was begun."""
-    budget: int = 0
-    """Tries that count so far: those while they were down do not."""
     sent_away_s: float | None = None
 
 
@@ -149,7 +146,7 @@ class Scorer:
 
     async def _ask(self, attempt: Attempt, trajectory: Trajectory, source: _Source) -> Answer:
         """One reward; again after a back-off where that may help, and later or elsewhere while its platform is down."""
-        asked = _Asked(self._loop.time())
+        asked = _Asked(self._loop.time(), Budget(source.retries))
         try:
             while True:
                 if source.sends_away:
@@ -157,16 +154,19 @@ class Scorer:
                     if found is not None:
                         return found
                     continue
-                asked.budget += 1
                 try:
                     return await self._call(attempt, trajectory, source, asked)
                 except RewardError as error:
-                    if not error.retryable or (
-                        asked.budget > source.retries and not self._is_down(attempt, source, asked, error)
-                    ):
+                    if not error.retryable or asked.budget.is_spent:
+                        raise
+                    if asked.budget.is_silent:
+                        self._note_outage(attempt, source, asked, error)
+                        if not source.sends_away:
+                            raise
+                    elif asked.budget.tries > source.retries and source.settings.on_outage == "fail":
                         raise
                 if not source.sends_away:
-                    await asyncio.sleep(backoff_s(source.backoff_s, asked.budget))
+                    await asyncio.sleep(backoff_s(source.backoff_s, asked.budget.tries))
         except RewardError as error:
             self._give_up(attempt, trajectory, source, asked, error)
             raise
@@ -179,8 +179,6 @@ class Scorer:
         self._movement.moved(attempt.mover)
         began_s = attempt.mover.moved_s
         asked.tries += 1
-        if asked.budget == 1:
-            asked.first_s = began_s
         try:
             with boundary(RewardError, "reward"):
                 score = _checked(await source.waits.guard(attempt.key, source.backend.score(trajectory)))
@@ -206,7 +204,10 @@ class Scorer:
                 )
             )
             if _answered(error):
+                asked.budget.answered_badly()
                 self._was_answered(attempt, source)
+            else:
+                asked.budget.unanswered(began_s, self._loop.time(), source.outage)
             raise
         finally:
             source.places.release()
@@ -216,9 +217,9 @@ class Scorer:
 
     # --- while a platform is down -----------------------------------------------------------------------------
 
-    def _is_down(self, attempt: Attempt, source: _Source, asked: _Asked, error: RewardError) -> bool:
-        """Whether trajectories are sent away, now that this one has used up its tries."""
-        if not _answered(error) and source.outage.gave_up(asked.first_s, self._loop.time()):
+    def _note_outage(self, attempt: Attempt, source: _Source, asked: _Asked, error: RewardError) -> None:
+        """This one was not answered in all its tries: nobody is there, unless others were answered."""
+        if source.outage.gave_up(asked.budget.silent_s, self._loop.time()):
             policy = source.settings.on_outage
             cause = self._log.emit(
                 schema.RewardOutage(reward=source.place, policy=policy, reason=str(error), cause=attempt.cause)
@@ -229,7 +230,6 @@ class Scorer:
                 "local": "local workers score meanwhile (on_outage)",
             }
             self._context.warn(f"{source.place}: nobody answers any more: {error}; {then[policy]}", cause)
-        return source.sends_away
 
     def _was_answered(self, attempt: Attempt, source: _Source) -> None:
         down_s = source.outage.answered(self._loop.time())
@@ -240,21 +240,21 @@ class Scorer:
         self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked
     ) -> Answer | None:
         """Score it elsewhere, or wait; one looks from time to time whether they are back. None: they may be."""
-        asked.budget = 0
+        asked.budget.silent = 0
         if source.stand_in is None:
             return await self._wait(attempt, trajectory, source, asked)
         if not source.line.locked() and self._loop.time() >= source.outage.due_s:
             async with source.line:
                 return await self._look(attempt, trajectory, source, asked)
-        asked.budget = 1
+        tries = 1
         while True:
             try:
                 return await self._call(attempt, trajectory, source.stand_in, asked, local=True)
             except RewardError as error:
-                if asked.budget > source.retries or not error.retryable:
+                if tries > source.retries or not error.retryable:
                     raise
-            await asyncio.sleep(backoff_s(source.backoff_s, asked.budget))
-            asked.budget += 1
+            await asyncio.sleep(backoff_s(source.backoff_s, tries))
+            tries += 1
 
     async def _wait(self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked) -> Answer | None:
         """Stand in line; look, when it is this one's turn and time. Raises RewardError after `outage_s`."""
@@ -284,8 +284,9 @@ class Scorer:
         try:
             return await self._call(attempt, trajectory, source, asked)
         except RewardError as error:
-            if not error.retryable:
+            if not error.retryable or asked.budget.is_spent:
                 raise
+            asked.budget.silent = 0
             if not _answered(error):
                 source.outage.looked_in_vain(self._loop.time())
         return None

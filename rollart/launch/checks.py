@@ -598,7 +598,7 @@ def _refuse_judge(pool: PoolSettings) -> None:
     if judge.listen:
         from importlib.util import find_spec
 
-        from rollart.rewards.http import is_loopback
+        from rollart.rewards.connections import is_loopback
 
         if find_spec("aiohttp") is None:
             raise JobError(f"{key}.listen: needs aiohttp: {install('agents')}")

@@ -6,7 +6,6 @@ the caller's business.
 """
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -18,6 +17,7 @@ import httpx
 from rollart.config.settings import RewardSettings
 from rollart.errors import JobError, RewardError
 from rollart.rewards.aws import FAILED_HEADER, SCHEME, LambdaFunction, event_of
+from rollart.rewards.connections import Connections, is_loopback
 from rollart.rewards.episodes import Decode, episode_of, score_from_json
 from rollart.rewards.pace import Hedge, Places
 from rollart.tasks.api import Episode
@@ -25,8 +25,6 @@ from rollart.types import JsonObject, Score, Trajectory
 
 COLD_START_HEADER = "X-Cold-Start-Seconds"
 """A server may say here how long it took to start the instance that gave this answer."""
-KEPT_OPEN_S = 60.0
-"""A connection that is not used for so long is closed: from burst to burst they stay, where the server keeps them."""
 LOOK_S = 5.0
 """For a connection, when we only look whether someone is there."""
 TOO_MUCH = frozenset({429, 503})
@@ -49,15 +47,7 @@ class HttpRewards:
         self._timeout_s = settings.timeout_s
         self._places = Places(settings.concurrency)
         self._hedge = Hedge(settings.hedge) if settings.hedge is not None else None
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.timeout_s),
-            limits=httpx.Limits(
-                max_connections=settings.concurrency,
-                max_keepalive_connections=settings.concurrency,
-                keepalive_expiry=KEPT_OPEN_S,
-            ),
-            trust_env=not is_loopback(urlsplit(self._address).hostname or ""),  # no proxy between us and ourselves
-        )
+        self._connections = Connections(self._address, most=settings.concurrency, timeout_s=settings.timeout_s)
 
     @property
     def _address(self) -> str:
@@ -103,10 +93,10 @@ class HttpRewards:
         shown = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if self._lambda is None:
             headers = {**shown, "Idempotency-Key": key}
-            response = await self._client.post(self._address, json=episode, headers=headers)
+            response = await self._connections.post(self._address, json=episode, headers=headers)
             return response.status_code, response.text, response.headers
         event = event_of(episode, {**shown, "Idempotency-Key": key})
-        response = await self._client.post(self._address, content=event, headers=self._lambda.headers(event))
+        response = await self._connections.post(self._address, content=event, headers=self._lambda.headers(event))
         if response.status_code != 200 or FAILED_HEADER in response.headers:
             return max(response.status_code, 500), response.text, {}
         answer = _json(response.text)
@@ -115,7 +105,7 @@ class HttpRewards:
         return answer["statusCode"], str(answer.get("body", "")), answer.get("headers") or {}
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._connections.close()
 
 
 def unreachable(url: str) -> str | None:
@@ -137,14 +127,6 @@ def unreachable(url: str) -> str | None:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # urlsplit's is a ValueError
         return str(error) or type(error).__name__
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address is this machine's own."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def is_unreached(error: httpx.HTTPError) -> bool:

@@ -12,7 +12,6 @@ import statistics
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -20,8 +19,9 @@ import numpy as np
 from rollart.config.settings import RewardSettings
 from rollart.errors import AnswerError, EngineError, RequestError, RewardError
 from rollart.ports import FrozenModel, Tokenizer
+from rollart.rewards.connections import Connections
 from rollart.rewards.episodes import Decode, episode_of
-from rollart.rewards.http import KEPT_OPEN_S, NOBODY_THERE, WORTH_A_RETRY, is_loopback, is_unreached
+from rollart.rewards.http import NOBODY_THERE, WORTH_A_RETRY, is_unreached
 from rollart.tasks.api import Episode
 from rollart.types import GenerateRequest, Message, Sampling, Score, Tokens, Trajectory
 
@@ -165,15 +165,11 @@ class HttpJudge:
         assert settings.url is not None
         self._model = settings.model
         self.name = settings.url.rstrip("/") + "/chat/completions"
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.timeout_s),
-            limits=httpx.Limits(
-                max_connections=settings.concurrency,
-                max_keepalive_connections=settings.concurrency,
-                keepalive_expiry=KEPT_OPEN_S,
-            ),
+        self._connections = Connections(
+            self.name,
+            most=settings.concurrency,
+            timeout_s=settings.timeout_s,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            trust_env=not is_loopback(urlsplit(self.name).hostname or ""),  # no proxy between us and ourselves
         )
 
     async def ask(self, question: Question) -> Said:
@@ -185,7 +181,7 @@ class HttpJudge:
             "seed": question.seed,
         }
         try:
-            response = await self._client.post(self.name, json=body)
+            response = await self._connections.post(self.name, json=body)
         except httpx.TimeoutException as error:
             raise RewardError(f"{self.name}: {type(error).__name__}", answered=False) from error
         except httpx.HTTPError as error:
@@ -200,7 +196,7 @@ class HttpJudge:
         return Said(_said(response, self.name))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._connections.close()
 
 
 class TextTokenizer(Tokenizer, Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollart.errors import JobError, install
 from rollart.rewards import function
-from rollart.rewards.http import is_loopback
+from rollart.rewards.connections import is_loopback
 from rollart.tasks.load import load_reward
 
 

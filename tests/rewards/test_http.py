@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,10 @@ import pytest
 from rollart.config.settings import RewardSettings
 from rollart.errors import JobError, RewardError
 from rollart.ports import RewardBackend
+from rollart.rewards.connections import Connections, is_loopback
 from rollart.rewards.episodes import episode_of
 from rollart.rewards.function import RewardService, parse_functions
-from rollart.rewards.http import HttpRewards, is_loopback
+from rollart.rewards.http import HttpRewards
 from rollart.rewards.serve import serve
 from tests.contracts.reward_functions import (
     DOMAIN,
@@ -216,3 +217,33 @@ def test_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         serve(FUNCTION, host="0.0.0.0")
     with pytest.raises(JobError, match="no module"):
         serve("no.such.module:score")
+
+
+def test_a_burst_is_served_by_small_pools_that_are_used_again() -> None:
+    """One pool of hundreds of connections would cost the event loop seconds of CPU for each burst."""
+
+    async def work() -> None:
+        taken: set[tuple[str, int]] = set()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken.add(writer.get_extra_info("peername"))
+            with suppress(asyncio.IncompleteReadError):
+                while True:
+                    await reader.readuntil(b"\r\n\r\n")
+                    await asyncio.sleep(0.2)
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        connections = Connections(url, most=40, timeout_s=30.0)
+        for _ in range(2):
+            answers = await asyncio.gather(*(connections.post(url) for _ in range(40)))
+            assert {one.status_code for one in answers} == {200}
+            assert len(taken) == 40, "the second burst finds those of the first"
+        assert connections.pools == 3
+        await connections.close()
+        server.close()
+        await asyncio.sleep(0.1)  # they see that it is closed
+
+    run(work)
