@@ -4,13 +4,14 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 
 def main(measure: Callable[..., dict[str, Any]]) -> int:
-    """Print what `measure` finds, as a table or as JSON. Its `workers` and `only`, where it has them, are options."""
+    """Print what `measure` finds, as a table or as JSON. Those of its arguments that are named here are options."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     takes = inspect.signature(measure).parameters
@@ -18,9 +19,17 @@ def main(measure: Callable[..., dict[str, Any]]) -> int:
         parser.add_argument("--workers", type=int, default=1, help="processes; the figures are the same (default: 1)")
     if "only" in takes:
         parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these experiments (default: all)")
-    arguments = parser.parse_args()
-    figures = measure(**{name: getattr(arguments, name) for name in ("workers", "only") if name in takes})
-    if arguments.json:
+    if "rounds" in takes:
+        rounds = takes["rounds"].default
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"of each side, interleaved (default: {rounds})")
+    if "job" in takes:
+        parser.add_argument("--job", type=Path, default=takes["job"].default, help="another job file")
+    if "out" in takes:
+        parser.add_argument("--out", type=Path, help="where run directories are kept (default: below runs/)")
+    arguments = vars(parser.parse_args())
+    as_json = arguments.pop("json")
+    figures = measure(**arguments)
+    if as_json:
         sys.stdout.buffer.write(orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
         for name, value in figures.items():

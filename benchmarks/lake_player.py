@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.tool_lake import MAX_CALLS, ToolLakeTasks
 from rollart.config.settings import EngineSettings
@@ -18,6 +19,7 @@ from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import load_model
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.api import Environment, as_observation
+from rollart.tasks.chat_games import Lake
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 from rollart.types import GenerateRequest, Observation, Sampling, Task
 
@@ -34,11 +36,13 @@ class Form:
     max_tokens: int
     lr: float
     grad_clip: float
+    entropy_coef: float = 0.01
 
 
 FORMS = {
     "tools": Form(tasks=ToolLakeTasks, max_turns=MAX_CALLS + 1, max_tokens=32, lr=1e-4, grad_clip=0.1),
     "words": Form(tasks=FrozenLakeTasks, max_turns=12, max_tokens=4, lr=5e-4, grad_clip=1.0),
+    "chat": Form(tasks=Lake, max_turns=12, max_tokens=8, lr=4e-5, grad_clip=1.0, entropy_coef=0.0),
 }
 
 
@@ -110,9 +114,10 @@ def _tokens(ids: list[int]) -> Any:
 class EngineAnswers:
     """An `Answer` by RollArt's own engine: the weights that either side made are judged by the same play."""
 
-    def __init__(self, path: Path, *, max_tokens: int, end: int, seed: int) -> None:
-        settings = EngineSettings(kv_tokens=1 << 18, max_batch=512)
-        self._engine = EmbeddedEngine(load_model(path), settings=settings, eos=frozenset({end}))
+    def __init__(self, path: Path, *, max_tokens: int, end: int, seed: int, device: str) -> None:
+        settings = EngineSettings(kv_tokens=1 << 18, max_batch=512, device=device)
+        model = load_model(path, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+        self._engine = EmbeddedEngine(model, settings=settings, eos=frozenset({end}))
         self._sampling = Sampling(max_tokens=max_tokens, temperature=1.0, seed=seed)
 
     def __call__(self, live: Sequence[Episode]) -> list[list[int]]:
@@ -138,10 +143,12 @@ class EngineAnswers:
         return [said[name] for name in names]
 
 
-def held_out_success(form: Form, tokenizer: ChatTokenizer, model: Path, *, episodes: int, seed: int) -> float:
+def held_out_success(
+    form: Form, tokenizer: ChatTokenizer, model: Path, *, episodes: int, seed: int, device: str = "cpu"
+) -> float:
     """Share of held-out walks, sampled, that these weights bring to the goal."""
     task_set = form.tasks(seed=seed, domain=DOMAIN)
     tasks = [task_set.held_out(number) for number in range(episodes)]
-    answers = EngineAnswers(model, max_tokens=form.max_tokens, end=tokenizer.end_of_turn, seed=seed)
+    answers = EngineAnswers(model, max_tokens=form.max_tokens, end=tokenizer.end_of_turn, seed=seed, device=device)
     played = play(tasks, tokenizer, task_set, form.max_turns, answers)
     return sum(episode.reward for episode in played) / len(played)

@@ -4,8 +4,9 @@ Everything is real: processes, model, environments, rewards, trainer, weights. `
 is the only thing that changes. Engine and trainer have one core each; the coordinator, with the environments and the
 reward worker, is on the trainer's core, so that generation is the same in all modes. Rounds are interleaved, each
 with a seed of its own, and the modes of a round meet the same environment latencies.
-Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these, give the
-profile with which all five modes are simulated.
+Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these where it shares
+the trainer's core, give the profile with which all five modes are simulated. `--job jobs/gpu_modes.yaml` is the same on
+one GPU, engine and trainer side by side.
 """
 
 import os
@@ -40,22 +41,29 @@ SKIPPED_STEPS = 2
 """Steps at the start of each run that are not counted: nothing overlaps yet."""
 
 
-def measure(rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | None = None) -> dict[str, Any]:
+def measure(
+    rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | None = None, job: Path = JOB
+) -> dict[str, Any]:
     """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`."""
-    job = load_job(JOB, overrides)
-    if job.train.steps < SKIPPED_STEPS + 2:
-        raise JobError(f"train.steps: {job.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
-    make_model(Path(job.model.path))
+    given = load_job(job, overrides)
+    if given.train.steps < SKIPPED_STEPS + 2:
+        raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
+    if job == JOB:
+        make_model(Path(given.model.path))
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
     began_s = time.monotonic()
     real: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
-    with _on_cores(job.train.cores):
+    with _on_cores(given.train.cores):
         for number in range(rounds):
             for mode in _rotated(list(MODES), number):
-                real[mode].append(_real_run(overrides, mode, number, out))
+                real[mode].append(_real_run(_job(job, overrides, mode, number), mode, number, out))
     profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
-    profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000  # its core is the coordinator's as well
-    simulated = {mode: [_simulated_run(overrides, mode, number, profile) for number in range(rounds)] for mode in MODES}
+    if given.train.cores:  # which are the coordinator's as well
+        profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000
+    simulated = {
+        mode: [_simulated_run(_job(job, overrides, mode, number), profile) for number in range(rounds)]
+        for mode in MODES
+    }
     means = {mode: _mean(runs) for mode, runs in real.items()}
     predicted = {mode: _mean(runs) for mode, runs in simulated.items()}
     return {
@@ -71,7 +79,7 @@ def measure(rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | Non
         "train_s": {mode: round(statistics.fmean(run["train_s"] for run in runs), 4) for mode, runs in real.items()},
         "engine_busy": {mode: round(statistics.fmean(run["busy"] for run in runs), 3) for mode, runs in real.items()},
         "coordinator_cpu_ms_per_call": _cpu_per_call(real),
-        "settings": _settings(job, rounds),
+        "settings": _settings(given, rounds),
         "profile": profile,
         "runs": str(out),
         "seconds": round(time.monotonic() - began_s, 1),
@@ -100,15 +108,15 @@ def make_model(path: Path) -> None:
     model.eval().save_pretrained(path)
 
 
-def _job(overrides: Sequence[str], mode: str, number: int) -> Job:
-    return load_job(JOB, [*overrides, f"mode={mode}", f"seed={number}"])
+def _job(path: Path, overrides: Sequence[str], mode: str, number: int) -> Job:
+    return load_job(path, [*overrides, f"mode={mode}", f"seed={number}"])
 
 
-def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> dict[str, Any]:
+def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:
     folder = out / f"{mode}-{number}"
     marks: dict[type[Event], float] = {}
     result = train(
-        _job(overrides, mode, number),
+        job,
         folder,
         watch=lambda summary, waits: lambda event: marks.__setitem__(type(event), time.process_time()),
     )
@@ -119,10 +127,10 @@ def _real_run(overrides: Sequence[str], mode: str, number: int, out: Path) -> di
     return run
 
 
-def _simulated_run(overrides: Sequence[str], mode: str, number: int, profile: dict[str, Any]) -> dict[str, Any]:
+def _simulated_run(job: Job, profile: dict[str, Any]) -> dict[str, Any]:
     import tempfile
 
-    raw = _job(overrides, mode, number).model_dump(mode="json")
+    raw = job.model_dump(mode="json")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         return _figures(simulate(build_job({**raw, "sim": profile}), path).summary, path)
@@ -175,7 +183,7 @@ def _settings(job: Job, rounds: int) -> dict[str, Any]:
     task = job.tasks[0]
     assert task.latency is not None
     return {
-        "job": str(JOB.name),
+        "job": job.name,
         "rounds": rounds,
         "steps": job.train.steps,
         "skipped_steps": SKIPPED_STEPS,

@@ -64,13 +64,15 @@ def main() -> None:
         seed = args.seed + number
         sides = [("rollart", train_rollart), ("trl", train_trl)]
         result: dict[str, Any] = {"seed": seed}
-        for name, side in sides if number % 2 == 0 else reversed(sides):
+        for name, side in sides if number % 2 == 0 or args.cap_times else reversed(sides):
             folder = work / f"{name}-{seed}"
             folder.mkdir()
             say(f"round {number + 1}: {name} trains, seed {seed}, in {folder}")
             trained = side(args, folder, seed)
             result[name] = figures(args, trained, seed)
             say(f"round {number + 1}: {name} {json.dumps(result[name])}")
+            if args.cap_times and name == "rollart" and result[name]["time_to_success_s"]:
+                args.cap_s = args.cap_times * result[name]["time_to_success_s"]
         rounds.append(result)
     print(json.dumps(summary(args, rounds), indent=2))
     if not args.keep:
@@ -80,7 +82,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--form", choices=tuple(FORMS), default="tools", help="how the model answers (docs/trl.md)")
-    parser.add_argument("--model", type=Path, help="default: models/lake-tools, or for words models/tiny")
+    parser.add_argument("--model", type=Path, help="default: models/lake-tools, tiny, smollm2 by form")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
     parser.add_argument("--groups", type=int, default=2, help="of 8, in each step")
     parser.add_argument("--trajectories", type=int, default=3072, help="that each side learns from")
@@ -92,14 +94,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cap-s", type=float, default=480.0, help="TRL stops after this long")
     parser.add_argument("--microbatch", type=int, default=192, help="TRL's per-device batch")
     parser.add_argument("--trl-threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="TRL's and the judge's")
+    parser.add_argument("--cap-times", type=float, help="TRL stops after this many times RollArt's time to success")
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
     args = parser.parse_args()
     if not args.trl_python:
         parser.error("say where TRL is: --trl-python, or ROLLART_TRL_PYTHON (docs/trl.md says how to make it)")
-    tools = args.form == "tools"
-    args.model = args.model or ROOT / "models" / ("lake-tools" if tools else "tiny")
+    folder, command = {
+        "tools": ("lake-tools", "python -m benchmarks.tool_lake"),
+        "words": ("tiny", "rollart model tiny"),
+        "chat": ("smollm2", "rollart model smollm2"),
+    }[args.form]
+    args.model = args.model or ROOT / "models" / folder
     if not (args.model / "config.json").is_file():
-        command = "python -m benchmarks.tool_lake" if tools else "rollart model tiny"
         parser.error(f"no model in {args.model}; make it: {command} {args.model}")
     return args
 
@@ -176,6 +183,7 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         "--microbatch": args.microbatch,
         "--seed": seed,
         "--threads": args.trl_threads,
+        "--device": args.device,
     }
     began_s = time.monotonic()
     with (folder / "log").open("wb") as log:
@@ -280,7 +288,9 @@ def held_out(args: argparse.Namespace, models: list[Path], seed: int) -> list[fl
     tokenizer = ChatTokenizer(args.model)
     curve: list[float] = []
     for model in models:
-        curve.append(held_out_success(FORMS[args.form], tokenizer, model, episodes=args.episodes, seed=seed))
+        curve.append(
+            held_out_success(FORMS[args.form], tokenizer, model, episodes=args.episodes, seed=seed, device=args.device)
+        )
         if curve[-1] >= args.target:
             break
     return curve
@@ -323,7 +333,8 @@ def _trl_side(args: argparse.Namespace) -> list[str]:
 
 def _trl_environment(args: argparse.Namespace) -> dict[str, str]:
     threads = str(args.trl_threads)
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
 
 
 def _versions(args: argparse.Namespace) -> dict[str, str]:

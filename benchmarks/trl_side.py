@@ -1,6 +1,6 @@
 """TRL's side of the comparison; runs in TRL's own environment, with this repository on PYTHONPATH.
 
-Runs GRPOTrainer on FrozenLake, through `environment_factory` (form `tools`) or `rollout_func` (form `words`), and
+Runs GRPOTrainer on FrozenLake, through `environment_factory` (form `tools`) or `rollout_func` (`words`, `chat`), and
 writes the times of its steps, its figures and, every so many steps, the weights, which is taken off the clock.
 """
 
@@ -20,13 +20,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.lake_player import DOMAIN, FORMS, Episode, play
+from benchmarks.lake_player import DOMAIN, FORMS, Episode, Form, play
 from benchmarks.tool_lake import DONE, INSTRUCTION, MAX_CALLS, Walk
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
 GROUP_SIZE = 8
-WORDS = FORMS["words"]
 
 
 class Lakes:
@@ -67,13 +66,14 @@ class Lake:
 class Rollouts:
     """TRL's `rollout_func`: each prompt is the number of a training task."""
 
-    def __init__(self, model_path: Path, seed: int) -> None:
+    def __init__(self, model_path: Path, form: Form, seed: int) -> None:
         self._tokenizer = ChatTokenizer(model_path)
-        self._tasks = FrozenLakeTasks(seed=seed, domain=DOMAIN)
+        self._max_turns = form.max_turns
+        self._tasks = form.tasks(seed=seed, domain=DOMAIN)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         tasks = [self._tasks.task(int(prompt)) for prompt in prompts]
-        episodes = play(tasks, self._tokenizer, self._tasks, WORDS.max_turns, _by_trl(trainer))
+        episodes = play(tasks, self._tokenizer, self._tasks, self._max_turns, _by_trl(trainer))
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
             "completion_ids": [episode.rest for episode in episodes],
@@ -95,7 +95,7 @@ def _by_trl(trainer: Any) -> Any:
 
 
 def earned(earned: list[float], **_: object) -> list[float]:
-    """The reward function with words: what the environment gave."""
+    """The reward function with `rollout_func`: what the environment gave."""
     return earned
 
 
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
         play = {"environment_factory": Lakes(args.seed), "reward_funcs": walked}
     else:
         data = {"prompt": [str(number) for number in numbers]}
-        play = {"rollout_func": Rollouts(args.model, args.seed), "reward_funcs": earned}
+        play = {"rollout_func": Rollouts(args.model, FORMS[args.form], args.seed), "reward_funcs": earned}
     watch = Watch(args.out, args.every, args.cap_s)
     trainer = GRPOTrainer(
         model=model,
@@ -199,15 +199,15 @@ def settings(args: argparse.Namespace) -> Any:
         epsilon=0.2,
         epsilon_high=0.2,
         beta=0.0,
-        entropy_coef=0.01,
+        entropy_coef=form.entropy_coef,
         temperature=1.0,
         # TRL bounds the whole episode, with what the tool says; each answer is bounded by `generate`'s own option.
         max_completion_length=form.max_turns * (form.max_tokens + 8),
         generation_kwargs={"max_new_tokens": form.max_tokens},
         max_tool_calling_iterations=MAX_CALLS,
         gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=args.device == "cpu",
+        bf16=args.device != "cpu",
         report_to="none",
         logging_steps=50,
         save_strategy="no",
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--form", choices=tuple(FORMS), required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     args = parser.parse_args()
     train(args)
 

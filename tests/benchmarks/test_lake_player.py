@@ -22,6 +22,8 @@ SEED = 3
 
 
 TOKENIZERS = {"words": tiny_tokenizer, "tools": tool_tokenizer}
+PLAYED = [(name, FORMS[name]) for name in TOKENIZERS]
+"""`chat` is a real model's."""
 
 
 def saved(path: Path, form: str) -> ChatTokenizer:
@@ -34,7 +36,7 @@ def saved(path: Path, form: str) -> ChatTokenizer:
     return ChatTokenizer(path)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS.items())
+@pytest.mark.parametrize(("name", "form"), PLAYED)
 def test_who_knows_the_way_gets_there(name: str, form: Form, tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, name)
     task_set, rng = form.tasks(seed=SEED, domain=DOMAIN), random.Random(0)
@@ -54,7 +56,7 @@ def test_who_knows_the_way_gets_there(name: str, form: Form, tmp_path: Path) -> 
         assert sum(episode.sampled) >= 2 * episode.turns, "a word, or a call, and its end"
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS.items())
+@pytest.mark.parametrize(("name", "form"), PLAYED)
 def test_the_judge_says_the_same_again(name: str, form: Form, tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, name)
     once, again = (held_out_success(form, tokenizer, tmp_path, episodes=30, seed=SEED) for _ in range(2))
@@ -77,11 +79,11 @@ def test_both_sides_play_by_the_same_rules(name: str, form: Form) -> None:
     for text in (
         f"GROUP_SIZE = {task.group_size}",
         f"weight_decay={train.weight_decay}",
-        f"entropy_coef={train.entropy_coef}",
         f"beta={train.kl_coef}",
     ):
         assert text in side, text
     assert "learning_rate=form.lr" in side
     assert "max_grad_norm=form.grad_clip" in side
-    assert (train.lr, train.grad_clip) == (form.lr, form.grad_clip)
+    assert "entropy_coef=form.entropy_coef" in side
+    assert (train.lr, train.grad_clip, train.entropy_coef) == (form.lr, form.grad_clip, form.entropy_coef)
     assert train.lr_decay == "none"
