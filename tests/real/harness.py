@@ -128,10 +128,10 @@ class Run:
         return {pid: "coordinator" if role == "said" else role for pid, role in found.items()}
 
     def kill(self, role: str) -> int:
-        """kill -9 whoever has this role; waits until someone has."""
+        """kill -9 whoever has this role, the first that was started; waits until someone has."""
         deadline_s = time.monotonic() + SOON_S
         while True:
-            for pid, known in self.members().items():
+            for pid, known in sorted(self.members().items()):  # one that still starts is not a worker yet
                 if known.startswith(role):
                     os.kill(pid, signal.SIGKILL)
                     return pid
