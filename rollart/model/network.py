@@ -32,6 +32,7 @@ from rollart.model.adapters import (
 from rollart.model.agreement import EPSILONS, FLOOR, own_attention, prove, prove_architecture
 from rollart.model.compiled import run_plainly
 from rollart.model.packed import fold
+from rollart.model.products import prove_products
 from rollart.model.reduced import reduced_model
 from rollart.model.scoring import score
 from rollart.model.varlen import VarlenPlan, flash_runs, on_device
@@ -165,6 +166,7 @@ def empty_model(config: PreTrainedConfig, context_tokens: int | None = None) -> 
 def adopt(model: PreTrainedModel, context_tokens: int | None = None) -> PreTrainedModel:
     """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
     prove_packed_architecture(model.config, context_tokens)
+    prove_products(model.parameters())
     prove_packed(model, within=fits_windows(model.config, context_tokens))
     return model
 

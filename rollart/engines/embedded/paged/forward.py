@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rollart.engines.embedded.dense import fixed_rope, fuse, plain_decoder
 from rollart.engines.embedded.paged.ops import Cache, Rotation, Where, attend, rms_norm, rotate_and_keep, silu_mul
+from rollart.model.products import prove_products
 
 EXPERTS = "qwen3_moe"
 
@@ -58,11 +59,11 @@ def _grouped(rows_NX: Tensor, weights_EYX: Tensor, ends_E: Tensor) -> Tensor:
 
 class _Mlp:
     def __init__(self, module: Any) -> None:
-        self._gate_up = fuse([module.gate_proj.weight, module.up_proj.weight])
+        self.gate_up = fuse([module.gate_proj.weight, module.up_proj.weight])
         self._down: Tensor = module.down_proj.weight
 
     def __call__(self, rows_TH: Tensor) -> Tensor:
-        return F.linear(silu_mul(F.linear(rows_TH, self._gate_up)), self._down)
+        return F.linear(silu_mul(F.linear(rows_TH, self.gate_up)), self._down)
 
 
 class _Layer:
@@ -97,6 +98,8 @@ class PagedForward:
         self._heads: int = model.config.get_text_config().num_attention_heads
         cos, sin = base.rotary_emb(self._embedding, torch.arange(max_context, device=model.device)[None])
         self._layers = [_Layer(module, cos[0].contiguous(), sin[0].contiguous()) for module in base.layers]
+        first = self._layers[0]
+        prove_products([first.qkv, *([first.mlp.gate_up] if isinstance(first.mlp, _Mlp) else [])])
         self.waits = model.config.model_type == EXPERTS and model.dtype != torch.bfloat16
         """Whether a pass waits for the host: grouped products are there for bfloat16 alone."""
 
