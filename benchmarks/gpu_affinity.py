@@ -1,6 +1,6 @@
 """R1 on one card: two unlike parts of it, two unlike tasks, every assignment of tasks to parts, measured.
 
-    python benchmarks/gpu_affinity.py --shape 4b --shares 0.64 0.36 --json
+    python benchmarks/gpu_affinity.py --shape 4b --shares 0.5 0.48 --json
 
 Two embedded engines, each a process with its share of the multiprocessors (MPS), have the same model. A step's work is
 `--prompts` trajectories of a prefill-heavy task (one turn: 4,096 tokens in, 32 out) and `--answers` of a decode-heavy
@@ -50,7 +50,9 @@ ASSIGNMENTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4b")
-    parser.add_argument("--shares", type=float, nargs=2, default=[0.64, 0.36])
+    parser.add_argument(
+        "--shares", type=float, nargs=2, default=[0.5, 0.48], help="others may compute wrongly: docs/gpu.md"
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--answers", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
