@@ -26,7 +26,7 @@ PLAYED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A mix, and a budget of so many engines of the dear kind."""
+    """A mix, and a budget of this many engines of the dear kind."""
 
     mix: Mix
     dear: int

@@ -59,7 +59,7 @@ class Run:
         return self.ends_s[-1] / len(self.ends_s)
 
     def step_beyond_s(self, steps: int) -> float:
-        """Mean time of the steps after so many."""
+        """Mean time of the steps after this many."""
         return (self.ends_s[-1] - self.ends_s[steps - 1]) / (len(self.ends_s) - steps)
 
     def step_after_s(self, begin_s: float) -> float:

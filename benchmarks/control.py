@@ -157,7 +157,7 @@ def _job(live: int, steps: int) -> Job:
 
 
 def run_turns(live: int, *, record: bool = False) -> Cost:
-    """One run with so many live trajectories."""
+    """One run with this many live trajectories."""
     steps = max(2, CALLS // (live // 2 * TURNS))
     gc.collect()
     with (
@@ -194,7 +194,7 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
 
 
 def _bytes_per_trajectory(count: int = 2_000, history_tokens: int = 4_096) -> int:
-    """Resident memory of one live trajectory with a history of so many tokens, all in real arrays."""
+    """Resident memory of one live trajectory with a history of this many tokens, all in real arrays."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_weigh(count, history_tokens))
 

@@ -120,7 +120,7 @@ class Parts:
             assert self._answer(side) == "ready"
 
     def play(self, first: list[int], second: list[int]) -> tuple[float, float]:
-        """Seconds that each part takes for so many trajectories of each task, begun at the same time."""
+        """Seconds that each part takes for this many trajectories of each task, begun at the same time."""
         begin = time.time() + 0.05
         for side, counts in zip(self._sides, (first, second), strict=True):
             assert side.stdin is not None

@@ -83,7 +83,7 @@ class Case:
     folded: float = 0.0
     recompute: str = ""
     layers: int = -1
-    """Recompute exactly so many."""
+    """Recompute exactly this many."""
     depth: int = 0
     compile: str = "auto"
     moments: str = "float32"

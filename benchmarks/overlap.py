@@ -88,7 +88,7 @@ class Place:
 
 
 def work(count: int) -> None:
-    """Of a trainer or a rollout: so many matrix products."""
+    """Of a trainer or a rollout: this many matrix products."""
     matrix = torch.ones(384, 384)
     for _ in range(count):
         matrix @ matrix

@@ -221,7 +221,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
-    """Seconds of an engine's steps, for one model on so many devices. Made by `engine_costs`."""
+    """Seconds of an engine's steps, for one model on this many devices. Made by `engine_costs`."""
 
     fixed_s: float
     """Each step, with the latency of its all-reduces."""
@@ -269,7 +269,7 @@ class EngineCosts:
         )
 
     def covered(self, tokens: float) -> float:
-        """Share of the experts that at least one of so many tokens uses, if each chooses by itself."""
+        """Share of the experts that at least one of this many tokens uses, if each chooses by itself."""
         return float(-math.expm1(tokens * math.log1p(-self.expert_share)))
 
     def prefill_s(self, tokens: float, seen: float) -> float:

@@ -331,7 +331,7 @@ class TaskSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that make up this share. Not read by `rollart sim`; refused with `vllm`."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from so many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
+    """Sample from this many of the likeliest tokens; 0 means all. Not read by `rollart sim`; refused with `vllm`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends after any of these texts. Not read by `rollart sim`."""
     environment: Anytime[tuple[Variable, ...]] = ()
@@ -348,7 +348,7 @@ class TaskSettings(Settings):
     container: Anytime[ContainerSettings] = ContainerSettings()
     """Not read by `rollart sim`."""
     warm: Anytime[Annotated[int, Field(ge=0)]] = 0
-    """With isolation `sandbox` or `container`: so many are started ahead, on each machine, beside those in the pool's
+    """With isolation `sandbox` or `container`: this many are started ahead, on each machine, beside those in the pool's
     slots, and end when none was asked for in a minute. Not read by `rollart sim`."""
     limits: Anytime[TaskLimits] = TaskLimits()
     agent: Anytime[Annotated[AgentSettings | None, OnDisk.CODE]] = None
@@ -389,7 +389,7 @@ class RolloutSettings(Settings):
     """Members started beyond `group_size`; the slowest are cancelled."""
     surplus: Literal["cancel", "carry"] | None = None
     """What becomes of the groups that are still under way when a batch is formed, beyond those that the bound lets
-    later batches use: with `spare_groups`, so many, the oldest first; with staleness 0, all. `cancel`: they are stopped
+    later batches use: with `spare_groups`, as many, the oldest first; with staleness 0, all. `cancel`: they are stopped
     at once, and their tasks come again. `carry`: they go on, into a later batch if they are not too old by then.
     Default: `cancel` with staleness 0, else `carry`."""
     late: Literal["abort", "wait"] = "abort"

@@ -130,7 +130,7 @@ class MeasuredEngineSettings(Settings):
     """For each prompt token computed; all that decode wait meanwhile."""
 
     def costs(self, kv_tokens: int) -> EngineCosts:
-        """With memory for so many tokens."""
+        """With memory for this many tokens."""
         return EngineCosts(
             fixed_s=self.step_s,
             sequence_s=self.sequence_s,
@@ -244,7 +244,7 @@ class ChaosSettings(Settings):
     horizon_s: Positive = 600.0
     """Faults by time are drawn from this span."""
     swaps: Count = 8
-    """Faults by swap are drawn from the first so many."""
+    """Faults by swap are drawn from the first this many."""
     variants: tuple[tuple[str, ...], ...] = ()
     """Overrides; each plan takes one of these sets in turn."""
 

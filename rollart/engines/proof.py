@@ -39,7 +39,7 @@ PRECISIONS = {
 }
 """`benchmarks/probe_noise.py` measures the noise; docs/vllm.md has the figures."""
 EFFECTIVE_SHARE = 0.5
-"""Errors of neighbouring tokens are alike: so many of them count as independent."""
+"""Errors of neighbouring tokens are alike: this many of them count as independent."""
 ALARM = 14.0
 """Doubt at which a server is said not to have loaded. With an honest one it gets there once in e^14 swaps."""
 

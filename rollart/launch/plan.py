@@ -33,9 +33,9 @@ DRAWN = 256
 """Trajectories of each task that its profile is worked out from."""
 GRID = 8
 """Sizes of each pool, and of the trainer, that are tried at first; then those between the best ones."""
-MOST_MARGIN = 2.2
+MAX_MARGIN = 2.2
 """Predictions of rollout are too good where little is left over: tails, waves, caches that nearly fit. Of the splits
-that are simulated, one is best if they are right, one if rollout takes so many times as long, others in between."""
+that are simulated, one is best if they are right, one if rollout takes this many times as long, others in between."""
 STEPS, SKIPPED = 9, 3
 """Of a simulated run, and of these not counted."""
 MODEL_ERROR = 0.115
@@ -64,7 +64,7 @@ def make_plan(
     planner = Planner(job, _limits(job, pools))
     chosen: list[Split] = []
     for number in range(best):
-        margin = MOST_MARGIN ** (number / max(1, best - 1))
+        margin = MAX_MARGIN ** (number / max(1, best - 1))
         ranked = planner.search(budget, goal, margin, progress)
         chosen += [split for split in ranked if split not in chosen][:1]
     if not chosen:

@@ -242,8 +242,8 @@ def _mean(flows: Sequence[_Flow], weight: Callable[[_Flow], float]) -> float:
 def _balanced(
     costs: EngineCosts | LearntCosts, decoded: float, context: float, prefill: float, seen: float, calls: float
 ) -> tuple[float, float] | None:
-    """(seconds of a step, sequences that decode in it) when so many tokens are decoded, and so many of so many prompts
-    computed, in a second; None where steps cannot keep up. Each step has what came in during the one before."""
+    """(seconds of a step, sequences that decode in it) when `decoded` tokens, and `prefill` of `calls` prompts, are
+    computed in a second; None where steps cannot keep up. Each step has what came in during the one before."""
     step_s = costs.step_s(1.0, context)
     for _ in range(80):
         batch = decoded * step_s

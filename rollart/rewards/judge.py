@@ -59,7 +59,7 @@ class Question:
     max_tokens: int
 
     def text(self, most: int | None = None) -> str:
-        """With at most so many characters of the episode: its middle is left out."""
+        """With at most this many characters of the episode: its middle is left out."""
         episode = self.episode
         if most is not None and most < len(episode):
             half = most // 2

@@ -18,7 +18,7 @@ from rollart.tasks.api import Episode
 from rollart.types import Trajectory
 
 FILE = "dead_letters.jsonl"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class Letter:
 class LetterFile:
     """The DeadLetters port, over a file that is made with its first letter."""
 
-    def __init__(self, path: Path, decode: Decode, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, decode: Decode, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
         self._decode = decode
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._file: AppendFile | None = None
 
     def keep(self, trajectory: Trajectory, *, reward: str, reason: str, tries: int) -> bool:
@@ -48,7 +48,7 @@ class LetterFile:
             line = orjson.dumps(letter, option=orjson.OPT_APPEND_NEWLINE)
             if self._file is None:
                 self._file = AppendFile(self._path)
-            if self._file.num_bytes + self._file.held_bytes + len(line) > self._most_bytes:
+            if self._file.num_bytes + self._file.held_bytes + len(line) > self._max_bytes:
                 return False
             self._file.put(line)
             self._file.write_out()

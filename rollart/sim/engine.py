@@ -662,7 +662,7 @@ class SimEngine:
 
 
 def steps_in(seconds: float, step_s: float, growth_s: float) -> float:
-    """Steps done in so many seconds, when one takes `step_s` now and each `growth_s` more than the one before."""
+    """Steps done in this many seconds, when one takes `step_s` now and each `growth_s` more than the one before."""
     if growth_s <= 0.0:
         return seconds / step_s
     return 2.0 * seconds / (step_s + math.sqrt(step_s * step_s + 2.0 * growth_s * seconds))

@@ -35,7 +35,7 @@ NOTE_BYTES = 4096
 """Of a small value, or twice that, and so on."""
 DIGEST_BYTES = len(digest_of(b""))
 TORN_S, TORN_TRIES = 0.005, 40
-"""A value that is being replaced is read again after so long, so many times."""
+"""A value that is being replaced is read again: after how long, and how many times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

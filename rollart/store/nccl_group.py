@@ -1,6 +1,6 @@
 """A process group of the trainer and some engines, apart from torch's global one: NCCL between GPUs, gloo between CPUs.
 
-A group that lost a member is of no use any more. gloo says so at once; NCCL would wait for ever, so a broadcast has a
+A group that lost a member is of no use any more. gloo says so at once; NCCL would wait forever, so a broadcast has a
 limit, and `abort` ends it.
 """
 
@@ -74,7 +74,7 @@ class Group:
             self._ranks = None
 
     def _until(self, done: torch.cuda.Event) -> None:
-        """NCCL waits for a dead member for ever."""
+        """NCCL waits for a dead member forever."""
         until_s = time.monotonic() + STALL_S
         while not done.query():
             if time.monotonic() > until_s:

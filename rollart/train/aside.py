@@ -2,7 +2,7 @@
 
 A row is a trajectory that a step left out, with the reason and its turns; or the smaller micro-batches that a step, and
 those after it where memory had run out, were cut into, until the job asks for others.
-Invariant: what is written here holds for its step for ever. A trainer that does the step again after a crash reads it
+Invariant: what is written here holds for its step forever. A trainer that does the step again after a crash reads it
 first, and leaves out the same, whatever memory it finds. Called by the trainers, one at a time.
 """
 
@@ -77,8 +77,8 @@ class Aside:
         known |= new
 
     def shrink(self, step: int, tokens: int, reason: str, *, lasting: bool, instead_of: int) -> None:
-        """Micro-batches have at most so many tokens in this step; where `lasting`, in all that follow as well, as long
-        as the job asks for `instead_of`."""
+        """Micro-batches have at most this many tokens in this step; where `lasting`, in all that follow too, as long as
+        the job asks for `instead_of`."""
         cut = _Cut(step, tokens, lasting, instead_of)
         self._write([{**cut._asdict(), "reason": reason}])
         self._cuts.append(cut)

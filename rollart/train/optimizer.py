@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLIP_EPS = 1e-6
 """Added to the norm, as torch does."""
 MANY_WEIGHTS = 1 << 30
-"""On a GPU in bfloat16: from so many on, masters are kept in 2 bytes beside the weights. With fewer the memory matters
+"""On a GPU in bfloat16: from this many, masters are kept in 2 bytes beside the weights. With fewer the memory matters
 less than torch's fused update, which starts a few kernels where ours starts one for each tensor."""
 SEEDS_PER_STEP = 1 << 16
 """More than twice the tensors of any network."""

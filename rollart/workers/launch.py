@@ -190,8 +190,8 @@ class Process:
         if self._reaped is not None:
             await asyncio.shield(self._reaped)
 
-    def trim_log(self, most_bytes: int | None = None) -> None:
-        if self._log.stat().st_size > (MAX_LOG_BYTES if most_bytes is None else most_bytes):
+    def trim_log(self, max_bytes: int | None = None) -> None:
+        if self._log.stat().st_size > (MAX_LOG_BYTES if max_bytes is None else max_bytes):
             os.truncate(self._log, 0)
             self._log_start = 0
 

@@ -26,7 +26,7 @@ Prepare = Callable[[Process], Awaitable[None]]
 
 
 class ProcessPool:
-    """At most so many processes in use at a time, all made by the same function from the same arguments."""
+    """At most this many processes in use at a time, all made by the same function from the same arguments."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ProcessPool:
     ) -> None:
         """`size`: how many are in use at a time; a semaphore is shared with others. `variables`: of our environment,
         those that user code gets beside what every program needs. `box`: where each is put; it is then used once.
-        `warm`: so many are kept started ahead, beside those in use. `idle_s`: one that nobody used for so long ends."""
+        `warm`: how many are kept started ahead, beside those. `idle_s`: one that nobody used for so long ends."""
         environment = {"OMP_NUM_THREADS": "1"} | for_children(os.environ, variables)
         self._process = partial(Process, target=target, log_dir=log_dir, environment=environment, lost=lost)
         self._name = name

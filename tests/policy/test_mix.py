@@ -70,7 +70,7 @@ def test_a_batch_may_differ_from_the_shares_within_the_tolerance_and_no_further(
 
 
 def test_a_batch_may_always_be_one_group_off() -> None:
-    """A tolerance of less than a group would let a batch wait for ever for the one group that is missing."""
+    """A tolerance of less than a group would let a batch wait forever for the one group that is missing."""
     assert mix({"a": 0.5, "b": 0.5}, size=4, tolerance=0.0).pick({"a": 3, "b": 1}) == {"a": 3, "b": 1}
     assert mix({"a": 0.5, "b": 0.5}, size=4, tolerance=0.0).pick({"a": 4, "b": 0}) is None
 

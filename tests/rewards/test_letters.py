@@ -153,13 +153,13 @@ def test_a_run_without_any(task: Path, tmp_path: Path) -> None:
 
 def test_the_file_is_bounded_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / FILE
-    file = LetterFile(path, decode, most_bytes=3000)
+    file = LetterFile(path, decode, max_bytes=3000)
     kept = [file.keep(numbered(number), reward="far", reason="no", tries=1) for number in range(20)]
     assert kept[0] is True
     assert kept[-1] is False
     assert path.stat().st_size <= 3000
     file.close()
-    again = LetterFile(path, decode, most_bytes=3000)
+    again = LetterFile(path, decode, max_bytes=3000)
     assert not again.keep(numbered(30), reward="far", reason="no", tries=1), "what was written before counts"
     again.close()
     with path.open("ab") as end:

@@ -22,7 +22,7 @@ class Launched(NamedTuple):
     takes: list[int]
     """Tokens of each."""
     asked: list[tuple[Sequence, int]]
-    """Whose tokens are sampled: a sequence's next one (0), or the one so many guesses later."""
+    """Whose tokens are sampled: a sequence's next one (0), or the one this many guesses later."""
     result: Callable[[], tuple[list[int], list[float]]]
     """Token and log-probability of each that was asked for. Waits for the device."""
 

@@ -27,7 +27,7 @@ def sample(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[list[int
 def draw(logits_NV: Tensor, rows: Row[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
     """One token and its log-probability for each row of float32 logits (overwritten).
 
-    A row is for a sequence's next token (0), or for the one so many tokens later.
+    A row is for a sequence's next token (0), or for the one this many tokens later.
     """
     samplings = [seq.sampling for seq, _ in rows]
     temperatures = [sampling.temperature for sampling in samplings]

@@ -111,7 +111,7 @@ class Sequence:
         return self.in_flight > 0 and self.total >= self.limit
 
     def uniform(self, ahead: int = 0) -> float:
-        """The random number in [0, 1) of the token to be sampled next, or so many later: a function of seed and
+        """The random number in [0, 1) of the token to be sampled next, or this many later: a function of seed and
         position alone."""
         index = len(self.logprobs) + ahead
         while index >= len(self._uniforms):  # none was drawn while the whole batch was greedy

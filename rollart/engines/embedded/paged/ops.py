@@ -40,7 +40,7 @@ class Where(NamedTuple):
     lanes_T: Tensor
     positions_T: Tensor
     decoding: int
-    """The first so many tokens are single ones; what follows are chunks of prompts."""
+    """The first this many tokens are single ones; what follows are chunks of prompts."""
     splits: int
     """Parts into which the context of a single token is cut, so that few long ones fill the device."""
     blocks_N4: Tensor
