@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from rollart.policy.planning import Plan, Problem, best_plan, spread
 from rollart.policy.prediction import NEVER_S, WAVE, PoolSpeed
 from rollart.policy.profile import Meter, TaskProfile
-from rollart.policy.speeds import Gauge, Rate, is_news
+from rollart.policy.speeds import Gauge, Rate, is_news, learnt
 from rollart.types import EngineWork
 
 CLEAR_GAIN = 0.05
@@ -171,12 +171,15 @@ class Affinity:
         speed = next(one for one in self.pools if one.name == pool)
         gauge = self._gauges[pool]
         gauge.add(before, now, speed.table, speed.prefill_table)
-        news = is_news(pool, speed.learnt, gauge.learnt) if len(self.pools) > 1 else ""
+        if len(self.pools) == 1:
+            return None
+        news = is_news(pool, speed.learnt, learnt(self._gauges)[pool])
         return self._look(news) if news else None
 
     def _look(self, occasion: str) -> Decision:
         self._since = 0
-        self.pools = [replace(pool, learnt=self._gauges[pool.name].learnt) for pool in self.pools]
+        found = learnt(self._gauges)
+        self.pools = [replace(pool, learnt=found[pool.name]) for pool in self.pools]
         problem = self._problem()
         if not self._free or len(self.pools) == 1 or not any(pool.engines for pool in self.pools):
             return self._decision(problem, f"{occasion}; there is nothing to choose", self.plan, {})

@@ -9,6 +9,7 @@ moment, do not move it.
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.hardware import EngineCosts, Learnt
@@ -22,7 +23,7 @@ WINDOWS = 32
 """That the median is of."""
 ENOUGH = 8
 """Windows before a factor is believed."""
-LIMIT = 10.0
+LIMIT = 30.0
 """No factor is beyond this, either way: then something else is wrong than a table."""
 NEWS = 0.2
 """A factor that has moved by this share since it was last taken is worth a look at the assignment."""
@@ -122,13 +123,27 @@ class Gauge:
         self._prefill.add(sums.tokens, whole_s - decode_s, max(0.0, sums.seconds - ratio * decode_s))
 
     @property
-    def learnt(self) -> Learnt:
-        """What predictions use. Where every step had prompts in it, decoding is as far from the table as these."""
+    def factors(self) -> tuple[float | None, float | None]:
+        """Of prefill and of decode; None while too little was seen. Where every step had prompts in it, decoding is as
+        far from the table as these."""
         prefill, decode = self.prefill, self.decode
-        computed = prefill.factor if prefill is not None and prefill.believed else 1.0
-        if decode is not None:
-            return Learnt(prefill=computed, decode=decode.factor if decode.believed else 1.0)
-        return Learnt(prefill=computed, decode=computed)
+        computed = prefill.factor if prefill is not None and prefill.believed else None
+        if decode is None:
+            return computed, computed
+        return computed, decode.factor if decode.believed else None
+
+
+def learnt(gauges: Mapping[str, Gauge]) -> dict[str, Learnt]:
+    """What predictions use, by pool. A pool of which too little was seen is taken to be as far from its table as the
+    others are: the table is often wrong for all of them alike, and who was measured first must not look slow for it."""
+    found = {pool: gauge.factors for pool, gauge in gauges.items()}
+    prefill, decode = (_middle([factors[kind] for factors in found.values()]) for kind in range(2))
+    return {pool: Learnt(prefill=own[0] or prefill, decode=own[1] or decode) for pool, own in found.items()}
+
+
+def _middle(factors: Sequence[float | None]) -> float:
+    """Geometric mean of those that are known; the table where none is."""
+    return statistics.geometric_mean([factor for factor in factors if factor is not None] or [1.0])
 
 
 def is_news(pool: str, taken: Learnt, found: Learnt) -> str:
