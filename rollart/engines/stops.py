@@ -19,7 +19,7 @@ CONTEXT_TOKENS = 8
 CHARACTER_TOKENS = 4
 """Most tokens that one character is spelt with: a token holds a byte at least."""
 PARTIAL = "\ufffd"
-"""What a decoder gives for bytes that are no whole character."""
+"""What a decoder gives for bytes that are not a whole character."""
 
 
 class StopFinder:

@@ -439,7 +439,7 @@ class Audit(Fold):
             self._suspended.pop(engine, None)
 
     def _is_judge(self, engine: str) -> bool:
-        """It has no versions, and its calls are no events."""
+        """It has no versions, and its calls are not events."""
         pool = self._job.pools.get(engine.rpartition("-")[0])
         return pool is not None and pool.judge
 

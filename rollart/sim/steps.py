@@ -20,7 +20,7 @@ ALIKE = 0.25
 the steps in it; then all of the time is in the steps. Prompts: what comes with a call from what its tokens cost; then a
 token costs what one more sequence does, being one more row of the same products."""
 MIN_CALLS = 8
-"""Fewer calls than this are no row of their own among the residuals."""
+"""Fewer calls than this get no row of their own among the residuals."""
 WIDER = 4.0
 """Contexts are put together that differ by less than this factor; batches, by less than two."""
 PASSES = 6

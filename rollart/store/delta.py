@@ -61,7 +61,7 @@ def encode(old: Bytes, new: Bytes) -> Delta:
 
 
 def apply(old: Bytes, data: bytes, into: Bytes) -> None:
-    """Write the new bucket. Raises ValueError where this is no delta of such a bucket."""
+    """Write the new bucket. Raises ValueError where this is not a delta of such a bucket."""
     before, after = _words(old), _words(into)
     place = 0
     for at in range(0, len(after), BLOCK_WORDS):

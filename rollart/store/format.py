@@ -98,7 +98,7 @@ def _raw(tensor: Tensor) -> Bytes:
 
 
 def tensors_of(whole: Tensor) -> dict[str, Tensor]:
-    """The tensors of a file, as views of its bytes, on whatever device. Raises ValueError where it is no such file."""
+    """The tensors of a file, as views of its bytes, on whatever device. Raises ValueError for another kind of file."""
 
     def text(begin: int, end: int) -> bytes:
         return whole[begin:end].cpu().numpy().tobytes()

@@ -61,7 +61,7 @@ def site_of(package: str) -> Path:
 
 @functools.cache
 def package_files(package: str) -> Mapping[str, File]:
-    """By path, such as `toolz/itertoolz.py`: what of it is no test, and what was compiled of that."""
+    """By path, such as `toolz/itertoolz.py`: what of it is not a test, and what was compiled of that."""
     site = site_of(package)
     found = {}
     for path in sorted((site / package).rglob("*")):

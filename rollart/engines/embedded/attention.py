@@ -31,7 +31,7 @@ class _ShortQueries:
     num_queries: int
     num_keys: int
     place: Tensor | None
-    """Where each rider token stands in the padded (rows x queries); None where there is no padding."""
+    """Where each token stands in the padded (rows x queries); None where there is no padding."""
     mask: Tensor
     """(rows, 1, queries x group or 1, keys), 0 or -inf."""
 
