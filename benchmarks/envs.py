@@ -1,16 +1,19 @@
 """What sick environments cost the healthy, and what a warm pool saves: `python -m benchmarks.envs --json`.
 
-64 places of a host each play one environment after another through the port, as trajectories do: 8 steps of 0.25 s. Of
-the places, 5 % have environments that hang (each is given up after 2 s) and 10 % such that end their process, for the
-whole round; each failure is tried again after a back-off, as in a job (1 s, then 2 s, then a new group). The figure is
-healthy episodes a second and place; rounds with and without the sick are interleaved, and `ratio` is that of their
-medians: 1 where the sick cost the healthy nothing. Then, in sandboxes, the seconds from the opening of an environment
-to its first observation, one after another, with and without others started ahead.
+64 places of a host each play one environment after another through the port, as trajectories do: 4 steps of 1 s, which
+the environment sleeps through, so that a busy machine matters little. Of the places, 5 % have environments that hang
+(each is given up after 2.5 s) and 10 % such that end their process in their first step, for the whole round; each
+failure is tried again after a back-off, as in a job (1 s, then 2 s, then a new group). The figure is healthy episodes a
+second and place. Rounds with and without the sick take turns, each after a moment in which all processes start; `ratio`
+is the median of the rounds' ratios: 1 where the sick cost the healthy nothing. `load` is the machine's, at the end of
+each round. Then, in sandboxes, the seconds from the opening of an environment to its first observation, one after
+another, with and without others started ahead.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -30,8 +33,8 @@ from rollart.workers.sandbox import missing
 TASKS = str(Path(__file__).with_name("sick_tasks.py"))
 PLACES = 64
 HANGING, CRASHING = 0.05, 0.10
-LIMIT_S = 2.0
-STEPS, STEP_S = 8, 0.25
+LIMIT_S = 2.5
+STEPS, STEP_S = 4, 1.0
 WARM = 4
 
 
@@ -93,13 +96,15 @@ async def round_of(host: EnvHost, sick: bool, seconds: float) -> tuple[float, di
 async def sickness(isolation: str, rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
     rates: dict[bool, list[float]] = {True: [], False: []}
     counted: dict[str, int] = {}
+    load: list[float] = []
     host = host_for(isolation, PLACES, folder)
     try:
-        await round_of(host, False, 1.0)  # processes start
         for number in range(rounds):
             for sick in (True, False) if number % 2 else (False, True):
+                await round_of(host, False, 0.5)  # processes start; those of the sick were ended
                 rate, ended = await round_of(host, sick, seconds)
                 rates[sick].append(rate)
+                load.append(round(os.getloadavg()[0], 1))
                 for kind, count in ended.items():
                     counted[kind] = counted.get(kind, 0) + count
                 say(f"{isolation}, round {number + 1}/{rounds}, {'sick' if sick else 'healthy'}: {rate:.3f}")
@@ -107,10 +112,11 @@ async def sickness(isolation: str, rounds: int, seconds: float, folder: Path) ->
         await host.close()
     ratios = [sick / well for sick, well in zip(rates[True], rates[False], strict=True)]
     return {
-        "ratio": round(statistics.median(rates[True]) / statistics.median(rates[False]), 4),
+        "ratio": round(statistics.median(ratios), 4),
         "rounds": [round(ratio, 4) for ratio in ratios],
         "episodes_per_s_and_place": {"with_sick": rates[True], "without": rates[False]},
         "episodes": counted,
+        "load": load,
     }
 
 
@@ -157,7 +163,7 @@ async def measure(rounds: int, seconds: float, count: int, isolations: list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of one round (default: 8)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one round (default: 12)")
     parser.add_argument("--resets", type=int, default=10, help="environments opened of each kind (default: 10)")
     parser.add_argument("--isolation", nargs="*", default=["process"], help="process, sandbox (default: process)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -27,6 +27,7 @@ class Sick(Environment):
             case "hang":
                 time.sleep(FOR_EVER_S)
             case "crash":
+                time.sleep(self._payload["step_s"])
                 os._exit(9)
         time.sleep(self._payload["step_s"])
         self._left -= 1

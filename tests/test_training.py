@@ -109,15 +109,6 @@ def test_a_setting_that_train_does_not_have_yet_is_refused_by_its_key(change: di
             "tasks.0.agent: a program does not run in RollArt's own process",
         ),
         ({"function": "a:solve"}, {"cluster": {"type": "ray"}}, "endpoint.host: 127.0.0.1 cannot be reached from"),
-        (
-            {"function": "a:solve"},
-            {
-                "cluster": {"type": "ray"},
-                "endpoint": {"host": "10.0.0.5"},
-                "pools": [{"name": "cpu", "engines": {}, "slots": 8, "isolation": "sandbox"}],
-            },
-            "tasks.0.agent: a sandbox on another machine does not reach the endpoint",
-        ),
     ],
 )
 def test_an_agent_that_cannot_play_is_refused_before_the_run(

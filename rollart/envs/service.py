@@ -6,13 +6,14 @@ cancelled, as the host itself would on a cancelled step. `remote.py` is the call
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollart.errors import EnvError
 from rollart.ports import Env, EnvHost
 from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
+from rollart.workers.forward import Relay
 
 
 class ClosableHost(EnvHost, Protocol):
@@ -26,8 +27,15 @@ class _Place:
 
 
 class EnvService:
-    def __init__(self, host: ClosableHost) -> None:
+    """`relay`: how sandboxed programs here reach the endpoint, which is on the coordinator's machine. `functions`: by
+    what the coordinator calls an agent's function, what it is called here, where its file is elsewhere."""
+
+    def __init__(
+        self, host: ClosableHost, relay: Relay | None = None, functions: Mapping[str, str] | None = None
+    ) -> None:
         self._host = host
+        self._relay = relay
+        self._functions = functions or {}
         self._places: dict[str, _Place] = {}
 
     async def open(self, key: str, task: Task, trajectory: TrajectoryId) -> None:
@@ -50,6 +58,9 @@ class EnvService:
 
     async def play(self, key: str, program: Program, endpoint: Endpoint) -> Observation:
         place, env = self._known(key)
+        program = program._replace(function=self._functions.get(program.function, program.function))
+        if self._relay is not None:
+            endpoint = endpoint._replace(socket=self._relay.leading_to(endpoint.url))
         observation: Observation = await self._run(place, env.play(program, endpoint))
         return observation
 
@@ -70,6 +81,8 @@ class EnvService:
             with contextlib.suppress(EnvError):
                 await self.close(key)
         await self._host.close()
+        if self._relay is not None:
+            self._relay.remove()
 
     def _known(self, key: str) -> tuple[_Place, Env]:
         place = self._places.get(key)

@@ -246,8 +246,6 @@ def _agent_problems(job: Job) -> Iterator[str]:
             yield f"{key}: the endpoint needs aiohttp: {install('agents')}"
         if "inline" in isolations:
             yield f"{key}: a program does not run in RollArt's own process; set isolation to process or sandbox"
-        if on_ray and "sandbox" in isolations:
-            yield f"{key}: a sandbox on another machine does not reach the endpoint; set isolation to process"
         if on_ray and job.endpoint.host in LOOPBACK:
             yield (
                 f"endpoint.host: {job.endpoint.host} cannot be reached from the machines of the cluster, where task "

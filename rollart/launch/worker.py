@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollart.config.job import Job
 from rollart.errors import BoundaryError, ClusterError
 from rollart.workers.container import Container, unusable
+from rollart.workers.forward import Relay
 from rollart.workers.launch import Lost, Process
 from rollart.workers.sandbox import Sandbox, missing
 from rollart.workers.setup import RankSetup, WorkerSetup
@@ -70,10 +71,10 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
 
     `ranks`: a trainer's, where the cluster has placed them; else a trainer of several starts them beside itself.
     """
-    for_ranks, setup = setup, setup.on_this_machine()  # each rank finds its own machine's
+    given, setup = setup, setup.on_this_machine()  # each rank finds its own machine's
     _make_run_directory(setup)
     if setup.role == "environments":
-        return _environments(setup)
+        return _environments(setup, given.job)
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -88,7 +89,7 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
         case "engine":
             return await _engine(setup)
         case "trainer" if setup.job.train.type == "fsdp2":
-            return await _ranked_trainer(for_ranks, trainer, ranks)
+            return await _ranked_trainer(given, trainer, ranks)
         case "trainer":
             from rollart.train.single import AsyncTrainer, SingleTrainer
 
@@ -201,8 +202,8 @@ def _rendezvous_file(log_dir: Path) -> Path:
     return log_dir.resolve() / f"{RENDEZVOUS}-{os.getpid()}"
 
 
-def _environments(setup: WorkerSetup) -> "EnvService":
-    """The slots of one worker, each task isolated as the job says."""
+def _environments(setup: WorkerSetup, given: Job) -> "EnvService":
+    """The slots of one worker, each task isolated as the job says. `given`: the job with the coordinator's paths."""
     from rollart.envs.service import EnvService
 
     job, pool = setup.job, setup.own_pool
@@ -211,8 +212,19 @@ def _environments(setup: WorkerSetup) -> "EnvService":
     for task in job.tasks:
         if why := no_box(task, isolations[task.name]):
             raise ClusterError(f"task {task.name} on {socket.gethostname()}: {why}")
-    log_dir = setup.log_dir / setup.name
-    return EnvService(env_host(job, isolations, task_sets, slots=pool.slots_per_worker, log_dir=log_dir))
+    boxed = [task for task in job.tasks if isolations[task.name] in ("sandbox", "container")]
+    relay = Relay() if any(task.agent is not None and task.agent.is_program for task in boxed) else None
+    host = env_host(
+        job,
+        isolations,
+        task_sets,
+        slots=pool.slots_per_worker,
+        log_dir=setup.log_dir / setup.name,
+        endpoint=relay.path if relay is not None else None,
+    )
+    pairs = zip(given.tasks, job.tasks, strict=True)
+    functions = {there.agent.function: here.agent.function for there, here in pairs if there.agent and here.agent}
+    return EnvService(host, relay, functions)
 
 
 def env_host(

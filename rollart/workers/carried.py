@@ -52,8 +52,8 @@ def carried_by(job: Job) -> list[Carried]:
     for path in (train.reference, train.lora.adapter if train.lora is not None else None):
         if path is not None:
             wanted.setdefault(path, set()).update(trainers)
-    for task in job.tasks:
-        file = task.use.rpartition(":")[0] if ".py:" in task.use else task.use
+    for code in [task.use for task in job.tasks] + [task.agent.function for task in job.tasks if task.agent]:
+        file = code.rpartition(":")[0] if ".py:" in code else code
         if file.endswith(".py"):
             wanted.setdefault(file, set()).add("environments")
     return [described(Path(path), sorted(roles)) for path, roles in wanted.items()]

@@ -97,7 +97,10 @@ def test_a_process_killed_while_it_received_leaves_nothing_for_long(model: Path,
 def test_a_worker_reads_its_files_where_its_machine_has_them(model: Path, tmp_path: Path) -> None:
     task = tmp_path / "mine.py"
     task.write_text("# a task set\n")
-    raw_task = {"name": "mine", "use": f"{task}:Mine", "group_size": 2, "max_tokens": 8}
+    agent = tmp_path / "agent.py"
+    agent.write_text("# an agent\n")
+    played = {"agent": {"function": f"{agent}:solve"}, "isolation": "process"}
+    raw_task = {"name": "mine", "use": f"{task}:Mine", "group_size": 2, "max_tokens": 8, **played}
     job = small_job(model, tasks=[raw_task], sim={"model": "qwen3-0.6b"})
     setup = WorkerSetup(
         job=job,
@@ -107,7 +110,7 @@ def test_a_worker_reads_its_files_where_its_machine_has_them(model: Path, tmp_pa
     )
     assert setup.on_this_machine().job == job
     rooms = setup.environments("environments-0", "environments")
-    assert [Path(one.path).name for one in rooms.needed] == ["mine.py"]
+    assert [Path(one.path).name for one in rooms.needed] == ["mine.py", "agent.py"]
     assert [Path(one.path).name for one in setup.needed] == ["model"]
     for one in setup.carried:
         send(one)
@@ -119,7 +122,10 @@ def test_a_worker_reads_its_files_where_its_machine_has_them(model: Path, tmp_pa
     assert moved.job.model.path.startswith(cache)
     assert json.loads((Path(moved.job.model.path) / "config.json").read_text()) == {}
     assert moved.out == setup.out
-    use = rooms.on_this_machine().job.tasks[0].use
+    there = rooms.on_this_machine().job.tasks[0]
+    assert there.agent is not None
+    assert there.agent.function.startswith(cache)
+    use = there.use
     assert use.startswith(cache)
     assert use.endswith("/mine.py:Mine")
     shutil.rmtree(cache)

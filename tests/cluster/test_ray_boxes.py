@@ -4,6 +4,7 @@ machine cannot make a sandbox the job says so."""
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 ESCAPES = Path(__file__).parents[1] / "envs" / "escape_tasks.py"
+GATEWAY = Path(__file__).parents[1] / "gateway"
 BOUNDS = {"memory_mb": 192, "processes": 24, "tmp_mb": 8, "output_mb": 2, "cpu_s": 5}
 
 
@@ -93,6 +95,25 @@ def test_nothing_gets_out_of_a_sandbox_there_and_the_others_go_on(address: str, 
     assert {event.reward for event in tried if event.status == "done"} <= {0.0}, "something got out"
     assert set(result.summary.tasks["bad"].failed_at) <= {"env.step limit", "env.step crash", "env.step timeout"}
     assert result.summary.tasks["lake"].failed_at == {}
+
+
+def test_a_sandboxed_agent_there_reaches_its_endpoint_and_nothing_else(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    """It looks for a network and for other sockets first; its file is one that the machine finds, or gets."""
+    pytest.importorskip("openai")
+    talk: dict[str, Any] = {
+        **{"name": "talk", "use": str(GATEWAY / "talk_tasks.py"), "max_turns": 2, "max_tokens": 8},
+        "agent": {"function": f"{GATEWAY / 'some_agents.py'}:solve_in_a_box"},
+        "sandbox": {"memory_mb": 1024},
+    }
+    job = boxed_job(address, model, tmp_path, "boxes", talk, endpoint={"host": address.partition(":")[0]})
+    result = train(job, tmp_path / "run")
+    summary = result.summary
+    assert (summary.state, result.violations) == ("finished", []), summary.reason
+    assert summary.tasks["talk"].failed_at == {}, summary.tasks["talk"].reasons
+    assert summary.tasks["talk"].trained > 0
+    assert list(Path(tempfile.gettempdir()).glob("rollart-endpoint-[!r]*")) == []
 
 
 def test_a_machine_without_bubblewrap_is_named_with_the_fix(address: str, model: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ from rollart.gateway import server
 from rollart.gateway.openai import Refusal, parsed
 from rollart.gateway.server import HttpDoor, HttpGateway
 from rollart.types import ChatAnswer, ChatRequest, Completion, Finish, Message, Span, ToolCall, TrajectoryId
-from rollart.workers.forward import forwarded
+from rollart.workers.forward import RELAY, Relay, forwarded
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [
@@ -287,6 +289,26 @@ def test_a_flood_fills_its_own_door_and_is_then_given_up(monkeypatch: pytest.Mon
         await gateway.close()
 
     asyncio.run(main())
+
+
+def test_on_another_machine_a_relay_leads_to_it_and_goes_with_its_process() -> None:
+    """From the port inside a sandbox to the relay's socket, and from there to the server's address."""
+    left = Path(tempfile.gettempdir()) / f"{RELAY}{2**22 + 1}-left"  # no process has such a number
+    left.mkdir()
+    relay = Relay()
+
+    async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
+        port = forwarded(relay.leading_to(door.endpoint.url))
+        over = door.endpoint.url.replace(door.endpoint.url.split("/")[2], f"127.0.0.1:{port}")
+        said = await client.with_options(base_url=over).chat.completions.create(model="", messages=HELLO)
+        assert said.choices[0].message.content == "word"
+
+    try:
+        with_door(session)
+        assert not left.exists()
+    finally:
+        relay.remove()
+    assert not relay.path.exists()
 
 
 def test_the_same_server_is_on_a_unix_socket_and_that_on_a_port_again() -> None:
