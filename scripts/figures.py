@@ -40,6 +40,7 @@ COMMANDS = {
     "cluster": ".venv/bin/python -m benchmarks.cluster --json",
     "sim_3072": ".venv/bin/rollart sim jobs/sim_3072.yaml --json",
     "chaos": ".venv/bin/rollart sim jobs/chaos.yaml --chaos 2000 --json",
+    "rewards": ".venv/bin/python -m benchmarks.rewards --json",
     "soak": ".venv/bin/python -m benchmarks.soak --json",
     "affinity": ".venv/bin/python -m benchmarks.affinity --json",
     "trl": ".venv/bin/python -m benchmarks.trl_frozen_lake --rounds 3",
@@ -147,6 +148,19 @@ def chaos(run: Run) -> str:
     )
 
 
+def rewards(run: Run) -> str:
+    def longest(kind: str) -> str:
+        return f"{max(run.result[kind]['rollout_s']):.0f} s"
+
+    kinds = ("functions", "fixed", "hedged", "killed", "shared", "apart")
+    lost = sum(run.result[kind]["lost"] + run.result[kind]["twice"] for kind in kinds)
+    return (
+        f"{longest('functions')} (p99 {run.result['functions']['p99_s']} s) against {longest('fixed')} (p99 "
+        f"{run.result['fixed']['p99_s']} s); {lost} scores lost or counted twice, a platform killed in the middle "
+        "included ([tasks](docs/tasks.md#rewards))"
+    )
+
+
 def soak(run: Run) -> str:
     found = run.result
     flat = all(row["flat"] for row in found["memory_mb"].values())
@@ -208,6 +222,12 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         gpu_rollout,
     ),
     ("the same, 256 requests of 256 + 128 tokens, beside transformers (0.6B)", "gpu_compare", gpu_compare),
+    (
+        "a burst of 512 rewards, functions from zero against a fixed pool of about the same cost, from the first end "
+        "of a trajectory to the last score",
+        "rewards",
+        rewards,
+    ),
     ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
     ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),
     (

@@ -10,6 +10,7 @@ import hashlib
 import re
 import statistics
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +44,7 @@ Say in one or two sentences how well the agent did by the rubric. Then end with 
 GRADE: <a number from 0 to 10>"""
 ONLY_GRADE, GRADE_TOKENS = "\nGRADE: ", 4
 """What a judge's answer without a grade is continued with, and how much it then says."""
+FORGOTTEN = "The grade is missing. Answer with this one line only:\nGRADE: <a number from 0 to 10>"
 LEFT_OUT = "\n[... {count:,} characters of the episode are left out here ...]\n"
 
 
@@ -159,7 +161,7 @@ class _Spent:
 
 
 class HttpJudge:
-    """`rewards.model` at `rewards.url`."""
+    """`rewards.model` at `rewards.url`. Where it forgets the grade, it is asked for it once more."""
 
     def __init__(self, settings: RewardSettings, token: str | None = None) -> None:
         assert settings.url is not None
@@ -173,9 +175,22 @@ class HttpJudge:
         )
 
     async def ask(self, question: Question) -> Said:
+        asked = {"role": "user", "content": question.text()}
+        said = await self._answer(question, [asked])
+        if GRADES.search(said.text):
+            return said
+        heard = {"role": "assistant", "content": said.text}
+        try:
+            more = await self._answer(question, [asked, heard, {"role": "user", "content": FORGOTTEN}])
+        except RewardError as error:
+            error.calls += said.calls
+            raise
+        return Said(f"{said.text}\n{more.text}", calls=2)
+
+    async def _answer(self, question: Question, messages: Sequence[Mapping[str, str]]) -> Said:
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": question.text()}],
+            "messages": messages,
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
             "seed": question.seed,

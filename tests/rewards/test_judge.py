@@ -135,6 +135,19 @@ def test_the_last_grade_counts() -> None:
     assert grade_in("GRADE: 3? No.\n**GRADE: 8**", "judge") == 0.8
 
 
+def test_a_judge_behind_a_url_that_forgets_the_grade_is_asked_for_it() -> None:
+    async def work() -> None:
+        async with judging(chat("GRADE: 4")) as (backend, server):
+            server.answers = [chat("It was brief."), chat("GRADE: 6")]
+            score = await backend.score(trajectory("sum"))
+            assert (score.value, score.calls) == (0.6, 2)
+        talks = [json.loads(request.partition(b"\r\n\r\n")[2])["messages"] for request in server.requests]
+        assert [[message["role"] for message in talk] for talk in talks] == [["user"], ["user", "assistant", "user"]]
+        assert talks[1][1]["content"] == "It was brief."
+
+    run(work)
+
+
 def test_only_calls_that_were_made_count() -> None:
     async def work() -> None:
         async with judging(chat("GRADE: 4"), votes=3) as (backend, server):
