@@ -156,8 +156,8 @@ def rewards(run: Run) -> str:
     lost = sum(run.result[kind]["lost"] + run.result[kind]["twice"] for kind in kinds)
     return (
         f"{longest('functions')} (p99 {run.result['functions']['p99_s']} s) against {longest('fixed')} (p99 "
-        f"{run.result['fixed']['p99_s']} s); {lost} scores lost or counted twice, a platform killed in the middle "
-        "included ([tasks](docs/tasks.md#rewards))"
+        f"{run.result['fixed']['p99_s']} s) on a busy machine, the later of two runs; "
+        f"{lost} scores lost or counted twice, a platform killed in the middle included ([tasks](docs/tasks.md#rewards))"
     )
 
 
