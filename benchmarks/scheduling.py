@@ -1,9 +1,9 @@
 """Scheduling beyond the paper, against its design on the same load, simulated. `python -m benchmarks.scheduling`.
 
 The paper's mix with resets that fail as in its experiment A, half of its pools and half of its batch, rollout alone: so
-rollout is what a step takes. Late groups aborted (the paper's design) or waited for (`rollout.late`), the longest tasks
-started first (`rollout.order`), engines swapped a quarter at a time (`rollout.rolling`). The first one's lengths are
-compared with those of `wait`, which throws nothing away: what training sees too little of.
+rollout is what a step takes. Late groups aborted (the paper's design) or waited for (`rollout.late`), and engines
+swapped a quarter at a time (`rollout.rolling`). Lengths are compared with those of `wait`, which throws nothing away:
+what training sees too little of.
 """
 
 import statistics
@@ -19,7 +19,6 @@ from rollart.launch.simulation import simulate
 IDEAS: dict[str, dict[str, Any]] = {
     "abort (the paper)": {},
     "wait": {"late": "wait"},
-    "longest first": {"order": "longest"},
     "rolling swaps": {"rolling": 12},
 }
 LOAD = Setup(

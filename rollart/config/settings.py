@@ -397,9 +397,6 @@ class RolloutSettings(Settings):
     `wait`: the batch is not formed before they are ready, so that nothing is thrown away and long trajectories are
     trained on as often as short ones; a slow one then delays the step, up to its time limits. Only with
     `after_batch`."""
-    order: Literal["shares", "longest"] = "shares"
-    """In which order groups start that are admitted at the same time. `longest`: first those of the tasks whose groups
-    take longest, so far."""
     share_tolerance: Share = 0.25
     """How far a task's share of a batch may be from its target, as a share of the batch."""
     zero_variance: Literal["refill", "skip", "keep"] = "refill"

@@ -97,8 +97,6 @@ class Rollout:
         """Admit groups while there is room."""
         if not self._begun or self._closed or self._sated:
             return
-        if self._job.rollout.order == "longest":
-            self.mix.look_ahead(self.slots.room)
         while self.slots.room > 0 and self._refills < self._refill_limit:
             probed = self.health.to_probe(self._loop.time())
             if probed is None and self.mix.empty:

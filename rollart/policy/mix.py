@@ -72,8 +72,6 @@ class Mix:
         }
         self._groups_per_step = groups_per_step
         self._tolerance = tolerance
-        self._ahead: deque[str] = deque()
-        """The tasks of the next groups, where they were looked ahead for."""
         self._divide()
 
     @property
@@ -93,7 +91,6 @@ class Mix:
         """The shares of those that are in. Quotas stay, and weights divide the rest; where only quotas are left, they
         are scaled up, and are shares like any other."""
         lanes = {name: lane for name, lane in self._lanes.items() if not lane.out}
-        self._ahead.clear()
         free = sum(lane.share for lane in lanes.values() if lane.quota is None)
         fixed = sum(lane.share for lane in lanes.values() if lane.quota is not None)
         whole = len(lanes) == len(self._lanes)
@@ -109,25 +106,10 @@ class Mix:
 
     def next(self) -> tuple[str, int]:
         """The task to admit now: the one furthest below its share of all groups alive or trained."""
-        name = self._ahead.popleft() if self._ahead else self._neediest({})
+        lanes = {name: self._lanes[name] for name in self._shares}
+        total = 1 + sum(lane.alive + lane.consumed for lane in lanes.values())
+        name = max(lanes, key=lambda name: self._shares[name] * total - lanes[name].alive - lanes[name].consumed)
         return name, self.draw(name)
-
-    def look_ahead(self, count: int) -> None:
-        """The next so many come with the tasks first whose groups have taken longest; they are the same ones."""
-        more: dict[str, int] = {}
-        for _ in range(count if self._shares else 0):
-            name = self._neediest(more)
-            more[name] = more.get(name, 0) + 1
-        longest = sorted(more, key=lambda name: self._lanes[name].longest_s, reverse=True)
-        self._ahead = deque(name for name in longest for _ in range(more[name]))
-
-    def _neediest(self, more: Mapping[str, int]) -> str:
-        """`more`: task -> groups that are as good as alive."""
-        taken = {
-            name: self._lanes[name].alive + self._lanes[name].consumed + more.get(name, 0) for name in self._shares
-        }
-        total = 1 + sum(taken.values())
-        return max(taken, key=lambda name: self._shares[name] * total - taken[name])
 
     def draw(self, name: str) -> int:
         """The next index of this task, which has one more group alive now."""

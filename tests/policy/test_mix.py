@@ -264,14 +264,3 @@ def test_an_index_that_could_not_be_drawn_is_passed_over_and_leaves_no_group_ali
     tasks.not_drawn(first[0])
     again = tasks.next()
     assert again == (first[0], first[1] + 1), "as if it had never been given out"
-
-
-def test_looking_ahead_gives_out_the_same_tasks_the_longest_first() -> None:
-    plain, ahead = mix(QUARTERS), mix(QUARTERS)
-    ahead.took_s("b", 9.0)
-    ahead.took_s("a", 2.0)
-    ahead.look_ahead(8)
-    given_out = [ahead.next()[0] for _ in range(8)]
-    assert given_out == ["b", "b", "a", "a", "a", "a", "a", "a"]
-    assert sorted(given_out) == sorted(plain.next()[0] for _ in range(8))
-    assert [ahead.next()[0] for _ in range(4)] == [plain.next()[0] for _ in range(4)]

@@ -1,6 +1,5 @@
 """Whole jobs on the virtual clock: determinism, the staleness matrix, the five modes, the shares."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -302,17 +301,3 @@ def test_late_groups_are_aborted_or_waited_for_and_the_bound_holds_for_both() ->
     assert aborted.groups.stale > 0
     assert waited.groups.stale == 0
     assert waited.staleness.max == waited.staleness.bound == 1
-
-
-def test_the_longest_tasks_can_be_started_first(tmp_path: Path) -> None:
-    """Of the groups admitted at one time, as many of each task as ever, in another order."""
-    finished(simulate(job("train.steps=6", "rollout.order=longest"), tmp_path / "run"))
-    admitted: dict[float, list[str]] = {}
-    for event in read_events(tmp_path / "run" / "events.jsonl"):
-        if isinstance(event, schema.Admit):
-            admitted.setdefault(event.t, []).append(event.task.split("/")[0])
-    mixed = [names for names in list(admitted.values())[1:] if len(set(names)) > 1]
-    assert mixed
-    assert all(names == sorted(names, key=names.index) for names in mixed)
-    in_turn = [sum(first != second for first, second in itertools.pairwise(names)) for names in mixed]
-    assert set(in_turn) == {1}
