@@ -157,7 +157,8 @@ def rewards(run: Run) -> str:
     return (
         f"{longest('functions')} (p99 {run.result['functions']['p99_s']} s) against {longest('fixed')} (p99 "
         f"{run.result['fixed']['p99_s']} s) on a busy machine, the later of two runs; "
-        f"{lost} scores lost or counted twice, a platform killed in the middle included ([tasks](docs/tasks.md#rewards))"
+        f"{lost} scores lost or counted twice, a platform killed in the middle included "
+        "([tasks](docs/tasks.md#rewards))"
     )
 
 
