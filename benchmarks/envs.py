@@ -156,7 +156,8 @@ async def measure(rounds: int, seconds: float, count: int, isolations: list[str]
             "crashing": round(PLACES * CRASHING),
             **{name: await sickness(name, rounds, seconds, Path(folder) / name) for name in isolations},
         }
-        figures["first_observation"] = missing() or await resets(count, Path(folder))
+        if count:
+            figures["first_observation"] = missing() or await resets(count, Path(folder))
     return figures
 
 
