@@ -4,6 +4,7 @@ The function is one that `rollart reward build lambda` makes: it answers `{"stat
 calls it. `AWS_ENDPOINT_URL_LAMBDA` leads the calls elsewhere, to an emulator say.
 """
 
+import base64
 import json
 import os
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from rollart.errors import JobError, install
-from rollart.types import JsonObject
 
 SCHEME = "lambda://"
 ENDPOINT_VARIABLE = "AWS_ENDPOINT_URL_LAMBDA"
@@ -51,6 +51,9 @@ class LambdaFunction:
         return dict(request.headers.items())
 
 
-def event_of(episode: JsonObject, headers: Mapping[str, str]) -> bytes:
+def event_of(body: bytes, headers: Mapping[str, str]) -> bytes:
     """What the function is given: as its own URL would."""
-    return json.dumps({"headers": dict(headers), "body": json.dumps(episode)}).encode()
+    if "Content-Encoding" not in headers:
+        return json.dumps({"headers": dict(headers), "body": body.decode()}).encode()
+    coded = {"body": base64.b64encode(body).decode(), "isBase64Encoded": True}
+    return json.dumps({"headers": dict(headers), **coded}).encode()

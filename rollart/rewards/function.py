@@ -5,8 +5,10 @@
 Several functions, one for each domain: `ROLLART_REWARD_FUNCTION="maths=my_maths:score,lake=my_lake:score"`.
 Where ROLLART_REWARD_TOKEN is set, callers must show it as a bearer token.
 `lambda_handler` is the same for AWS Lambda, called by name or by its own URL.
-Answers: 200 with the reward; 400 for what is not an episode, 401 without the token, 422 where the function returned
-nonsense (all three: do not try again); 500 where it raised.
+Bodies may be compressed with gzip, and every answer says so.
+Answers: 200 with the reward; 400 for what is not an episode, 401 without the token, 413 for what is too much when
+inflated, 415 for other codings than gzip, 422 where the function returned nonsense (all: do not try again); 500 where
+it raised.
 """
 
 import base64
@@ -16,6 +18,7 @@ import os
 import time
 from typing import Any, TypedDict
 
+from rollart.rewards import gzipped
 from rollart.rewards.episodes import reward_to_json
 from rollart.tasks.api import Episode
 from rollart.tasks.load import RewardFunction, load_reward
@@ -43,12 +46,20 @@ class RewardService:
         self._token = token
         self._cold_start_s = time.monotonic() - began_s
 
-    def answer(self, body: Any, authorization: str) -> Answer:
-        """The reward of one episode, as (JSON, status, headers)."""
+    def answer(self, body: bytes, *, coding: str = "", authorization: str = "") -> Answer:
+        """The reward of one episode, as (JSON, status, headers). `coding`: its Content-Encoding."""
+        answer, status, headers = self._answer(body, coding, authorization)
+        return answer, status, {**headers, **gzipped.ACCEPTS}
+
+    def _answer(self, body: bytes, coding: str, authorization: str) -> Answer:
         if self._token and not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
             return {"error": f"show the token of {TOKEN_VARIABLE} as a bearer token"}, 401, {}
         try:
-            episode = Episode.from_json(body)
+            episode = Episode.from_json(_json(gzipped.decoded(body, coding)))
+        except gzipped.UnknownCoding as error:
+            return {"error": str(error)}, 415, {}
+        except gzipped.TooLarge as error:
+            return {"error": str(error)}, 413, {}
         except ValueError as error:
             return {"error": str(error)}, 400, {}
         function = self._functions.get(episode.task.domain) or self._functions.get("")
@@ -79,25 +90,32 @@ services: list[RewardService] = []
 
 def handle(request: Any) -> Answer:
     """The function that functions-framework calls with a Flask request."""
-    return _service().answer(request.get_json(silent=True), request.headers.get("Authorization", ""))
+    told = request.headers
+    coding, authorization = told.get("Content-Encoding", ""), told.get("Authorization", "")
+    return _service().answer(request.get_data(), coding=coding, authorization=authorization)
 
 
 def lambda_handler(event: Any, context: object) -> LambdaAnswer:
     """The function that AWS Lambda calls, with an event as its URLs make them."""
     headers = {str(name).lower(): str(value) for name, value in (event.get("headers") or {}).items()}
-    text = event.get("body") or ""
+    body = str(event.get("body") or "").encode(errors="replace")
     if event.get("isBase64Encoded"):
-        text = base64.b64decode(text).decode(errors="replace")
-    try:
-        body = json.loads(text)
-    except ValueError:
-        body = None
-    answer, status, said = _service().answer(body, headers.get("authorization", ""))
+        body = base64.b64decode(body)
+    coding, authorization = headers.get("content-encoding", ""), headers.get("authorization", "")
+    answer, status, said = _service().answer(body, coding=coding, authorization=authorization)
     return {
         "statusCode": status,
         "headers": {"Content-Type": "application/json", **said},
         "body": json.dumps(answer),
     }
+
+
+def _json(text: bytes) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _service() -> RewardService:

@@ -1,6 +1,7 @@
 """Folders that deploy reward functions; the one for Lambda runs under AWS's own runtime and emulator."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -16,8 +17,11 @@ import pytest
 
 from rollart.config.settings import RewardSettings
 from rollart.errors import JobError, RewardError
-from rollart.rewards.build import build
+from rollart.rewards.aws import event_of
+from rollart.rewards.build import PORT, build
+from rollart.rewards.episodes import episode_of
 from rollart.rewards.function import lambda_handler
+from rollart.rewards.gzipped import LARGEST_BYTES, deflate
 from rollart.rewards.http import HttpRewards, https, unreachable
 from tests.contracts.reward_functions import FUNCTION, closing, decode, run, trajectory
 
@@ -89,6 +93,53 @@ def test_a_lambda_event_may_come_encoded_and_may_be_nonsense(monkeypatch: pytest
         assert (answer["statusCode"], "not an episode" in answer["body"]) == (400, True)
 
 
+def test_a_lambda_event_may_be_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.rewards.function.services", [])
+    monkeypatch.setenv("ROLLART_REWARD_FUNCTION", FUNCTION)
+    monkeypatch.delenv("ROLLART_REWARD_TOKEN", raising=False)
+    body = json.dumps(episode_of(trajectory("sum"), decode).to_json()).encode()
+    for sent, status in ((deflate(body), 200), (deflate(bytes(LARGEST_BYTES + 1)), 413), (body, 400)):
+        answer = lambda_handler(json.loads(event_of(sent, {"Content-Encoding": "gzip"})), None)
+        assert (answer["statusCode"], answer["headers"]["Accept-Encoding"]) == (status, "gzip")
+    assert lambda_handler(json.loads(event_of(body, {})), None)["statusCode"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["container", "fc"])
+def test_the_program_of_a_folder_takes_compressed_bodies(target: str, tmp_path: Path) -> None:
+    """As its Dockerfile or its bootstrap starts it, with the packages of this machine."""
+    out = tmp_path / "made"
+    build(target, FUNCTION, out, install=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "ROLLART_REWARD_TOKEN": TOKEN}
+    if target == "fc":
+        program = (out / "bootstrap").read_text().replace(f"--port {PORT}", f"--port {port}")
+        (out / "bootstrap").write_text(program)
+        command = ["./bootstrap"]
+    else:
+        lines = (out / "Dockerfile").read_text().splitlines()
+        command = ["sh", "-c", next(line.removeprefix("CMD ") for line in lines if line.startswith("CMD "))]
+        environment |= {"PORT": str(port), "PYTHONPATH": str(out)}
+        environment |= {"ROLLART_REWARD_FUNCTION": "functions/functions.py:score"}
+    with subprocess.Popen(
+        command, cwd=out, env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    ) as server:
+        url = f"http://127.0.0.1:{port}"
+        deadline_s = time.monotonic() + 60
+        while (why := unreachable(url)) is not None:
+            assert time.monotonic() < deadline_s, why
+            time.sleep(0.1)
+        body = json.dumps(episode_of(trajectory("sum"), decode).to_json()).encode()
+        coded = {"Content-Encoding": "gzip", "Authorization": f"Bearer {TOKEN}"}
+        answer = httpx.post(url, content=deflate(body), headers=coded, trust_env=False, timeout=60)
+        assert (answer.status_code, answer.json()["reward"]) == (200, 0.75)
+        many = httpx.post(url, content=deflate(bytes(LARGEST_BYTES + 1)), headers=coded, trust_env=False, timeout=60)
+        assert many.status_code == 413
+        os.killpg(server.pid, signal.SIGKILL)
+
+
 def _fetched(package: str, folder: Path, *how: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *how, "--quiet", package]
     subprocess.run(command, cwd=folder, check=True)
@@ -133,6 +184,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.slow
 def test_lambda_runs_it(emulated: str, aws: pytest.MonkeyPatch) -> None:
     aws.setenv("AWS_ENDPOINT_URL_LAMBDA", emulated)
+    events: list[bytes] = []
+
+    def noted(body: bytes, headers: Mapping[str, str]) -> bytes:
+        events.append(event_of(body, headers))
+        return events[-1]
+
+    aws.setattr("rollart.rewards.http.event_of", noted)
 
     def rewards(token: str) -> HttpRewards:
         # one call at a time: so it is on Lambda too, in one process
@@ -145,6 +203,8 @@ def test_lambda_runs_it(emulated: str, aws: pytest.MonkeyPatch) -> None:
             many = await asyncio.gather(*(backend.score(trajectory("sum")) for _ in range(20)))
             assert {(score.value, score.cold_start_s) for score in many} == {(0.75, 0.0)}
             assert dict((await backend.score(trajectory("parts"))).parts) == {"right": 1.0, "short": 0.25}
+            long = await backend.score(trajectory("sum", text="word " * 4000))
+            assert (long.value, long.calls, b"isBase64Encoded" in events[-1]) == (0.75, 1, True), "it went compressed"
             with pytest.raises(RewardError, match="no reference answer") as raised:
                 await backend.score(trajectory("raise"))
             assert raised.value.retryable
