@@ -257,7 +257,8 @@ class Scorer:
             tries += 1
 
     async def _wait(self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked) -> Answer | None:
-        """Stand in line; look, when it is this one's turn and time. Raises RewardError after `outage_s`."""
+        """Stand in line; look, when it is this one's turn and time. After `outage_s` it looks once more by itself, as
+        they may be back since the last look; raises RewardError where they are not."""
         if asked.sent_away_s is None:
             asked.sent_away_s = self._loop.time()
         until_s = asked.sent_away_s + source.settings.outage_s
@@ -265,7 +266,7 @@ class Scorer:
             async with asyncio.timeout_at(until_s):
                 await source.down.guard(attempt.key, source.line.acquire())
         except TimeoutError:
-            raise _too_long(source) from None
+            return await self._last_look(attempt, trajectory, source, asked)
         try:
             if not source.outage.is_down:
                 return None
@@ -274,10 +275,18 @@ class Scorer:
                     due_s = source.outage.due_s
                     await source.down.guard(attempt.key, asyncio.sleep(max(0.0, due_s - self._loop.time())))
             except TimeoutError:
-                raise _too_long(source) from None
+                return await self._last_look(attempt, trajectory, source, asked)
             return await self._look(attempt, trajectory, source, asked)
         finally:
             source.line.release()
+
+    async def _last_look(
+        self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked
+    ) -> Answer | None:
+        found = await self._look(attempt, trajectory, source, asked) if source.outage.is_down else None
+        if found is None and source.outage.is_down:
+            raise _too_long(source)
+        return found
 
     async def _look(self, attempt: Attempt, trajectory: Trajectory, source: _Source, asked: _Asked) -> Answer | None:
         """One try, whose failure counts for nothing where nobody answers it."""

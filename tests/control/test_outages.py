@@ -112,6 +112,14 @@ def test_waiting_has_an_end() -> None:
     assert [who for who, *_ in kept] == [event.id for event in played.of(schema.RewardGivenUp)]
 
 
+@pytest.mark.parametrize("down_s", [18.0, 20.0, 22.0, 24.0])
+def test_nobody_is_given_up_without_a_look_of_its_own(down_s: float) -> None:
+    """They are back between two looks, and the next one comes after `outage_s`."""
+    played = scene("wait", down_s=down_s, outage_s=down_s + 2.0).play()
+    assert played.finished, played.error
+    assert not played.ends("failed")
+
+
 def test_local_workers_stand_in_and_the_platform_takes_over_again() -> None:
     platform, local = scene("local", down_s=12.0), Local()
     platform.stand_ins = {"rewards": local}
