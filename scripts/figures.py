@@ -243,7 +243,7 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         big_simulation,
     ),
     (
-        "2,000 drawn fault plans of 22 kinds (simulated): plans / violations / deadlocks / groups lost",
+        "2,000 drawn fault plans of 23 kinds (simulated): plans / violations / deadlocks / groups lost",
         "chaos",
         chaos,
     ),
