@@ -70,6 +70,14 @@ def test_a_line_every_ten_seconds_though_nothing_happens(capsys: pytest.CaptureF
     assert all(line.endswith("waits: engine-0 on engine.start for 9 s") for line in lines)
 
 
+def test_rewards_that_nobody_computes_are_trouble_until_they_are_back(capsys: pytest.CaptureFixture[str]) -> None:
+    down = schema.RewardOutage(t=3.0, reward="rewards", policy="wait", reason="ConnectError: nobody\nthere")
+    watched(0.5, [*PLAYED, down])
+    assert "trouble: rewards: nobody answers, on_outage is wait (ConnectError: nobody); " in capsys.readouterr().err
+    watched(0.5, [*PLAYED, down, schema.RewardBack(t=9.0, reward="rewards", s=6.0)])
+    assert "trouble: none; " in capsys.readouterr().err
+
+
 def test_the_line_has_all_that_the_terminal_shows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

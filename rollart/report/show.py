@@ -266,6 +266,8 @@ class LiveView:
         self._drawing: asyncio.Task[None] | None = None
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._rewards: dict[str, deque[float]] = {}
+        self._down: dict[str, str] = {}
+        """Rewards that nobody computes at the moment, and what is said of each."""
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -287,6 +289,12 @@ class LiveView:
         match event:
             case schema.Killed():  # what came before is the history of a resumed run
                 self._ends_s.clear()
+                self._down.clear()
+            case schema.RewardOutage():
+                told = f"nobody answers, on_outage is {event.policy} ({first_line(event.reason)})"
+                self._down[event.reward] = f"{event.reward}: {told}"
+            case schema.RewardBack():
+                self._down.pop(event.reward, None)
             case schema.StepEnd():
                 self._ends_s.append(event.t)
             case schema.End() if event.reward is not None:
@@ -316,7 +324,7 @@ class LiveView:
         head = f"step {done}/{self._steps}, " if self._steps else ""
         head = f"{head}{passed_s:.0f} s{self._left(done)}"
         means = (f"{name} {sum(last) / len(last):.2f}" for name, last in sorted(self._rewards.items()))
-        trouble = [text for name, row in result.tasks.items() for text in _trouble(name, row)]
+        trouble = [*self._down.values(), *(text for name, row in result.tasks.items() for text in _trouble(name, row))]
         busy = (f"{name} {row.utilisation:.0%}" for name, row in result.pools.items())
         rows = {
             "recent reward": ", ".join(means) or "none yet",
