@@ -41,7 +41,11 @@ def trainer_was(run: Run, summary: dict[str, Any]) -> None:
 
 
 def worker_was(run: Run, summary: dict[str, Any], role: str) -> None:
-    """At work or idle: the loss is known. Only at work does it cost an attempt a second try."""
+    """At work or idle: the loss is known. Only at work does it cost an attempt a second try. One that was still
+    starting, in place of one whose trajectory was cancelled, costs the one that waited for it a try."""
+    if killed(reasons(run, schema.RewardFailed)) and not reasons(run, schema.WorkerLost):
+        assert any("could not start" in text for text in reasons(run, schema.RewardFailed))
+        return
     assert killed(reasons(run, schema.WorkerLost, worker=role))
     assert killed(summary["failures"]["worker"]["reasons"])
     assert summary["failures"]["worker"]["count"] == 1
