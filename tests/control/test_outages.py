@@ -112,6 +112,25 @@ def test_waiting_has_an_end() -> None:
     assert [who for who, *_ in kept] == [event.id for event in played.of(schema.RewardGivenUp)]
 
 
+class Hoarse(Platform):
+    """Back, it answers each trajectory with an error first."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        if not self.is_down() and asyncio.get_running_loop().time() > 12.0 and str(trajectory.id) not in self.greeted:
+            self.greeted.append(str(trajectory.id))
+            raise RewardError("starting")
+        return await super().score(trajectory)
+
+    greeted: list[str]
+
+
+def test_an_error_as_the_last_look_s_answer_is_not_silence() -> None:
+    platform = Hoarse(job("wait", outage_s=24.0))
+    platform.down_s, platform.looks, platform.greeted = 22.0, [], []
+    platform.dead_letters = Letters()
+    assert not platform.play().ends("failed")
+
+
 @pytest.mark.parametrize("down_s", [18.0, 20.0, 22.0, 24.0])
 def test_nobody_is_given_up_without_a_look_of_its_own(down_s: float) -> None:
     """They are back between two looks, and the next one comes after `outage_s`."""
