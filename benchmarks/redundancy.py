@@ -40,11 +40,9 @@ CASES: dict[str, list[str]] = {
     "1 member": ["rollout.spare_members=1"],
     "2 members": ["rollout.spare_members=2"],
     "2 groups, 1 member": ["rollout.spare_groups=2", "rollout.spare_members=1"],
-    "carried, none": ["rollout.staleness=1", "rollout.swap=after_batch"],
-    "carried, 2 groups": ["rollout.staleness=1", "rollout.swap=after_batch", "rollout.spare_groups=2"],
-    "cancelled, 2 groups": [
-        *("rollout.staleness=1", "rollout.swap=after_batch", "rollout.spare_groups=2", "rollout.surplus=cancel"),
-    ],
+    "carried, none": ["mode=rollart"],
+    "carried, 2 groups": ["mode=rollart", "rollout.spare_groups=2"],
+    "cancelled, 2 groups": ["mode=rollart", "rollout.spare_groups=2", "rollout.surplus=cancel"],
 }
 """The last three with bound 1."""
 FITTED = "none"

@@ -90,7 +90,8 @@ the reason. See [train](train.md).
 
 ## Modes
 
-`mode` fills these keys of `rollout`. A key that the job or an override gives wins over its mode.
+`mode` fills these keys of `rollout`. A key that the job or an override gives wins over its mode; but `sync`,
+`sync+` and `one-off` are named after their bound, and another `staleness` beside them is refused.
 """
 
 NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}

@@ -264,6 +264,12 @@ def _cluster_problems(job: Job) -> Iterator[str]:
 
 def _rollout_problems(job: Job) -> Iterator[str]:
     rollout = job.rollout
+    own = settings.MODES[job.mode]["staleness"]
+    if job.mode in settings.BOUND_MODES and rollout.staleness != own:
+        yield (
+            f"rollout.staleness: {rollout.staleness} is not the bound of mode {job.mode!r}, which is {own}; "
+            f"set rollout.staleness={own} or remove the key, or take mode areal or rollart, which have any bound"
+        )
     if rollout.late == "wait" and (rollout.swap, rollout.recheck) != ("after_batch", "live"):
         yield (
             f"rollout.late: 'wait' is for swap 'after_batch' with recheck 'live'; with {rollout.swap!r} and "

@@ -43,6 +43,8 @@ MODES: dict[str, dict[str, int | str]] = {
     "rollart": {"staleness": 1, "swap": "after_batch", "recheck": "live", "stepping": "asynchronous"},
 }
 """What each mode sets under `rollout`; a key the job gives itself wins."""
+BOUND_MODES = ("sync", "sync+", "one-off")
+"""Modes that are named after their bound: with another one the name would be wrong, so it is refused."""
 
 
 class Settings(BaseModel):
