@@ -6,7 +6,8 @@ reward worker, is on the trainer's core, so that generation is the same in all m
 with a seed of its own, and the modes of a round meet the same environment latencies.
 Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these where it shares
 the trainer's core, give the profile with which all five modes are simulated. `--job jobs/gpu_modes.yaml` is the same on
-one GPU, engine and trainer side by side.
+one GPU, engine and trainer side by side. Runs that `--out` has already are read, not run again: so rounds can be added
+to, and the simulator asked on another machine than the one that was measured.
 """
 
 import os
@@ -37,6 +38,8 @@ JOB = Path(__file__).resolve().parents[1] / "jobs" / "modes.yaml"
 ROUNDS = 5
 FITTED = "sync+"
 """The mode whose runs the simulator is fitted on."""
+FIGURES = "figures.json"
+"""In a run directory: what this benchmark found in it."""
 SKIPPED_STEPS = 2
 """Steps at the start of each run that are not counted: nothing overlaps yet."""
 
@@ -44,13 +47,15 @@ SKIPPED_STEPS = 2
 def measure(
     rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | None = None, job: Path = JOB
 ) -> dict[str, Any]:
-    """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`."""
+    """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`, and read from there."""
     given = load_job(job, overrides)
     if given.train.steps < SKIPPED_STEPS + 2:
         raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
-    if job == JOB:
-        make_model(Path(given.model.path))
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
+    if job == JOB and not all(
+        (out / f"{mode}-{number}" / FIGURES).exists() for mode in MODES for number in range(rounds)
+    ):
+        make_model(Path(given.model.path))
     began_s = time.monotonic()
     real: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     with _on_cores(given.train.cores):
@@ -114,6 +119,9 @@ def _job(path: Path, overrides: Sequence[str], mode: str, number: int) -> Job:
 
 def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:
     folder = out / f"{mode}-{number}"
+    if (folder / FIGURES).exists():
+        known: dict[str, Any] = msgspec.json.decode((folder / FIGURES).read_bytes())
+        return known
     marks: dict[type[Event], float] = {}
     result = train(
         job,
@@ -123,6 +131,7 @@ def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:
     if result.summary.state != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
     run = {**_figures(result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
+    (folder / FIGURES).write_bytes(msgspec.json.encode(run))
     print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
     return run
 
