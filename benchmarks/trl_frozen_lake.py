@@ -30,7 +30,6 @@ from rollart.events.schema import Event
 from rollart.model.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUP_SIZE = 8
 POLL_S = 0.2
 """RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -42,8 +41,8 @@ class Trained:
 
     startup_s: float
     """From the start of the process to the start of training."""
-    groups: int
-    """In each step's batch."""
+    batch: int
+    """Trajectories of each step."""
     ends_s: list[float]
     """Seconds from the start of training to the end of each step."""
     models: dict[int, Path]
@@ -84,7 +83,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--form", choices=tuple(FORMS), default="tools", help="how the model answers (docs/trl.md)")
     parser.add_argument("--model", type=Path, help="default: models/lake-tools, tiny, smollm2 by form")
     parser.add_argument("--trl-python", default=os.environ.get("ROLLART_TRL_PYTHON"), help="TRL's python")
-    parser.add_argument("--groups", type=int, default=2, help="of 8, in each step")
+    parser.add_argument("--groups", type=int, default=2, help="in each step")
+    parser.add_argument("--group-size", type=int, default=8, help="trajectories of one task instance")
     parser.add_argument("--trajectories", type=int, default=3072, help="that each side learns from")
     parser.add_argument("--judged-every", type=int, default=256, help="trajectories between two evaluations")
     parser.add_argument("--target", type=float, default=0.75, help="held-out success that counts as learnt")
@@ -125,8 +125,9 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         f"model.path={args.model.resolve()}",
         f"seed={seed}",
         f"rollout.groups_per_step={args.groups}",
-        f"train.steps={_steps(args.trajectories, args.groups)}",
-        f"checkpoint.every={_steps(args.judged_every, args.groups)}",
+        f"tasks.0.group_size={args.group_size}",
+        f"train.steps={_steps(args.trajectories, _batch(args))}",
+        f"checkpoint.every={_steps(args.judged_every, _batch(args))}",
     ]
     began_s = time.monotonic()
     cpu: list[tuple[float, float]] = []
@@ -159,7 +160,7 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     assert first_event_s is not None
     return Trained(
         startup_s=first_event_s + started_s,
-        groups=args.groups,
+        batch=_batch(args),
         ends_s=[event.t - started_s for event in steps],
         models={step: path for step, path in models.items() if step},
         ends_cpu_s=[_at(cpu, event.t) - _at(cpu, started_s) for event in steps],
@@ -177,8 +178,9 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         "--model": args.model.resolve(),
         "--out": folder,
         "--groups": args.groups,
-        "--steps": _steps(args.trajectories, args.groups),
-        "--every": _steps(args.judged_every, args.groups),
+        "--group-size": args.group_size,
+        "--steps": _steps(args.trajectories, _batch(args)),
+        "--every": _steps(args.judged_every, _batch(args)),
         "--cap-s": args.cap_s,
         "--microbatch": args.microbatch,
         "--seed": seed,
@@ -200,7 +202,7 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     result = json.loads((folder / "result.json").read_text())
     return Trained(
         startup_s=result["began_s"] - began_s,
-        groups=args.groups,
+        batch=_batch(args),
         ends_s=result["ends_s"],
         models={int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")},
         ends_cpu_s=result["ends_cpu_s"],
@@ -209,8 +211,12 @@ def train_trl(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
     )
 
 
-def _steps(trajectories: int, groups: int) -> int:
-    return max(1, trajectories // (groups * GROUP_SIZE))
+def _batch(args: argparse.Namespace) -> int:
+    return int(args.groups * args.group_size)
+
+
+def _steps(trajectories: int, batch: int) -> int:
+    return max(1, trajectories // batch)
 
 
 def _link_checkpoints(source: Path, target: Path, known: dict[int, Path]) -> None:
@@ -260,7 +266,7 @@ def _checkpoint_s(events: Sequence[Event]) -> float:
 def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, Any]:
     steps = len(trained.ends_s)
     judged = sorted(trained.models)
-    every = _steps(args.judged_every, trained.groups)
+    every = _steps(args.judged_every, trained.batch)
     assert judged == list(range(every, steps + 1, every)), f"weights of steps {judged} of {steps}, one in {every}"
     curve = held_out(args, [trained.models[step] for step in judged], seed)
     reached = judged[len(curve) - 1] if curve[-1] >= args.target else None
@@ -269,8 +275,8 @@ def figures(args: argparse.Namespace, trained: Trained, seed: int) -> dict[str, 
         "steps_to_success": reached,
         "time_to_success_s": _round(time_s),
         "time_to_success_with_startup_s": _round(time_s + trained.startup_s) if time_s is not None else None,
-        "trajectories_to_success": reached and reached * trained.groups * GROUP_SIZE,
-        "trajectories_per_s": _round(steps * trained.groups * GROUP_SIZE / trained.ends_s[-1]),
+        "trajectories_to_success": reached and reached * trained.batch,
+        "trajectories_per_s": _round(steps * trained.batch / trained.ends_s[-1]),
         "steps": steps,
         "time_s": _round(trained.ends_s[-1]),
         "startup_s": _round(trained.startup_s),
@@ -312,6 +318,8 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str,
         "form": args.form,
         "target": args.target,
         "groups": args.groups,
+        "group_size": args.group_size,
+        "microbatch": args.microbatch,
         "episodes": args.episodes,
         "trajectories_per_s": rates,
         "time_to_success_s": {"rollart": None if math.isinf(ours) else ours, "trl": theirs},

@@ -25,8 +25,6 @@ from benchmarks.tool_lake import DONE, INSTRUCTION, MAX_CALLS, Walk
 from rollart.model.tokenizer import ChatTokenizer
 from rollart.tasks.frozen_lake import FrozenLakeTasks
 
-GROUP_SIZE = 8
-
 
 class Lakes:
     """TRL's `environment_factory`: what it makes is reset with the number of a training task."""
@@ -187,9 +185,9 @@ def settings(args: argparse.Namespace) -> Any:
         output_dir=str(args.out / "trainer"),
         seed=args.seed,
         max_steps=args.steps,
-        per_device_train_batch_size=min(args.microbatch, args.groups * GROUP_SIZE),
-        gradient_accumulation_steps=max(1, args.groups * GROUP_SIZE // args.microbatch),
-        num_generations=GROUP_SIZE,
+        per_device_train_batch_size=min(args.microbatch, args.groups * args.group_size),
+        gradient_accumulation_steps=max(1, args.groups * args.group_size // args.microbatch),
+        num_generations=args.group_size,
         shuffle_dataset=False,
         learning_rate=form.lr,
         lr_scheduler_type="constant",
@@ -222,6 +220,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--cap-s", type=float, required=True)
     parser.add_argument("--microbatch", type=int, required=True)

@@ -70,14 +70,13 @@ def test_both_sides_play_by_the_same_rules(name: str, form: Form) -> None:
     (task,) = job.tasks
     assert (task.max_turns, task.max_tokens, task.temperature) == (form.max_turns, form.max_tokens, 1.0)
     assert task.name == DOMAIN
-    assert task.group_size == trl_frozen_lake.GROUP_SIZE
     assert isinstance(load_task_set(task.use), form.tasks)
     assert form.max_turns <= MAX_MOVES, "the environment's own limit would come first"
     # what trl_side.settings() says; that file cannot be imported here, TRL is not installed
     side = Path(trl_frozen_lake.__file__).with_name("trl_side.py").read_text()
     train = job.train
     for text in (
-        f"GROUP_SIZE = {task.group_size}",
+        "num_generations=args.group_size",
         f"weight_decay={train.weight_decay}",
         f"beta={train.kl_coef}",
     ):
