@@ -1,4 +1,4 @@
-"""What an engine's step costs, from when calls were sent and answered: a linear model by least squares.
+"""What an engine's step costs, from when calls were sent and answered: a linear model by least relative error.
 
 One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` for each cached token of these +
 `prefill_token_s` for each prompt token computed in it; a call takes as many steps as it has tokens, and `call_s` on
@@ -13,12 +13,15 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-FAR = 4.0
-"""Calls whose error is more than this many times the typical one are left out of a second fit."""
+REWEIGHTED = 20
+"""Least absolute deviations, as so many least squares in which a call counts the less the further off it is: calls that
+met what no other did, such as the first use of a kernel, then move little."""
+EXACT = 1e-3
+"""Relative errors below this count alike."""
 ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
-the steps in it; then all of the time is in the steps. Prompts: what comes with a call from what its tokens cost; then a
-token costs what one more sequence does, being one more row of the same products."""
+the steps in it; then all of the time is in the steps. Prompt tokens computed while a call was there: what they cost
+from what comes with every call; then one costs what one more sequence does, being one more row of the same products."""
 MIN_CALLS = 8
 """Fewer calls than this get no row of their own among the residuals."""
 WIDER = 4.0
@@ -91,20 +94,17 @@ def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
     """`calls` of engines of one kind."""
     engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
     seconds = np.concatenate([engine.seconds for engine in engines])
-    prompts_alike = _alike(np.array([call.prefill for call in calls if call.prefill > 1], dtype=np.float64))
     weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
     for _ in range(PASSES):
         rows = np.concatenate([engine.rows(weights) for engine in engines])
         met = rows.copy()
         if _alike(rows[:, 1]):
             rows[:, 0] = 0.0
+        prompts_alike = _alike(rows[:, 4])
         if prompts_alike:
             rows[:, 2] += rows[:, 4]
             rows[:, 4] = 0.0
-        weights = _not_negative(rows, seconds)
-        error = np.abs(rows @ weights - seconds)
-        near = error <= FAR * max(float(np.median(error)), 1e-9)
-        weights = _not_negative(rows[near], seconds[near])
+        weights = _least_deviating(rows, seconds)
         if weights[1] + weights[2] <= 0:  # too few calls to tell: all of a call's time is in its steps
             weights = np.array([0.0, float(np.sum(seconds) / np.sum(rows[:, 1])), 0.0, 0.0, 0.0])
     relative = np.abs(rows @ weights - seconds) / seconds
@@ -191,6 +191,16 @@ def _running(came: npt.NDArray[np.intp], went: npt.NDArray[np.intp], amounts: Ar
 def _sums(values: Array) -> Array:
     """The sum of all values before each."""
     return np.cumsum(values) - values
+
+
+def _least_deviating(rows: Array, seconds: Array) -> Array:
+    """No negative weight, and the least sum of relative errors."""
+    counts = 1.0 / seconds
+    for _ in range(REWEIGHTED):
+        weights = _not_negative(rows * counts[:, None], seconds * counts)
+        off = np.abs(rows @ weights - seconds) / seconds
+        counts = 1.0 / (seconds * np.sqrt(np.maximum(off, EXACT)))
+    return weights
 
 
 def _not_negative(rows: Array, seconds: Array) -> Array:

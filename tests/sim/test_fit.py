@@ -100,7 +100,7 @@ def test_prompts_alike_do_not_make_their_tokens_dear(tmp_path: Path) -> None:
     alike = {**TASK, "prompt_tokens": 14, "observation_tokens": 12, "answer_tokens": 30}
     simulate(job("sync+", engine=settings, tasks={"game": alike}), tmp_path / "run")
     found = fit_runs([tmp_path / "run"]).profile()["engine"]["measured"]["cpu"]
-    assert found["prefill_token_s"] == found["sequence_s"]
+    assert found["prefill_token_s"] < 1.2 * row_s
     assert row_s < found["sequence_s"] < 3 * row_s, "what a call costs is with the rows, neither lost nor all of it"
 
 
