@@ -1,16 +1,18 @@
 """Weights beside a step against weights between steps, in one run: `python -m benchmarks.overlap --json` (needs root).
 
-A trainer computes a fixed amount for each step and pushes a version of the model; engines, each a process of its own,
-compute all the time (the rollout's load), stage what comes and swap. Blocks of steps alternate:
+A trainer computes a fixed amount for each step and pushes a version of the model; engines, each a process of its own
+with a real embedded engine, answer requests all the time (the rollout's load), stage what comes and swap. Blocks of
+steps alternate:
 - `overlapped`: the version of the step before crosses while the next one is trained, and is swapped in after it;
 - `blocking`: engines stand still from the push until they have swapped, then the next step is trained.
 The network is a loopback device of its own (`unshare --net`), shaped by `tc tbf` so that the way over it takes
-`PUSH_OF_PULL` times what an engine takes to read the version on its host, as in the paper. `shm` and `files` cross no
-link; Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
-resume. `pull_s`: all that was spent to bring the version to the engine, hidden or not: over the link (`link_s`),
-checked and mapped, copied. `exposed_of_read`: of the same without the link. `memory`: the most that was seen beside the
-model, in models: of each process (`keeper`: the engines' host), and of the store's files on the trainer's side
-(`here`), on the engines' (`there`) or for both (`store`).
+`PUSH_OF_PULL` times what it takes to read the version on a host and to copy it, as in the paper. `shm`, `files` cross
+no link; Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
+resume; in it the end of the step under way (one takes `engine_step_s`) and the exchange itself (`flip_s`). `pull_s`:
+all that was spent to bring the version to the engine, hidden or not: over the link (`link_s`), checked and mapped, made
+ready, put in. `exposed_of_read`: of the same without the link. `memory`: the most that was seen beside the model, in
+models: of each process (`keeper`: the engines' host), and of the store's files on the trainer's side (`here`), on the
+engines' (`there`) or for both (`store`).
 """
 
 import argparse
@@ -26,22 +28,29 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.weights import _free_port, change, mooncake_service, small_step_density, weights
+from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.backend import Ready
+from rollart.engines.embedded.engine import EmbeddedEngine
+from rollart.engines.embedded.threaded import ThreadedEngine
+from rollart.model.network import adopt, named_weights
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
 from rollart.store.host import read_ready
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
-from rollart.types import WeightManifest
+from rollart.types import GenerateRequest, Sampling, SwapReport, WeightManifest, WeightVersion
 
 STORES = ("shm", "files", "tcp", "delta", "mooncake")
 PUSH_OF_PULL = 4.6
@@ -53,6 +62,8 @@ BLOCKS, STEPS = 3, 3
 """Blocks of each kind, and steps in each; the first step of a block is not counted."""
 WARM = 3
 """Versions before the first block: memory is touched for the first time."""
+REQUESTS, PROMPT, ANSWER = 4, 16, 48
+"""In each engine, all the time; tokens of each."""
 INSIDE = "ROLLART_BENCH_OVERLAP"
 
 
@@ -88,7 +99,7 @@ class Place:
 
 
 def work(count: int) -> None:
-    """Of a trainer or a rollout: this many matrix products."""
+    """Of a trainer: this many matrix products."""
     matrix = torch.ones(384, 384)
     for _ in range(count):
         matrix @ matrix
@@ -100,44 +111,100 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
+def network(num_bytes: int) -> PreTrainedModel:
+    """A Qwen3 of about this size in bfloat16, with random weights."""
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        num_hidden_layers=1,
+    )
+    embedding_bytes, layer_bytes = 2 * 32_000 * 1024, 2 * 1024 * (3 * 3072 + 3 * 1024)
+    config.num_hidden_layers = max(1, round((num_bytes - embedding_bytes) / layer_bytes))
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return adopt(model)
+
+
 def engine(place: Place, num_bytes: int, link: Connection) -> None:
-    """Another process: computes, stages, swaps."""
+    """Another process: an embedded engine with requests all the time, which stages and swaps."""
     torch.set_num_threads(1)
-    parameters = weights(num_bytes)
+    asyncio.run(serve(place, num_bytes, link))
+
+
+async def serve(place: Place, num_bytes: int, link: Connection) -> None:
+    core = EmbeddedEngine(network(num_bytes), EngineSettings(kv_tokens=4096, draft_tokens=0), eos=frozenset())
     store = place.open(engine=True)
     store.appeared(0)  # who keeps the host's copy is there from now on
     ahead = FetchAhead(store)
-    goes = threading.Event()
-    stopped = threading.Event()
+    own = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s, adopt=store.in_memory)
+    flips: list[float] = []
+    put_in = core.put_in
+
+    def timed(version: WeightVersion, ready: Ready) -> SwapReport:
+        began_s = time.perf_counter()
+        report = put_in(version, ready)
+        flips.append(time.perf_counter() - began_s)
+        return report
+
+    core.put_in = timed  # type: ignore[method-assign]
+    goes = asyncio.Event()
     goes.set()
-    products = 0
+    asked = 0
 
-    def load() -> None:
-        nonlocal products
-        while not stopped.is_set():
-            goes.wait()
-            work(20)
-            products += 20
+    async def load(session: int) -> None:
+        nonlocal asked
+        while True:
+            await goes.wait()
+            asked += 1
+            request = GenerateRequest(
+                id=f"{session}/{asked}",
+                session=f"{session}/{asked}",
+                domain="bench",
+                turn=0,
+                prompt=(np.arange(1, PROMPT + 1, dtype=np.int32),),
+                prompt_tokens=PROMPT,
+                sampling=Sampling(max_tokens=ANSWER),
+                last=True,
+            )
+            running.add(request.id)
+            await own.generate(request)
+            running.discard(request.id)
 
-    threading.Thread(target=load, daemon=True).start()
+    async def stage(version: WeightVersion) -> None:
+        await own.stage(version)
+        link.send(("staged", version))
+
+    running: set[str] = set()
+    tasks = [asyncio.ensure_future(load(session)) for session in range(REQUESTS)]
     link.send("ready")
-    while (asked := link.recv()) is not None:
-        what, given = asked
+    while (message := await asyncio.to_thread(link.recv)) is not None:
+        what, given = message
         if what == "stage":
-            ahead.stage(given).add_done_callback(lambda _, version=given: link.send(("staged", version)))  # type: ignore[misc]
+            tasks.append(asyncio.ensure_future(stage(given)))
         elif what == "suspend":
             goes.clear()
-            link.send(("suspended", products))
+            for name in sorted(running):
+                await own.abort(name)
+            while core.busy:  # noqa: ASYNC110 - the engine's thread tells nobody
+                await asyncio.sleep(0.001)
+            link.send(("suspended", core.stats.steps))
         else:
             began_s = time.perf_counter()
-            goes.clear()
-            spent_s, link_s = ahead.spent_s(given.version), store.pulled_s(given.version)
-            for name, tensor in ahead.fetch(given).items():
-                parameters[name].copy_(tensor)
-            goes.set()
+            report = await own.swap(given)
             exposed_s = time.perf_counter() - began_s
-            link.send(("swapped", (exposed_s, spent_s, link_s)))
-    stopped.set()
+            goes.set()
+            step_s = core.stats.step_s / max(core.stats.steps, 1)
+            link.send(("swapped", (exposed_s, report.pull_s, store.pulled_s(given.version), flips.pop(), step_s)))
+    for task in tasks:
+        task.cancel()
+    await own.close()
 
 
 class Engines:
@@ -192,12 +259,11 @@ class Peak:
             status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             found[name] = int(status["RssAnon"].split()[0]) * 1000
         for name in ("here", "there", "."):
-            folder, taken = self._root / name, 0
-            for path in folder.rglob("*"):
-                try:
-                    taken += path.stat().st_blocks * 512
-                except FileNotFoundError:
-                    continue
+            taken = 0
+            for folder, _, files in os.walk(self._root / name):  # what goes meanwhile is passed over
+                for file in files:
+                    with suppress(FileNotFoundError):
+                        taken += os.stat(os.path.join(folder, file)).st_blocks * 512
             found["store" if name == "." else name] = taken
         found["store"] -= found["here"] + found["there"]
         return found
@@ -266,7 +332,8 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
     each_s = statistics.median(seconds(lambda: work(200)) for _ in range(5)) / 200
     products = int(TRAIN_OF_PUSH * PUSH_OF_PULL * read / each_s)
     density = small_step_density() if kind == "delta" else 1.0
-    model = weights(num_bytes)
+    model = {name: tensor.clone() for name, tensor in named_weights(network(num_bytes)).items()}
+    num_bytes = sum(tensor.nbytes for tensor in model.values())
     rows: dict[str, list[dict[str, float]]] = {"overlapped": [], "blocking": []}
     with opened(kind, num_bytes, disk) as place:
         trainer = place.open(engine=False)
@@ -287,6 +354,8 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             row["exposed_s"] = max(answer[0] for answer in answers)
             row["pull_s"] = max(answer[1] for answer in answers) + row["exposed_s"]
             row["link_s"] = max(answer[2] for answer in answers)
+            row["flip_s"] = max(answer[3] for answer in answers)
+            row["engine_step_s"] = max(answer[4] for answer in answers)
             asyncio.run(trainer.drop_before(manifest.version))
 
         def step(row: dict[str, float]) -> None:

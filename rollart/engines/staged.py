@@ -27,7 +27,7 @@ from rollart.types import WeightManifest, WeightVersion
 class Ahead(Protocol):
     """Brings versions to this host while they are still pushed."""
 
-    def stage(self, version: WeightVersion) -> "Future[None]": ...
+    def stage(self, version: WeightVersion) -> "Future[WeightManifest | None]": ...
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
 
@@ -56,7 +56,7 @@ class StagedFiles:
         self._held: Mapping[str, Tensor] = {}
         """While these are held, the store's files stay as they are."""
 
-    def begin(self, version: WeightVersion) -> "Future[None]":
+    def begin(self, version: WeightVersion) -> "Future[WeightManifest | None]":
         """Fetch what appears of a coming version. Done when all of it is here, or when it is not awaited any more."""
         return self._ahead.stage(version)
 

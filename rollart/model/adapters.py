@@ -123,6 +123,14 @@ def merge_adapters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Make a model's weights base + scaling * B A, in place, whatever was merged before. All or nothing: adapters that
     do not fit are a WeightError before the first byte is written."""
     params = dict(model.named_parameters())
+    for name, merged in merged_weights(model, weights):
+        params[name].copy_(merged)
+
+
+def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a model that differs from what was loaded, or did: base + scaling * B A, in memory of its own.
+    Raises WeightError before the first one."""
+    params = dict(model.named_parameters())
     modules = {name.removesuffix(A) for name in weights if name.endswith(A)}
     if unknown := sorted(name for name in modules if f"{name}.weight" not in params):
         raise WeightError(f"{len(unknown)} adapters are not of this model, the first is on {unknown[0]}")
@@ -138,14 +146,14 @@ def merge_adapters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     bases = _bases.setdefault(model, {})
     for name, base in bases.items():
         if name not in pairs:  # an earlier version had an adapter here
-            params[f"{name}.weight"].copy_(base)
+            yield f"{name}.weight", base.to(params[f"{name}.weight"].device, copy=True)
     for name, (first, second) in pairs.items():
         weight = params[f"{name}.weight"]
         if name not in bases:
             bases[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda).copy_(weight)
         base = bases[name].to(weight.device, non_blocking=True).float()
         change = second.to(weight.device).float() @ first.to(weight.device).float()
-        weight.copy_(base.add(change, alpha=scaling))
+        yield f"{name}.weight", base.add(change, alpha=scaling).to(weight.dtype)
 
 
 # --- peft's format --------------------------------------------------------------------------------------------------

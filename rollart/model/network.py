@@ -332,11 +332,19 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into the live model in place; or, where adapters are given, merge those into what it was loaded
-    with. All or nothing: a missing, unknown or misshapen tensor is a WeightError before the first byte is written. A
-    tied tensor may be given under either name, or both."""
+    with. All or nothing: what does not fit is a WeightError before the first byte is written."""
     if are_adapters(weights):
         merge_adapters_(model, weights)
         return
+    given = matched(model, weights)
+    for name, tensor in named_weights(model).items():
+        tensor.copy_(given[name])
+    forget_base(model)
+
+
+def matched(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names of `named_weights`. A missing, unknown or misshapen tensor is a WeightError. A tied tensor
+    may be given under either name, or both."""
     own = named_weights(model)
     tied = model.all_tied_weights_keys
     given = {name: tensor for name, tensor in weights.items() if name not in tied}
@@ -350,6 +358,4 @@ def load_weights_(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
     for name, tensor in own.items():
         if tensor.shape != given[name].shape:
             raise WeightError(f"{name} has shape {tuple(given[name].shape)}, the model needs {tuple(tensor.shape)}")
-    for name, tensor in own.items():
-        tensor.copy_(given[name])
-    forget_base(model)
+    return given

@@ -77,6 +77,9 @@ class MappedFile:
 class BucketStore:
     """One run's versions. Making one costs nothing; any number of processes may have one for the same run."""
 
+    in_memory = True
+    """What is fetched is in this host's memory for as long as a tensor of it lives, and may be computed with there."""
+
     def __init__(self, directory: Path, bucket_bytes: int, medium: Medium, *, patience_s: float = 0.0) -> None:
         """`patience_s`: how long a bucket that a manifest names may take to be seen here."""
         self.directory = directory

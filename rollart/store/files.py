@@ -27,6 +27,8 @@ VISIBLE_S = 5.0
 class FileStore(BucketStore):
     """Versions below `directory`, which is this run's alone: `close` removes it."""
 
+    in_memory = False  # pages of a disk may have to be read again, over a network that may be gone by then
+
     def __init__(
         self,
         directory: Path,

@@ -9,6 +9,7 @@ pushed again) is mapped anew. A version's files stay as they are while somebody 
 import threading
 import time
 from concurrent.futures import Future
+from enum import Enum, auto
 
 from torch import Tensor
 
@@ -21,6 +22,13 @@ LATE_S = 5.0
 that is left to the swap to say."""
 POLL_S = 0.01
 """How often the store is looked at while a version is awaited. Files have no portable way to call."""
+
+
+class _Step(Enum):
+    """What became of a look at the store."""
+
+    MAPPED = auto()
+    NOTHING_YET = auto()
 
 
 class FetchAhead:
@@ -36,15 +44,15 @@ class FetchAhead:
         self._wrong: set[Bucket] = set()
         """Buckets whose bytes were not those of their digest."""
         self._spent_s: dict[WeightVersion, float] = {}
-        self._here: Future[None] = Future()
+        self._here: Future[WeightManifest | None] = Future()
         """Of the version that is awaited."""
         self._missing_since_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def stage(self, version: WeightVersion) -> "Future[None]":
+    def stage(self, version: WeightVersion) -> "Future[WeightManifest | None]":
         """Begin to map what appears of this version, and let go of any other. Returns at once. What it returns is done
-        when all of the version is here (a damaged or lost bucket is the swap's to find), or when it is not awaited any
-        more."""
+        when all of the version is here: its manifest. None where a bucket is lost or damaged, which is the swap's to
+        find, or where the version is not awaited any more."""
         with self._changed:
             if self._version != version:
                 self._version, self._held, self._wrong, self._spent_s = version, {}, set(), {}
@@ -76,19 +84,19 @@ class FetchAhead:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited)
-                whole = self._map_one()
-                self._awaited = self._awaited and not whole
-                if whole:
-                    self._settle()
-            if whole is None:
+                step = self._map_one()
+                if not isinstance(step, _Step):
+                    self._awaited = False
+                    self._settle(step)
+            if step is _Step.NOTHING_YET:
                 time.sleep(POLL_S)
 
-    def _settle(self) -> None:
+    def _settle(self, whole: WeightManifest | None = None) -> None:
         if not self._here.done():
-            self._here.set_result(None)
+            self._here.set_result(whole)
 
-    def _map_one(self) -> bool | None:
-        """Map the next bucket that is there. True when no more will come, None when there is nothing to do yet."""
+    def _map_one(self) -> "_Step | WeightManifest | None":
+        """Map the next bucket that is there. Where no more will come: the manifest of what is whole here, or None."""
         assert self._version is not None
         version, began_s = self._version, time.perf_counter()
         try:
@@ -101,7 +109,7 @@ class FetchAhead:
                 if file.digest(bucket) != bucket.digest:
                     self._wrong.add(bucket)  # the swap will say so
                 self._spent_s[version] = self._spent_s.get(version, 0.0) + time.perf_counter() - began_s
-                return False
+                return _Step.MAPPED
         except WeightError:
             pass  # gone again
         try:
@@ -110,16 +118,18 @@ class FetchAhead:
             return self._is_late()
         if manifest is None and self.store.may_come(version):
             self._missing_since_s = 0.0
-            return None
+            return _Step.NOTHING_YET
         if manifest is None:
             return self._is_late()
         held = self._held
+        if all(one.name in held and held[one.name].holds([one]) for one in manifest.buckets):
+            return manifest
         if all(one in self._wrong or (one.name in held and held[one.name].holds([one])) for one in manifest.buckets):
-            return True
+            return None
         return self._is_late()
 
-    def _is_late(self) -> bool | None:
-        """What its manifest names is not here, or nothing of it comes, and that for long: True, or else None."""
+    def _is_late(self) -> "_Step | None":
+        """What its manifest names is not here, or nothing of it comes: None where that is so for long."""
         now_s = time.monotonic()
         self._missing_since_s = self._missing_since_s or now_s
-        return now_s - self._missing_since_s > LATE_S or None
+        return None if now_s - self._missing_since_s > LATE_S else _Step.NOTHING_YET

@@ -122,7 +122,9 @@ class TestThreadedEngine(EngineContract):
             core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096, eos=NO_EOS)
             if self.ahead:
                 fetched = FetchAhead(store)
-                engine = ThreadedEngine(core, fetch=fetched.fetch, stage=fetched.stage, spent_s=fetched.spent_s)
+                engine = ThreadedEngine(
+                    core, fetch=fetched.fetch, stage=fetched.stage, spent_s=fetched.spent_s, adopt=True
+                )
             else:
                 engine = ThreadedEngine(core, fetch=store.fetch)
             bench = EngineBench(

@@ -50,10 +50,10 @@ def test_many_calls_at_once_a_swap_and_an_abort() -> None:
     async def main() -> None:
         staged: list[int] = []
 
-        def stage(version: int) -> Future[None]:
+        def stage(version: int) -> Future[WeightManifest | None]:
             staged.append(version)
-            here: Future[None] = Future()
-            here.set_result(None)
+            here: Future[WeightManifest | None] = Future()
+            here.set_result(manifest(version))
             return here
 
         engine = ThreadedEngine(endless(), fetch=fetch, stage=stage)

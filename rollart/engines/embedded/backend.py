@@ -4,7 +4,7 @@ Two back ends: `slabs.py`, for CPUs, answers at once; `paged/runner.py`, for GPU
 that the host can plan the next step while the device computes this one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 from typing import NamedTuple, Protocol
 
@@ -25,6 +25,16 @@ class Launched(NamedTuple):
     """Whose tokens are sampled: a sequence's next one (0), or the one this many guesses later."""
     result: Callable[[], tuple[list[int], list[float]]]
     """Token and log-probability of each that was asked for. Waits for the device."""
+
+
+class Ready(Protocol):
+    """Weights that are ready to be put in."""
+
+    def put_in(self) -> None:
+        """Between two steps, in place of those in use. Raises WeightError, with the old ones still in place."""
+
+    def let_go(self) -> None:
+        """Of what is not in use: these, or those that they replaced."""
 
 
 class Backend(Protocol):
@@ -48,8 +58,9 @@ class Backend(Protocol):
     def project(self, hidden_TH: Tensor) -> Tensor:
         """Logits (T, V) in float32."""
 
-    def refresh(self) -> None:
-        """Take over weights that were changed in place."""
+    def prepare(self, weights: Mapping[str, Tensor], *, adopt: bool) -> Ready:
+        """Make weights ready, or adapters, in any one thread beside the steps. `adopt`: they may be served from where
+        they are. Raises WeightError."""
 
     def trial(self, kv_tokens: int, max_context: int) -> "Backend":
         """The same computation with a small cache of its own."""

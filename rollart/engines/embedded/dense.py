@@ -2,8 +2,8 @@
 
 transformers' own model code, which `model/network.py` runs, spends on a small model (or a large GPU) more time in
 Python and in small kernels than in arithmetic. This is the same computation on the same weights: projections that share
-their input are one matrix, in whose rows the model's own parameters become views, so a weight swap in place needs
-nothing more than `refresh`. Every other architecture runs through `rollart.model.network.forward_hidden`.
+their input are one matrix. What a pass reads is one object, `DenseWeights`, which is made beside the passes and then
+exchanged (`exchange.py`). Every other architecture runs through `rollart.model.network.forward_hidden`.
 
 An instance exists only if it gave what transformers' code gives, checked when it is made.
 """
@@ -31,51 +31,80 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_r
 
 
 class _Matrix:
-    """A weight (out, in) to multiply by. On a CPU a large one is also kept in oneDNN's own order, which saves ordering
-    it anew in every call: at 8 to 32 rows a third to a fifth of the time."""
+    """A weight (out, in) to multiply by. On a CPU a large one is kept in oneDNN's own order, which saves ordering it
+    anew in every call: at 8 to 32 rows a third to a fifth of the time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = weight.detach()
+        self._packed = packs(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._bias = bias
-        self._packs = _ONEDNN and weight.device.type == "cpu" and weight.numel() >= PACK_MIN
-        self._packed: Tensor | None = None
-        self.refresh()
-
-    def refresh(self) -> None:
-        if self._packs:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed is None:
+        if not self._packed:
             return F.linear(rows, self._weight, self._bias)
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], ""))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], ""))
 
     def added_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        if self._packed is None:
+        if not self._packed:
             return torch.addmm(residual, rows, self._weight.t())
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, None, "add"))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._weight, None, "add"))
+
+
+def packs(weight: Tensor) -> bool:
+    return _ONEDNN and weight.device.type == "cpu" and weight.numel() >= PACK_MIN
+
+
+class _Given:
+    """The tensors that a model's parameters are, or will be."""
+
+    def __init__(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._tensors = tensors
+
+    def __call__(self, parameter: nn.Parameter) -> Tensor:
+        found = self._tensors.get(self._names[id(parameter)])
+        return parameter.detach() if found is None else found
+
+    def fused(self, parameters: list[nn.Parameter]) -> Tensor:
+        """One tensor with all their rows. Where it is kept as it is, they become views of it."""
+        fused = torch.cat([self(parameter) for parameter in parameters])
+        if not packs(fused):
+            parts = fused.split([len(parameter) for parameter in parameters])
+            self._tensors |= {self._names[id(one)]: part for one, part in zip(parameters, parts, strict=True)}
+        return fused
 
 
 class _Layer:
     """One layer's weights, fused where they share their input."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, given: _Given) -> None:
         attention, mlp = module.self_attn, module.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = None if attention.q_proj.bias is None else fuse([projection.bias for projection in projections])
-        self.input_norm: Tensor = module.input_layernorm.weight
-        self.mlp_norm: Tensor = module.post_attention_layernorm.weight
-        self.qkv = _Matrix(fuse([projection.weight for projection in projections]), bias)
-        self.out = _Matrix(attention.o_proj.weight)
-        self.gate_up = _Matrix(fuse([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        self.down = _Matrix(mlp.down_proj.weight)
-        self.head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+        bias = None if attention.q_proj.bias is None else given.fused([projection.bias for projection in projections])
+        self.input_norm = given(module.input_layernorm.weight)
+        self.mlp_norm = given(module.post_attention_layernorm.weight)
+        self.qkv = _Matrix(given.fused([projection.weight for projection in projections]), bias)
+        self.out = _Matrix(given(attention.o_proj.weight))
+        self.gate_up = _Matrix(given.fused([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        self.down = _Matrix(given(mlp.down_proj.weight))
         self.norm_HD: Tensor | None = None
         """The norms of all query and key heads, one row each."""
+        if hasattr(attention, "q_norm"):
+            query_heads, key_heads = (len(one.weight) // attention.head_dim for one in projections[:2])
+            norms = ((attention.q_norm, query_heads), (attention.k_norm, key_heads))
+            self.norm_HD = torch.cat([given(norm.weight).expand(heads, -1) for norm, heads in norms])
         self.scaling: float = attention.scaling
 
-    def matrices(self) -> tuple[_Matrix, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+
+class DenseWeights:
+    """All weights that a forward pass reads."""
+
+    def __init__(self, model: PreTrainedModel, given: _Given) -> None:
+        base: Any = model.base_model
+        self.embedding = given(base.embed_tokens.weight)
+        self.layers = [_Layer(module, given) for module in base.layers]
+        self.norm = given(base.norm.weight)
+        self.head = _Matrix(given(cast(Any, model.get_output_embeddings()).weight))  # type: ignore[no-untyped-call]
 
 
 class DenseForward:
@@ -84,46 +113,36 @@ class DenseForward:
     def __init__(self, model: PreTrainedModel, max_context: int) -> None:
         base: Any = model.base_model
         config = model.config.get_text_config()
-        self._embedding: Tensor = base.embed_tokens.weight
-        self._layers = [_Layer(module) for module in base.layers]
-        self._norm: Tensor = base.norm.weight
-        self._head = _Matrix(cast(Any, model.get_output_embeddings()).weight)  # type: ignore[no-untyped-call]
+        self._model = model
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.weights = self.made_of(tensors)
+        for name, parameter in model.named_parameters():
+            parameter.data = tensors[name]
         self._eps: float = base.norm.variance_epsilon
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_size: int = base.layers[0].self_attn.head_dim
         positions = torch.arange(max_context, device=model.device)
-        cos, sin = base.rotary_emb(self._embedding, positions[None])
+        cos, sin = base.rotary_emb(self.weights.embedding, positions[None])
         self._cos_PD: Tensor = cos[0]
         # Half of the head is negated as it changes sides; the sign is kept here instead.
         self._sin_PD: Tensor = sin[0].clone()
         self._sin_PD[:, : self._head_size // 2].neg_()
-        self.join_norms()
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over weights that were changed in place."""
-        self.join_norms()
-        self._head.refresh()
-        for layer in self._layers:
-            for matrix in layer.matrices():
-                matrix.refresh()
-
-    def join_norms(self) -> None:
-        counts = (self._heads, self._kv_heads)
-        for layer in self._layers:
-            if layer.head_norms is not None:
-                rows = [norm.expand(count, -1) for norm, count in zip(layer.head_norms, counts, strict=True)]
-                layer.norm_HD = torch.cat(rows)
+    def made_of(self, tensors: dict[str, Tensor]) -> DenseWeights:
+        """What a pass reads where these, by name, are the model's parameters, and the others are as they are. Small
+        ones that are fused become views of what they are fused into, also in `tensors`."""
+        return DenseWeights(self._model, _Given(self._model, tensors))
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """The final hidden states (T, H)."""
-        hidden_TH = F.embedding(tokens_T, self._embedding)
+        weights = self.weights
+        hidden_TH = F.embedding(tokens_T, weights.embedding)
         width, eps = hidden_TH.shape[1:], self._eps
         cos = self._cos_PD.index_select(0, positions_T).unsqueeze(1)
         sin = self._sin_PD.index_select(0, positions_T).unsqueeze(1)
         rotated, half = self._heads + self._kv_heads, self._head_size // 2
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(weights.layers):
             qkv = layer.qkv(F.rms_norm(hidden_TH, width, layer.input_norm, eps))
             heads_THD = qkv.view(len(qkv), -1, self._head_size)
             qk = heads_THD[:, :rotated]
@@ -136,11 +155,11 @@ class DenseForward:
             hidden_TH = layer.out.added_to(hidden_TH, out_THD.reshape(len(qkv), -1))
             gate, up = layer.gate_up(F.rms_norm(hidden_TH, width, layer.mlp_norm, eps)).chunk(2, dim=1)
             hidden_TH = layer.down.added_to(hidden_TH, F.silu(gate).mul_(up))
-        return F.rms_norm(hidden_TH, width, self._norm, eps)
+        return F.rms_norm(hidden_TH, width, weights.norm, eps)
 
     def project(self, hidden_TH: Tensor) -> Tensor:
         """Logits (T, V) in float32."""
-        return self._head(hidden_TH).float()
+        return self.weights.head(hidden_TH).float()
 
 
 def fixed_rope(config: Any) -> bool:
@@ -163,7 +182,7 @@ def plain_decoder(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | None:
-    """The fast forward of a model it is right for; None for any other. The model's weights may become views."""
+    """The fast forward of a model it is right for; None for any other. The model's parameters may become views."""
     if not plain_decoder(model):
         return None
     dense = DenseForward(model, max_context)
@@ -181,13 +200,3 @@ def dense_forward(model: PreTrainedModel, max_context: int) -> DenseForward | No
         )
         return None
     return dense
-
-
-def fuse(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor with all their rows; they become views of it, so that writing to them writes to it."""
-    fused = torch.cat([parameter.detach() for parameter in parameters])
-    first = 0
-    for parameter in parameters:
-        parameter.data = fused[first : first + len(parameter)]
-        first += len(parameter)
-    return fused

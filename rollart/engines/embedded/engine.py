@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from rollart.config.settings import EngineSettings
-from rollart.engines.embedded.backend import Backend, Launched
+from rollart.engines.embedded.backend import Backend, Launched, Ready
 from rollart.engines.embedded.drafts import Drafts
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.runner import PagedBackend
@@ -34,7 +34,7 @@ from rollart.engines.embedded.slabs import SlabBackend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, JobError, RequestError
-from rollart.model.network import device_named, load_model, load_weights_
+from rollart.model.network import device_named, load_model
 from rollart.types import Completion, Finish, GenerateRequest, StepSums, SwapReport, WeightVersion, WorkMeter
 
 GUESSED_LOGITS = 2**26
@@ -216,12 +216,24 @@ class EmbeddedEngine:
             self.kv.release(seq)
             self._end(seq, Finish.ABORT, self._ended)
 
-    @torch.inference_mode()
+    def prepare(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> Ready:
+        """Make weights ready for `put_in`. The one call that another thread may make, beside the steps. `adopt`: their
+        memory stays as it is while their tensors live, and may be served from. Raises WeightError."""
+        return self.backend.prepare(weights, adopt=adopt)
+
     def swap(self, version: WeightVersion, weights: Mapping[str, Tensor]) -> SwapReport:
+        """Both at once: serve these weights from the next step on."""
+        ready = self.prepare(weights)
+        try:
+            return self.put_in(version, ready)
+        finally:
+            ready.let_go()
+
+    @torch.inference_mode()
+    def put_in(self, version: WeightVersion, ready: Ready) -> SwapReport:
         """Serve these weights from the next step on. Raises WeightError, with the old ones still in place."""
         self._drain()
-        load_weights_(self.model, weights)
-        self.backend.refresh()
+        ready.put_in()
         self.version = version
         rebuilt = 0
         for seq in self.live.values():

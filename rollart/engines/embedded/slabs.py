@@ -1,5 +1,6 @@
 """The CPU's back end: slabs, one flat forward pass a step, answers at once. Serves any device that torch knows."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Row
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.engines.embedded.attention import StepPlan
-from rollart.engines.embedded.backend import Launched, asked_of
+from rollart.engines.embedded.backend import Launched, Ready, asked_of
 from rollart.engines.embedded.dense import DenseForward, dense_forward
+from rollart.engines.embedded.exchange import Exchange
 from rollart.engines.embedded.kv import KvCache, KvShape
 from rollart.engines.embedded.sampler import sample
 from rollart.engines.embedded.sequence import Sequence
@@ -70,6 +72,5 @@ class SlabBackend:
     def project(self, hidden_TH: Tensor) -> Tensor:
         return project(self._model, hidden_TH) if self._dense is None else self._dense.project(hidden_TH)
 
-    def refresh(self) -> None:
-        if self._dense is not None:
-            self._dense.refresh()
+    def prepare(self, weights: Mapping[str, Tensor], *, adopt: bool) -> Ready:
+        return Exchange(self._model, self._dense, weights, adopt=adopt)

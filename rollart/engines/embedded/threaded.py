@@ -1,8 +1,9 @@
 """The asyncio face of the embedded engine: `rollart.ports.Engine` over one thread that steps the core.
 
 The thread owns the core. Calls reach it as closures through a queue, which it empties between two steps, so adding,
-aborting and swapping never meet a step half done; answers go back to the caller's event loop. Weights are fetched
-beside the running steps; only copying them in stops the engine.
+aborting and swapping never meet a step half done; answers go back to the caller's event loop. Weights are fetched and
+made ready beside the running steps, in a thread of their own, as soon as a version is staged; the swap puts them in
+between two steps. One version at most is ready; what a swap replaced is freed after it.
 """
 
 import asyncio
@@ -11,36 +12,58 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from rollart.engines.embedded.backend import Ready
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.errors import BoundaryError, EngineError, WeightError, boundary
 from rollart.types import Completion, GenerateRequest, SwapReport, WeightManifest, WeightVersion
 
 Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
 """Gets a version's tensors, by name, from wherever the manifest says they are. Raises WeightError."""
-Stage = Callable[[WeightVersion], "Future[None]"]
-"""Begins to fetch a coming version; done when it is here. Returns at once."""
+Stage = Callable[[WeightVersion], "Future[WeightManifest | None]"]
+"""Begins to fetch a coming version, and returns at once. Done when it is here, with its manifest; None where it is not
+whole, or not awaited any more."""
 Spent = Callable[[WeightVersion], float]
 """Seconds that went into fetching a version before its swap."""
 
 Result = TypeVar("Result")
 
 
+class _Made(NamedTuple):
+    """A version that is ready."""
+
+    manifest: WeightManifest
+    ready: Ready
+    took_s: float
+    """To fetch it, and to make it ready."""
+
+
 class ThreadedEngine:
     """Runs an `EmbeddedEngine` in a thread of its own. Start and close it on the event loop that uses it."""
 
     def __init__(
-        self, core: EmbeddedEngine, *, fetch: Fetch, stage: Stage | None = None, spent_s: Spent | None = None
+        self,
+        core: EmbeddedEngine,
+        *,
+        fetch: Fetch,
+        stage: Stage | None = None,
+        spent_s: Spent | None = None,
+        adopt: bool = False,
     ) -> None:
+        """`adopt`: what is fetched may be served from where it is."""
         self.core = core
         self.fetch = fetch
         self._stage = stage
         self._spent_s = spent_s
+        self._adopt = adopt
+        self._made: _Made | None = None
+        self._making = asyncio.Lock()
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="rollart-ready")
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, asyncio.Future[Completion]] = {}
@@ -85,22 +108,46 @@ class ThreadedEngine:
     async def stage(self, version: WeightVersion) -> None:
         if self._stage is not None:
             with boundary(WeightError, "engine.stage"):
-                await asyncio.wrap_future(self._stage(version))
+                whole = await asyncio.wrap_future(self._stage(version))
+                if whole is not None:
+                    with contextlib.suppress(WeightError):  # what is wrong with it is the swap's to find
+                        await self._ready_of(whole)
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
-        started = time.perf_counter()
         with boundary(WeightError, "engine.swap"):
-            weights = await asyncio.to_thread(self.fetch, manifest)
-        pull_s = time.perf_counter() - started
-        if self._spent_s is not None:
-            pull_s += self._spent_s(manifest.version)
-        report = await self.call(lambda: self.core.swap(manifest.version, weights))
+            made = await self._ready_of(manifest)
+        self._made = None
+        report = await self.call(lambda: self._put_in(made))
+        pull_s = made.took_s + (self._spent_s(manifest.version) if self._spent_s is not None else 0.0)
         return replace(report, pull_s=pull_s)
+
+    async def _ready_of(self, manifest: WeightManifest) -> _Made:
+        """These weights, ready: those that were made so when they were staged, if they are the same."""
+        async with self._making:
+            if self._made is None or self._made.manifest != manifest:
+                self._made = None
+                self._made = await self._loop.run_in_executor(self._maker, self._make, manifest)
+            return self._made
+
+    def _make(self, manifest: WeightManifest) -> _Made:
+        """In the thread for that."""
+        began_s = time.perf_counter()
+        ready = self.core.prepare(self.fetch(manifest), adopt=self._adopt)
+        return _Made(manifest, ready, time.perf_counter() - began_s)
+
+    def _put_in(self, made: _Made) -> SwapReport:
+        """In the engine's thread. To free what was replaced takes time: nobody waits for it."""
+        try:
+            return self.core.put_in(made.manifest.version, made.ready)
+        finally:
+            self._maker.submit(made.ready.let_go)
 
     async def close(self) -> None:
         """Stop the thread after the step it is in; whoever still waits gets an EngineError."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._made = None
+        self._maker.shutdown(wait=False, cancel_futures=True)
         self._fail(EngineError("the engine was closed"))
 
     # --- between event loop and thread

@@ -1,7 +1,7 @@
 """The forward pass over pages, in few kernels: dense decoders (Llama, Qwen2, Qwen3) and Qwen3's mixture of experts.
 
-The same computation as transformers' own code on the same weights, as in `dense.py`, whose fused matrices it shares:
-the model's parameters become views of them, so that a weight swap in place needs nothing more. No step waits for the
+The same computation as transformers' own code on the same weights, as in `dense.py`. Where projections are fused, the
+model's parameters become views of that, so that a weight swap in place needs nothing more. No step waits for the
 host, so the whole pass can be captured in a CUDA graph. Other architectures run through transformers' code.
 
 Shapes in names: T flat tokens, H hidden, E experts, K experts of one token, I their inner width.
@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollart.engines.embedded.dense import fixed_rope, fuse, plain_decoder
+from rollart.engines.embedded.dense import fixed_rope, plain_decoder
 from rollart.engines.embedded.paged.ops import Cache, Rotation, Where, attend, rms_norm, rotate_and_keep, silu_mul
 from rollart.model.products import prove_products
 
 EXPERTS = "qwen3_moe"
+
+
+def fuse(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor with all their rows; they become views of it, so that writing to them writes to it."""
+    fused = torch.cat([parameter.detach() for parameter in parameters])
+    first = 0
+    for parameter in parameters:
+        parameter.data = fused[first : first + len(parameter)]
+        first += len(parameter)
+    return fused
 
 
 class _Experts:

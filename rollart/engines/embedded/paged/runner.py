@@ -8,7 +8,7 @@ in time; the order of calls is the same, which is what the fast tests see.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollart.engines.embedded.backend import Launched, asked_of
+from rollart.engines.embedded.backend import Launched, Ready, asked_of
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged import ops
 from rollart.engines.embedded.paged.forward import PagedForward, paged_forward
@@ -27,7 +27,7 @@ from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.sampler import draw
 from rollart.engines.embedded.sequence import Sequence
 from rollart.model.agreement import LENGTHS
-from rollart.model.network import forward_hidden
+from rollart.model.network import forward_hidden, load_weights_
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,20 @@ class _Graph(NamedTuple):
     logits_BV: Tensor
     tokens_B: Tensor
     logprobs_B: Tensor
+
+
+class _Copies:
+    """Weights to be copied at the swap: graphs and kernels read them where they are."""
+
+    def __init__(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._weights = weights
+
+    def put_in(self) -> None:
+        load_weights_(self._model, self._weights)
+
+    def let_go(self) -> None:
+        self._weights = {}
 
 
 class PagedBackend:
@@ -137,8 +151,8 @@ class PagedBackend:
             graphs=False,
         )
 
-    def refresh(self) -> None:
-        """Graphs and kernels read the weights where they are."""
+    def prepare(self, weights: Mapping[str, Tensor], *, adopt: bool) -> Ready:
+        return _Copies(self._model, weights)
 
     # --- a step
 
