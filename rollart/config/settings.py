@@ -292,9 +292,17 @@ class ContainerSettings(Settings):
     image: str = ""
     """An image by its name, which is on each machine; with `runc` the folder of an unpacked one. It has Python 3.11 or
     newer, and what the task set needs, RollArt's dependencies among it."""
-    runtime: Literal["podman", "docker", "runc"] = "podman"
+    runtime: Literal["podman", "docker", "runc", "kubernetes"] = "podman"
+    """`kubernetes`: a pod of the cluster that `kubectl` on each machine knows, by its own configuration."""
     python: str = "python3"
     """The interpreter, inside."""
+    cpus: Positive | None = None
+    """CPUs at a time. Default: no bound. A pod asks for so many too; its default is 1."""
+    namespace: str = ""
+    """Of pods. Default: that of `kubectl`'s context."""
+    pod: ParsedJson = Field(default_factory=dict)
+    """More of the specification of pods, as Kubernetes spells it, such as `nodeSelector`, `imagePullSecrets` or
+    `runtimeClassName`. What is written here never replaces what RollArt sets."""
 
 
 class TaskLimits(Settings):
