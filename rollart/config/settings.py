@@ -96,7 +96,7 @@ class ModelSettings(Settings):
     (where there is no folder `Qwen`). `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    embedded pool's `kv_tokens`. On CUDA also no more than a model's sliding window."""
     chat_template: Template = ""
     """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
     are saved keep their tokenizer's own. Not read by `rollart sim`."""

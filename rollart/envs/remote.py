@@ -144,7 +144,7 @@ class RemoteEnvHost:
                 place.refused = isinstance(error, CannotHost)
                 if all(other.refused for other in self._places):
                     self._fail(JobStopped(f"no machine can have environments: {error}"))
-                elif all(other.worker is None for other in self._places):
+                elif not place.refused and all(other.worker is None for other in self._places):
                     self._fail(EnvError(f"open: no environment worker is up: {error}"))
                 await asyncio.sleep(RETRY_S)
         place.refused = False

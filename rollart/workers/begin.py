@@ -40,8 +40,12 @@ def calling() -> socket.socket | None:
 
 
 def answered(line: socket.socket) -> bool:
-    _, ready, _ = select.select([], [line], [], REACHED_S)
-    return bool(ready) and line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+    select.select([], [line], [], REACHED_S)
+    try:
+        line.getpeername()
+    except OSError:  # refused at once, or no answer yet
+        return False
+    return True
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import rollart
 from rollart.config.settings import ContainerSettings, SandboxSettings
-from rollart.types import ParsedJson
+from rollart.types import JsonObject
 from rollart.workers.container import KEPT, REMOVE_S, clients_environment, environment_inside
 from rollart.workers.sandbox import FIRST_USER, MIB, OWN_TMP
 
@@ -107,13 +107,13 @@ class Pod:
     def remove(self) -> None:
         _said(self._removing)
 
-    def manifest(self) -> ParsedJson:
+    def manifest(self) -> JsonObject:
         limits = self.settings
         cpus = self.container.cpus or CPUS
-        most: ParsedJson = {"cpu": f"{math.ceil(1000 * cpus)}m", "memory": f"{limits.memory_mb}Mi"}
+        most: JsonObject = {"cpu": f"{math.ceil(1000 * cpus)}m", "memory": f"{limits.memory_mb}Mi"}
         user = FIRST_USER + secrets.randbelow(FIRST_USER - 1)
         points = [OWN_TMP, *mount_points(self._places)]
-        memory: ParsedJson = {"medium": "Memory", "sizeLimit": f"{limits.tmp_mb}Mi"}
+        memory: JsonObject = {"medium": "Memory", "sizeLimit": f"{limits.tmp_mb}Mi"}
         return {
             "apiVersion": "v1",
             "kind": "Pod",

@@ -1,8 +1,8 @@
 """Environments in containers: the contract and the escapes with runtimes that are here, the commands of all.
 
 The image is a skeleton: links and empty folders. What Python needs is put in from this machine, as code is in a job.
-Pods are run by the cluster of `kubectl`, where ROLLART_TEST_POD_IMAGE names an image with Python that it has; else by
-`kubectl_standin.py`.
+Pods are run by the cluster of `kubectl`, where ROLLART_TEST_POD says how (a task's `container`, as JSON, whose image
+has what RollArt needs); else by `kubectl_standin.py`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, trie
 
 Runtime = Literal["podman", "docker", "runc", "kubernetes"]
 RUNTIMES: list[Runtime] = ["runc", "podman", "docker", "kubernetes"]
-CLUSTERS_IMAGE = os.environ.get("ROLLART_TEST_POD_IMAGE", "")
+IN_A_CLUSTER = os.environ.get("ROLLART_TEST_POD", "")
 STAND_IN = Path(__file__).with_name("kubectl_standin.py")
 IMAGE = "localhost/rollart-skeleton:test"
 PYTHON_PLACES = [Path(place) for place in dict.fromkeys(("/usr", sys.base_prefix, sys.prefix))]
@@ -81,8 +81,8 @@ def standing_in_for_kubectl(folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="module", params=RUNTIMES)
 def container(request: pytest.FixtureRequest) -> Iterator[ContainerSettings]:
     runtime: Runtime = request.param
-    if runtime == "kubernetes" and CLUSTERS_IMAGE:
-        yield ContainerSettings(runtime=runtime, image=CLUSTERS_IMAGE)
+    if runtime == "kubernetes" and IN_A_CLUSTER:
+        yield ContainerSettings.model_validate({**json.loads(IN_A_CLUSTER), "runtime": runtime})
         return
     engine: Runtime = "podman" if runtime == "kubernetes" else runtime
     if os.geteuid() != 0 or shutil.which(engine) is None:
@@ -300,18 +300,24 @@ def test_what_is_sent_ahead_is_put_in_its_place_and_becomes_the_worker(tmp_path:
     assert done.stdout == b"secret (0, 0) and more\n", done.stderr
 
 
-def test_a_pod_with_a_network_ends_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("network", [True, False])
+def test_a_pod_with_a_network_ends_itself(network: bool) -> None:
+    """Without one, the address of the cluster's API is refused at once, as a broadcast's is here."""
     container = ContainerSettings(image="img", runtime="kubernetes")
     pod = Pod(settings=SandboxSettings(), container=container, code=[Path(__file__)])
     pod.command(["python", "-c", "print('in')"], {})
     with socket.create_server(("127.0.0.1", 0)) as api:
         port = str(api.getsockname()[1])
-        environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
+        host = "127.0.0.1" if network else "255.255.255.255"
+        environment = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         done = subprocess.run(
             [sys.executable, "-c", BEGIN], env=environment, input=pod.opening, capture_output=True, check=False
         )
-    assert done.returncode == 1
-    assert b"apply deploy/environment-pods.yaml" in done.stderr
+    if network:
+        assert done.returncode == 1
+        assert b"apply deploy/environment-pods.yaml" in done.stderr
+    else:
+        assert done.stdout == b"in\n", done.stderr
 
 
 def test_places_of_a_pod_are_folders_none_in_another(tmp_path: Path) -> None:
