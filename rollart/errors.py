@@ -11,7 +11,7 @@
        |- EnvError     |- EnvCrashed    `- EnvOverLimit
        |- TrainerError `- StartAgain
        |- WeightError  `- VersionGone
-       |- ClusterError `- NoRoom
+       |- ClusterError |- NoRoom |- CannotHost
        `- StoreFull    there is no room to write: tried again, and nobody's death
 
 A bad rollout is data, not a crash: a BoundaryError ends one attempt, with its text as the reason.
@@ -131,6 +131,10 @@ class ClusterError(BoundaryError):
 
 class NoRoom(ClusterError):
     """No machine of the right kind has room for a worker now; one may join."""
+
+
+class CannotHost(ClusterError):
+    """This machine will never have this worker: it lacks what only a person brings. The text says what."""
 
 
 class StoreFull(BoundaryError):

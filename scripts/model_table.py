@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rollart.engines.embedded.steps import prove_steps_architecture
 from rollart.errors import JobError
-from rollart.model.agreement import LENGTHS
-from rollart.model.network import prove_packed_architecture, window_of
+from rollart.model.network import prove_packed_architecture
 from rollart.model.reduced import reduced_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -46,18 +45,19 @@ INTRO = f"""\
 Made by `python -m scripts.model_table` with {VERSION}; do not edit it here.
 
 RollArt runs transformers' own model code with an attention of its own: packed batches in the trainer, steps over a
-cache in the [embedded engine](engine.md). That is right for models whose tokens know of each other through plain causal
-attention alone. Whether it is right for a model is computed whenever one is loaded (`model/agreement.py`): packed,
-and in steps, against transformers' own forward pass of each sequence alone. Where log-probabilities differ by more
-than rounding, the model is refused, and the error says by how much.
+cache in the [embedded engine](engine.md). That is right for models whose tokens know of each other through causal
+attention alone, whole or in a sliding window. Whether it is right for a model is computed whenever one is loaded
+(`model/agreement.py`): packed, and in steps, against transformers' own forward pass of each sequence alone. Where
+log-probabilities differ by more than rounding, the model is refused, and the error says by how much.
 
 - Before weights are read, on a reduced model of the same config (`model/reduced.py`): same structure, random weights,
   tiny sizes, windows of a few tokens, float32 on the CPU. `rollart check` and `rollart train` begin with it.
 - After that on the model itself, in its type and on its device. What counts as rounding there is found by letting
   transformers compute it twice in different orders; it is at least 0.001 (bfloat16: 0.06) and at most four times that.
 
-"within its window": a sliding window leaves nothing out of a sequence that is no longer than it. Such a model is taken
-where `model.context_tokens` is at most its window (`sliding_window` in its config.json), and proven so; else refused.
+A sliding window (`sliding_window` in a model's config.json) is masked, in the trainer everywhere and in the embedded
+engine on a CPU. The engine's kernels for CUDA know no window: there `model.context_tokens` is at most the window, or
+the model is refused.
 
 A model that the trainer takes and the embedded engine refuses may be served by [vLLM or SGLang](vllm.md), where they
 know it.
@@ -75,13 +75,11 @@ class Row:
     kind: str
     trainer: str | None
     engine: str | None
-    within: bool = False
-    """All this is so where its sliding window reaches as far as `model.context_tokens`, and only there."""
 
     def line(self) -> str:
         """As in the table."""
         why = (self.trainer or self.engine or "").replace("|", "/")
-        verdicts = [_verdict(fault, within=self.within) for fault in (self.trainer, self.engine)]
+        verdicts = [_verdict(fault) for fault in (self.trainer, self.engine)]
         return f"| `{self.kind}` | {verdicts[0]} | {verdicts[1]} | {why} |"
 
 
@@ -101,34 +99,26 @@ def examine(kind: str) -> Row:
         warnings.simplefilter("ignore")
         if config is None or reduced_model(config) is None:
             return Row(kind=kind, trainer=None, engine=None)
-        window = window_of(config)
-        reduces = window is not None and reduced_model(config, max(LENGTHS)) is not None
     trainer = _fault(prove_packed_architecture, config)
-    context = window if trainer and reduces else None
-    trainer = _fault(prove_packed_architecture, config, context) if context else trainer
-    engine = trainer or _fault(prove_steps_architecture, config, context)
-    return Row(kind=kind, trainer=trainer, engine=engine, within=bool(context))
+    return Row(kind=kind, trainer=trainer, engine=trainer or _fault(prove_steps_architecture, config))
 
 
 def render(rows: Sequence[Row]) -> str:
     right = sum(row.trainer == "" for row in rows)
     both = sum(row.engine == "" for row in rows)
-    within = sum(row.trainer == "" and row.within for row in rows)
     built = sum(row.trainer is not None for row in rows)
     counts = (
-        f"Of {len(rows)} architectures {built} are built; {right} are right in the trainer ({within} of these within "
-        f"their window), {both} in the embedded engine too; the others are refused.\n"
+        f"Of {len(rows)} architectures {built} are built; {right} are right in the trainer, {both} in the embedded "
+        "engine too; the others are refused.\n"
     )
     head = "| model type | trainer | embedded engine | why not |\n|---|---|---|---|\n"
     return f"{INTRO}\n{counts}\n{head}" + "".join(f"{row.line()}\n" for row in rows)
 
 
-def _fault(
-    prove: Callable[[PreTrainedConfig, int | None], None], config: PreTrainedConfig, context_tokens: int | None = None
-) -> str:
+def _fault(prove: Callable[[PreTrainedConfig], None], config: PreTrainedConfig) -> str:
     """Why it is refused, without its name, the advice, and figures that another processor would round otherwise."""
     try:
-        prove(config, context_tokens)
+        prove(config)
     except JobError as error:
         text = str(error).partition(": ")[2].rpartition("; ")[0]
         return re.sub(
@@ -137,8 +127,8 @@ def _fault(
     return ""
 
 
-def _verdict(fault: str | None, *, within: bool) -> str:
-    return "not built" if fault is None else "refused" if fault else "within its window" if within else "yes"
+def _verdict(fault: str | None) -> str:
+    return "not built" if fault is None else "refused" if fault else "yes"
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class ModelSettings(Settings):
     (where there is no folder `Qwen`). `rollart sim` does not read it; everything else needs it."""
     context_tokens: Anytime[Count] = 32_768
     """A trajectory that grows beyond this is truncated. For `rollart train` no more than the model's positions, and an
-    embedded pool's `kv_tokens`. A model with a sliding window is taken where this is no more than its window."""
+    embedded pool's `kv_tokens`. On CUDA also no more than a model's sliding window."""
     chat_template: Template = ""
     """Instead of the tokenizer's own: a file of Jinja, or the template itself, which has brackets in it. Models that
     are saved keep their tokenizer's own. Not read by `rollart sim`."""
@@ -292,9 +292,17 @@ class ContainerSettings(Settings):
     image: str = ""
     """An image by its name, which is on each machine; with `runc` the folder of an unpacked one. It has Python 3.11 or
     newer, and what the task set needs, RollArt's dependencies among it."""
-    runtime: Literal["podman", "docker", "runc"] = "podman"
+    runtime: Literal["podman", "docker", "runc", "kubernetes"] = "podman"
+    """`kubernetes`: a pod of the cluster that `kubectl` on each machine knows, by its own configuration."""
     python: str = "python3"
     """The interpreter, inside."""
+    cpus: Positive | None = None
+    """CPUs at a time. Default: no bound. A pod asks for so many too; its default is 1."""
+    namespace: str = ""
+    """Of pods. Default: that of `kubectl`'s context."""
+    pod: ParsedJson = Field(default_factory=dict)
+    """More of the specification of pods, as Kubernetes spells it, such as `nodeSelector`, `imagePullSecrets` or
+    `runtimeClassName`. What is written here never replaces what RollArt sets."""
 
 
 class TaskLimits(Settings):

@@ -68,6 +68,8 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
         yield f"{place}.sandbox", task.sandbox, " ".join(type(task.sandbox).model_fields), boxed, needs
         keys = " ".join(type(task.container).model_fields)
         yield f"{place}.container", task.container, keys, "container" in found, "isolation container"
+        pods = "container" in found and task.container.runtime == "kubernetes"
+        yield f"{place}.container", task.container, "namespace pod", pods, "container.runtime kubernetes"
     for position, pool in enumerate(job.pools):
         place = f"pools.{position}"
         yield place, pool, "resource", ray, "cluster.type ray"

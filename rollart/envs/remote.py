@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rollart.errors import BoundaryError, EnvError, NoRoom
+from rollart.errors import BoundaryError, CannotHost, EnvError, JobStopped, NoRoom
 from rollart.types import Endpoint, Observation, Program, Task, TrajectoryId
 
 RETRY_S = 2.0
@@ -30,7 +30,8 @@ class RemoteWorker(Protocol):
 
 
 Launch = Callable[[int], Awaitable[RemoteWorker]]
-"""Starts, or starts again, the worker of this number. Raises ClusterError; NoRoom while no machine has room for it."""
+"""Starts, or starts again, the worker of this number. Raises ClusterError; NoRoom while no machine has room for it,
+CannotHost where the machine that had will never do."""
 
 
 class _Slot(NamedTuple):
@@ -48,6 +49,8 @@ class _WorkerPlace:
     size: int
     worker: RemoteWorker | None = None
     free: int = 0
+    refused: bool = False
+    """The last machine that it was put on will never do."""
 
     def take(self) -> _Slot:
         assert self.worker is not None
@@ -68,7 +71,7 @@ class RemoteEnvHost:
         self._started = False
 
     async def open(self, task: Task, trajectory: TrajectoryId) -> "RemoteEnv":
-        """Wait for a slot and start one environment. Raises EnvError."""
+        """Wait for a slot and start one environment. Raises EnvError; JobStopped where no machine will ever do."""
         while True:
             slot = await self._slot()
             env = RemoteEnv(self, slot, f"{trajectory}~{next(self._keys)}")
@@ -138,19 +141,23 @@ class RemoteEnvHost:
             except NoRoom:
                 continue  # it has waited long enough in there
             except BoundaryError as error:
-                if all(other.worker is None for other in self._places):
-                    self._fail(f"open: no environment worker is up: {error}")
+                place.refused = isinstance(error, CannotHost)
+                if all(other.refused for other in self._places):
+                    self._fail(JobStopped(f"no machine can have environments: {error}"))
+                elif not place.refused and all(other.worker is None for other in self._places):
+                    self._fail(EnvError(f"open: no environment worker is up: {error}"))
                 await asyncio.sleep(RETRY_S)
+        place.refused = False
         place.worker = worker
         place.free = place.size
         self._serve(place)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: EnvError | JobStopped) -> None:
         """Nobody can be served now, and not for lack of machines: do not let them wait in silence."""
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(EnvError(reason))
+                waiter.set_exception(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -362,29 +362,29 @@ def _refuse_architecture(job: Job, *, trains: bool) -> None:
     And what the sharded trainer cannot shard."""
     from transformers import AutoConfig
 
-    from rollart.engines.embedded.steps import prove_steps_architecture
-    from rollart.model.network import prove_packed_architecture, window_of
+    from rollart.engines.embedded.steps import prove_steps_architecture, refuse_windows
+    from rollart.model.network import prove_packed_architecture
 
     config = AutoConfig.from_pretrained(job.model.path, local_files_only=True)
     try:
-        prove_packed_architecture(config, job.model.context_tokens)
-        if any(engines.type == "embedded" for _, engines in job.engines):
-            prove_steps_architecture(config, job.model.context_tokens)
+        prove_packed_architecture(config)
+        embedded = [engines for _, engines in job.engines if engines.type == "embedded"]
+        if embedded:
+            prove_steps_architecture(config)
+        if any(engines.device.startswith("cuda") for engines in embedded):
+            refuse_windows(config, job.model.context_tokens)
         if trains:
             _refuse_for_the_trainer(job, config)
     except JobError as error:
-        window = window_of(config)
-        windowed = window is not None and window < job.model.context_tokens
-        hint = f"; or set model.context_tokens to its window, {window}, or less: there it may leave nothing out"
-        raise JobError(f"model.path: {job.model.path}: {error}{hint if windowed else ''}") from None
+        raise JobError(f"model.path: {job.model.path}: {error}") from None
 
 
 def _refuse_for_the_trainer(job: Job, config: "PreTrainedConfig") -> None:
     from rollart.model.network import empty_model, prove_packed_architecture
 
-    prove_packed_architecture(config, job.model.context_tokens)
+    prove_packed_architecture(config)
     if job.train.type == "fsdp2":
-        empty_model(config, job.model.context_tokens)
+        empty_model(config)
 
 
 def _saved_params(job: Job) -> int:
@@ -581,7 +581,7 @@ def _refuse_judge(pool: PoolSettings) -> None:
             f"{key}.context_tokens: {judge.context_tokens} is more than the {most} positions of {path}; lower it"
         )
     if engines.type == "embedded":
-        from rollart.engines.embedded.steps import prove_steps_architecture
+        from rollart.engines.embedded.steps import prove_steps_architecture, refuse_windows
 
         if engines.device == "cpu" and judge.context_tokens > engines.cpu_kv_tokens:
             raise JobError(
@@ -589,7 +589,9 @@ def _refuse_judge(pool: PoolSettings) -> None:
                 f"{engines.cpu_kv_tokens}, where one episode must fit; lower context_tokens, or raise kv_tokens"
             )
         try:
-            prove_steps_architecture(config, judge.context_tokens)
+            prove_steps_architecture(config)
+            if engines.device.startswith("cuda"):
+                refuse_windows(config, judge.context_tokens)
         except JobError as error:
             raise JobError(f"{key}.path: {path}: {error}") from None
     _tokenizer_of(f"{key}.path", judge)

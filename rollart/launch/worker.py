@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollart.config.job import Job
-from rollart.errors import BoundaryError, ClusterError
+from rollart.errors import BoundaryError, CannotHost, ClusterError
+from rollart.workers.box import Box
 from rollart.workers.container import Container, unusable
 from rollart.workers.forward import Relay
 from rollart.workers.launch import Lost, Process
+from rollart.workers.pod import Pod
 from rollart.workers.sandbox import Sandbox, missing
 from rollart.workers.setup import RankSetup, WorkerSetup
 
@@ -211,7 +213,7 @@ def _environments(setup: WorkerSetup, given: Job) -> "EnvService":
     task_sets = task_sets_of(job, [name for name, isolation in isolations.items() if isolation == "inline"])
     for task in job.tasks:
         if why := no_box(task, isolations[task.name]):
-            raise ClusterError(f"task {task.name} on {socket.gethostname()}: {why}")
+            raise CannotHost(f"task {task.name} on {socket.gethostname()}: {why}")
     boxed = [task for task in job.tasks if isolations[task.name] in ("sandbox", "container")]
     relay = Relay() if any(task.agent is not None and task.agent.is_program for task in boxed) else None
     host = env_host(
@@ -270,24 +272,42 @@ def no_box(task: "TaskSettings", isolation: "Isolation") -> str:
     """The key below the task, and why there can be no such box on this machine; nothing where there can."""
     if isolation == "sandbox":
         return f"isolation: sandbox {why}" if (why := missing()) else ""
-    if isolation == "container" and not task.container.image:
+    if isolation != "container":
+        return ""
+    container = task.container
+    if not container.image:
         return "container.image: missing; name the image, such as one made from python:3.12 with rollart in it"
-    return f"container.{why}" if isolation == "container" and (why := unusable(task.container)) else ""
+    if container.runtime != "kubernetes":
+        why = unusable(container)
+    elif task.agent is not None and task.agent.is_program:
+        why = "runtime: kubernetes, but an agent that is a program reaches no model from a pod; give it podman"
+    else:
+        code, read = _inside(task)
+        why = Pod(settings=task.sandbox, container=container, code=code, read=read).unusable()
+    return f"container.{why}" if why else ""
+
+
+def _inside(task: "TaskSettings") -> tuple[list[Path], list[Path]]:
+    """Code that can be imported in a box, and what can be read."""
+    from rollart.tasks.load import code_of
+
+    return code_of(task.use), list(map(Path, task.sandbox.read))
 
 
 def _boxed(task: "TaskSettings", isolation: "Isolation", endpoint: Path | None) -> "Boxed":
     from rollart.envs.process import Boxed
     from rollart.tasks.load import code_of
 
-    code, places = code_of(task.use), list(map(Path, task.sandbox.read))
+    code, read = _inside(task)
     if task.agent is not None and task.agent.is_program and endpoint is not None:
         code += code_of(task.agent.function)
-        places.append(endpoint)
+        read.append(endpoint)
 
-    def box(name: str) -> Sandbox | Container:
-        if isolation == "container":
-            return Container(settings=task.sandbox, container=task.container, code=code, read=places)
-        return Sandbox(settings=task.sandbox, read=[*code, *places])
+    def box(name: str) -> Box:
+        if isolation == "sandbox":
+            return Sandbox(settings=task.sandbox, read=[*code, *read])
+        make = Pod if task.container.runtime == "kubernetes" else Container
+        return make(settings=task.sandbox, container=task.container, code=code, read=read)
 
     return Boxed(box=box, wall_s=task.sandbox.wall_s, warm=task.warm)
 

@@ -1,6 +1,6 @@
 """Whether a model run our way says what transformers' own code says: shown by computing, when the model is loaded.
 
-Our way leaves out what only some architectures need: a state that is carried from token to token, windows, biases on
+Our way leaves out what only some architectures need: a state that is carried from token to token, biases on
 attention. A model that has one would train and play on wrong log-probabilities, and nothing would fail. So each is
 run both ways over a few short sequences: by transformers with its own attention, one sequence at a time, and our way
 (`ours`: packed for the trainer, in steps with a cache for the engine). What differs by more than rounding is refused.
@@ -74,29 +74,25 @@ def prove(model: PreTrainedModel, ours: Ours, *, what: str, instead: str, cause:
             "positions that it counts itself)"
         )
     elif not cause:
-        cause = "its attention is not plain causal attention (it has a window, a bias or a state, or looks ahead)"
+        cause = "its attention is not plain causal attention (it has a bias or a state, or looks ahead)"
     raise JobError(
         f"{kind}: run {what}, its log-probabilities are off by {apart:.2g} from transformers' own (up to "
         f"{tolerance:.2g} is rounding): {cause}; {instead}"
     )
 
 
-def prove_architecture(
-    config: PreTrainedConfig, way: str, prove_one: Callable[[PreTrainedModel], None], *, within: bool = False
-) -> None:
+def prove_architecture(config: PreTrainedConfig, way: str, prove_one: Callable[[PreTrainedModel], None]) -> None:
     """`prove_one` on a reduced model of this architecture, once in a process for each `way`.
 
-    `within`: the model's sliding window reaches as far as its longest sequence, and so does that of the reduced one.
     An architecture that cannot be reduced is left to be proven by its own weights alone.
     """
-    way += " within" if within else ""
     written = {key: value for key, value in config.to_dict().items() if key not in BESIDE}
     key = way, json.dumps(written, sort_keys=True, default=str)
     if key not in _faults:
         _faults[key] = ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what an architecture says of a model that nobody asked for
-            small = reduced_model(config, max(LENGTHS)) if within else reduced_model(config)
+            small = reduced_model(config)
             try:
                 if small is not None:
                     prove_one(small)

@@ -9,9 +9,9 @@ attention knows where one sequence ends.
 Shapes in names: T flat tokens, F those of them that are computed, S scored ones, V vocabulary, H hidden.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -40,9 +40,6 @@ from rollart.types import Probe
 
 ATTENTION = "rollart"
 """The name under which transformers knows our attention."""
-WITHIN = "rollart-within-windows"
-"""And the same for models whose sliding windows reach further than any sequence that they will see: there a window
-leaves nothing out."""
 PROBE_SEQUENCES, PROBE_LENGTH = 32, 64
 """Of the sequences by which two processes compare their weights: many tokens, as each has an error of its own; short
 ones, since a server holds the logits of a whole prompt at once."""
@@ -51,8 +48,17 @@ ones, since a server holds the logits of a whole prompt at once."""
 class AttentionPlan(Protocol):
     """Who sees whom in one forward pass over T flat tokens."""
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
-        """The attention output (T, query heads, head size). Keys and values are those of the T new tokens."""
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """The attention output (T, query heads, head size). Keys and values are those of the T new tokens. `window`: of
+        its own sequence, a token sees itself and those before it, so many in all."""
 
 
 HARMLESS = frozenset({"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "dropout"})
@@ -68,12 +74,13 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer; query, key, value are (1, heads, T, head size).
 
-    Whatever else a layer asks of its attention (a window, a bias, a cap, sinks) we would leave out: it is refused.
+    Whatever else a layer asks of its attention (a bias, a cap, sinks) we would leave out: it is refused.
     """
     asked = {name for name, value in others.items() if value is not None and name not in HARMLESS}
     asked |= {"attention_mask"} if attention_mask is not None else set()
@@ -86,16 +93,11 @@ def _attention(
     if isinstance(plan, VarlenPlan):
         out_THD = plan.attend_in_any_layer(query_THD, key_THD, value_THD, scaling)
     else:
-        out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling)
+        out_THD = plan.attend(cast(int, module.layer_idx), query_THD, key_THD, value_THD, scaling, sliding_window)
     return out_THD.unsqueeze(0), None
 
 
-def _attention_within(*arguments: Any, sliding_window: int | None = None, **others: Any) -> tuple[Tensor, None]:
-    return _attention(*arguments, **others)
-
-
 AttentionInterface.register(ATTENTION, _attention)
-AttentionInterface.register(WITHIN, _attention_within)
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
@@ -107,12 +109,6 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def fits_windows(config: PreTrainedConfig, context_tokens: int | None) -> bool:
-    """Whether a model has a sliding window, and no sequence of this many tokens reaches beyond it."""
-    window = window_of(config)
-    return window is not None and context_tokens is not None and max(context_tokens, PROBE_LENGTH) <= window
-
-
 def device_named(name: str, number: int = 0) -> torch.device:
     """A job's `cpu`, `cuda` or `cuda:2`; or the one this many after it. Whoever has GPUs of its own sees no others."""
     kind, _, first = name.partition(":")
@@ -120,32 +116,28 @@ def device_named(name: str, number: int = 0) -> torch.device:
 
 
 def load_model(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    context_tokens: int | None = None,
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM directory, in evaluation mode; where it holds adapters (peft), the model that they
-    are of, with them merged into it. `context_tokens`: the longest sequence that it will see, where that is known.
-    JobError for what we would compute wrongly."""
+    are of, with them merged into it. JobError for what we would compute wrongly."""
     path = Path(path)
     source = base_of(path) if has_adapters(path) else path
-    prove_packed_architecture(AutoConfig.from_pretrained(str(source)), context_tokens)
+    prove_packed_architecture(AutoConfig.from_pretrained(str(source)))
     model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation=ATTENTION)
     nn.Module.to(model, device)
-    adopted = adopt(model, context_tokens)
+    adopted = adopt(model)
     if has_adapters(path):
         merge_adapters_(adopted, read_adapters(path)[1])
         forget_base(adopted)
     return adopted
 
 
-def empty_model(config: PreTrainedConfig, context_tokens: int | None = None) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A model of ours without weights, float32 on the meta device, to be sharded layer by layer.
 
     JobError for what we would compute wrongly, and for one whose layers are not found.
     """
-    prove_packed_architecture(config, context_tokens)
+    prove_packed_architecture(config)
     if reduced_model(config) is None:
         raise JobError(
             f"{config.model_type}: no reduced model of it can be made to prove that it is computed rightly, and "
@@ -159,39 +151,38 @@ def empty_model(config: PreTrainedConfig, context_tokens: int | None = None) -> 
             f"{config.model_type}: its layers are not where train.type=fsdp2 looks for them (`layers` of its base "
             "model); train it with train.type=single, or choose another model"
         )
-    prepare(model, within=fits_windows(config, context_tokens))
+    prepare(model)
     return model
 
 
-def adopt(model: PreTrainedModel, context_tokens: int | None = None) -> PreTrainedModel:
+def adopt(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model built elsewhere (by config, by a test) one of ours, or refuse it with the reason."""
-    prove_packed_architecture(model.config, context_tokens)
+    prove_packed_architecture(model.config)
     prove_products(model.parameters())
-    prove_packed(model, within=fits_windows(model.config, context_tokens))
+    prove_packed(model)
     return model
 
 
-def prove_packed_architecture(config: PreTrainedConfig, context_tokens: int | None = None) -> None:
+def prove_packed_architecture(config: PreTrainedConfig) -> None:
     """JobError where models of this kind come out wrong in a packed batch. Reads no weights, and takes a moment."""
-    within = fits_windows(config, context_tokens)
-    prove_architecture(config, "packed", partial(prove_packed, within=within), within=within)
+    prove_architecture(config, "packed", prove_packed)
 
 
-def prepare(model: PreTrainedModel, *, within: bool = False) -> None:
-    """Let a model run our attention, and nothing at random. `within`: its windows reach further than its sequences."""
+def prepare(model: PreTrainedModel) -> None:
+    """Let a model run our attention, and nothing at random."""
     config: Any = model.config
     if getattr(config, "attention_dropout", 0.0):
         config.attention_dropout = 0.0
         for module in model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0  # type: ignore[assignment]  # nn.Module types its attributes as tensors
-    model.set_attn_implementation(WITHIN if within else ATTENTION)
+    model.set_attn_implementation(ATTENTION)
     model.train(False)
 
 
-def prove_packed(model: PreTrainedModel, *, within: bool) -> None:
+def prove_packed(model: PreTrainedModel) -> None:
     """A model's packed log-probabilities are those that transformers gives for each sequence alone, or JobError."""
-    prepare(model, within=within)
+    prepare(model)
 
     @torch.no_grad()
     def packed(sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -207,9 +198,8 @@ def known_cause(model: PreTrainedModel) -> str:
     """What of this model is known to go wrong, in words; "" where nothing is."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    within = config._attn_implementation == WITHIN
-    if others := sorted(kinds - {"full_attention", *(["sliding_attention"] if within else [])}):
-        return f"it has layers of kind {', '.join(others)}, and only full attention is computed rightly"
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of kind {', '.join(others)}, and only full and sliding attention are computed rightly"
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return "it has no output embedding of its own"
@@ -294,7 +284,8 @@ def packed_scores(
     then nothing waits for the device. What sequences have in common at their beginning is computed once.
     """
     device, head_size = model.device, _head_size(model)
-    folded = fold(tokens_T, lengths, device, varlen=flash_runs(device, model.dtype, head_size))
+    reaches = max(lengths) <= (window_of(model.config) or math.inf)  # that kernel knows no window
+    folded = fold(tokens_T, lengths, device, varlen=reaches and flash_runs(device, model.dtype, head_size))
     hidden_FH = forward_hidden(model, folded.tokens_F, folded.plan.positions_T, folded.plan)
     scored_T = torch.ones(len(tokens_T), dtype=torch.bool) if wanted_T is None else wanted_T.cpu().clone()
     scored_T[folded.first_tokens] = False

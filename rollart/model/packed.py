@@ -122,8 +122,11 @@ class _Call(NamedTuple):
     length: int
     beginning: slice | None
     """Its flat rows."""
-    mask: Tensor | None
-    """(length, beginning + length); None: plain causal."""
+
+    @property
+    def begins(self) -> int:
+        """Tokens that are before its own."""
+        return 0 if self.beginning is None else self.beginning.stop - self.beginning.start
 
 
 class PackedPlan:
@@ -144,6 +147,7 @@ class PackedPlan:
         self.positions_T = (torch.arange(total) + (begins - starts).repeat_interleave(counts)).to(device)
         self._calls: list[_Call] = []
         """In padded order."""
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         order = sorted(range(len(lengths)), key=lambda i: (follows[i], -lengths[i], i))
         sources: list[Tensor] = []
         first = 0
@@ -161,11 +165,10 @@ class PackedPlan:
             source = starts[members, None] + torch.minimum(columns, counts[members, None] - 1)
             sources.append(torch.where(columns < counts[members, None], source, -1).flatten())
             if follow == ALONE:
-                self._calls.append(_Call(last - first, longest, None, None))
+                self._calls.append(_Call(last - first, longest, None))
             else:
                 beginning = slice(int(starts[follow]), int(starts[follow]) + lengths[follow])
-                mask = torch.ones(longest, lengths[follow] + longest, dtype=torch.bool).tril(lengths[follow])
-                self._calls.append(_Call(last - first, longest, beginning, mask.to(device)))
+                self._calls.append(_Call(last - first, longest, beginning))
             first = last
         source_P = torch.cat(sources)
         real = (source_P >= 0).nonzero()[:, 0]
@@ -175,12 +178,20 @@ class PackedPlan:
         self._source_P = source_P.clamp(min=0).to(device)
         self._place_T = place_T.to(device)
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         padded = [self._pad(tensor) for tensor in (query_THD, key_THD, value_THD)]
         grouped = query_THD.shape[1] != key_THD.shape[1]
         outs: list[Tensor] = []
         first = 0
-        for call in self._calls:
+        for number, call in enumerate(self._calls):
             rows = slice(first, first + call.sequences * call.length)
             first = rows.stop
             query, key, value = (
@@ -188,12 +199,28 @@ class PackedPlan:
             )
             if call.beginning is not None:
                 key, value = _after(key_THD[call.beginning], key), _after(value_THD[call.beginning], value)
+            mask = self.mask(number, window)
             out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=call.mask, is_causal=call.mask is None, scale=scaling, enable_gqa=grouped
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
             outs.append(out.transpose(1, 2).flatten(0, 1))
         out_PHD = torch.cat(outs) if len(outs) > 1 else outs[0]
         return out_PHD if self._identity else _unpad(out_PHD, self._place_T)
+
+    def mask(self, number: int, window: int | None) -> Tensor | None:
+        """(length, beginning + length); None: plain causal."""
+        call = self._calls[number]
+        keys = call.begins + call.length
+        if window is None or window >= keys:
+            if call.beginning is None:
+                return None
+            window = None
+        if (number, window) not in self._masks:
+            seen = torch.ones(call.length, keys, dtype=torch.bool).tril(call.begins)
+            if window is not None:
+                seen = seen.triu(call.begins - window + 1)
+            self._masks[number, window] = seen.to(self._place_T.device)
+        return self._masks[number, window]
 
     def _pad(self, tensor_THD: Tensor) -> Tensor:
         if self._identity:

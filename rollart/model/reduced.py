@@ -128,8 +128,8 @@ BY_LAYER = "per_layer_config"
 """Overrides of single layers, by the layer's number."""
 
 
-def reduced(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedConfig:
-    """The reduced config of a causal LM, its sliding window of this many tokens. Raises whatever its class says of one
+def reduced(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The reduced config of a causal LM. Raises whatever its class says of one
     that does not fit together."""
     text = config.get_text_config()
     given: ParsedJson = text.to_dict()
@@ -139,7 +139,7 @@ def reduced(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedConfig:
     for key, value in given.items():
         found[key] = _reduced_value(key, value, heads, kept, given)
     if isinstance(given.get("sliding_window"), int):
-        found["sliding_window"] = min(window, given["sliding_window"])
+        found["sliding_window"] = min(WINDOW, given["sliding_window"])
     if "expand" in given and "num_heads" in given:  # Mamba2: all heads together are the inner width
         found["num_heads"] = given["expand"] * _HIDDEN // _HEAD
     if given.get("head_dim") and given.get("head_dim") == given.get("qk_rope_head_dim"):
@@ -153,10 +153,10 @@ def reduced(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedConfig:
     return type(text).from_dict(found)
 
 
-def reduced_model(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedModel | None:
+def reduced_model(config: PreTrainedConfig) -> PreTrainedModel | None:
     """A random model of the reduced config, float32 on the CPU, as transformers runs it; None where it cannot be."""
     try:
-        small = reduced(config, window)
+        small = reduced(config)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in _build(small).parameters())
         if size > MAX_PARAMETERS:

@@ -39,7 +39,7 @@ class VarlenPlan:
     """Causal attention of pieces laid end to end; an `AttentionPlan`.
 
     A piece sees itself, and before that what it goes on from, if anything: `keys[i]` are the flat rows of its keys, of
-    which the last are its own. Its queries are at the end of its keys.
+    which the last are its own. Its queries are at the end of its keys. It is made where no window is shorter than that.
     """
 
     def __init__(
@@ -55,7 +55,15 @@ class VarlenPlan:
             self._keys_B1, self._rows_K = on_device(_starts(counts), device), on_device(torch.cat(list(keys)), device)
             self._longest = torch.tensor([max(lengths), max(counts)])
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         return self.attend_in_any_layer(query_THD, key_THD, value_THD, scaling)
 
     def attend_in_any_layer(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:

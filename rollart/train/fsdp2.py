@@ -263,7 +263,7 @@ class ShardedTrainer:
 
     def _new_network(self, config: PreTrainedConfig, *, bf16: bool) -> ShardedNetwork:
         """This rank's shards of a model, whose weights are whatever was in memory."""
-        network = empty_model(config, self._settings.job.model.context_tokens)
+        network = empty_model(config)
         sharded = ShardedNetwork(network, self._mesh, bf16=bf16)
         sharded.to_empty(device=self._device)
         network.tie_weights()

@@ -194,7 +194,7 @@ class SingleTrainer:
 
     def _load_network(self, path: Path) -> PreTrainedModel:
         dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
-        return load_model(path, dtype, self._device, self.settings.job.model.context_tokens)
+        return load_model(path, dtype, self._device)
 
     def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""

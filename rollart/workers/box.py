@@ -1,6 +1,6 @@
 """Where a process that runs user code is put, so that it can reach and use no more than it is given.
 
-`sandbox.py` and `container.py` are boxes. One is made for each process and ends with it.
+`sandbox.py`, `container.py` and `pod.py` are boxes. One is made for each process and ends with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,15 @@ class Box(Protocol):
     def pass_fds(self) -> Sequence[int]:
         """Of this process, that the command needs."""
 
+    @property
+    def opening(self) -> bytes:
+        """What it is sent before the first call, once its command is known."""
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """What to start instead of these words, and with which environment."""
 
     def over(self) -> str:
-        """Which limit it went over, where that is known; else nothing."""
+        """Which limit it went over, where that is known; else nothing. May block."""
 
     def remove(self) -> None:
         """Its process has been killed: remove what it leaves. Blocks."""

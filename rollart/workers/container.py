@@ -24,6 +24,8 @@ from rollart.workers.sandbox import MIB, OWN
 
 NOBODY = 65534
 REMOVE_S = 30.0
+CPU_PERIOD_US = 100_000
+"""In which a container may use so many CPUs, for runc."""
 OPEN_FILES, USERS_PROCESSES = 1024, 4096
 """Given, since what runtimes give by themselves may be more than we may. The second is of nobody's in all containers;
 one container's own bound is `sandbox.processes`."""
@@ -61,14 +63,16 @@ class Container:
     def pass_fds(self) -> tuple[int, ...]:
         return (lifeline(),)
 
+    @property
+    def opening(self) -> bytes:
+        return b""
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`words`: a command of this machine's Python, which becomes one of the image's."""
         words = [self.container.python, *words[1:]]
         code = [Path(rollart.__file__).parent, *self.code]
         places = list(dict.fromkeys([*code, *self.read]))
-        paths = os.pathsep.join(dict.fromkeys(str(place.parent) for place in code))
-        inside = {name: value for name, value in environment.items() if name not in NAMED}
-        inside |= {**OWN, "PYTHONPATH": paths}
+        inside = environment_inside(environment, code)
         here = clients_environment(self._removing)
         if self.container.runtime == "runc":
             return [*KEPT, *self._runc(words, inside, places)], here
@@ -104,6 +108,7 @@ class Container:
         words += ["--tmpfs", f"/tmp:rw,mode=1777,size={limits.tmp_mb}m", "--memory", memory, "--memory-swap", memory]
         words += ["--pids-limit", str(limits.processes), "--ulimit", "core=0", "--ulimit", f"nofile={OPEN_FILES}"]
         words += ["--ulimit", f"nproc={USERS_PROCESSES}"]
+        words += ["--cpus", f"{self.container.cpus:g}"] if self.container.cpus else []
         words += ["--ulimit", f"cpu={max(1, round(limits.cpu_s))}", "--ulimit", f"fsize={output}"]
         return words + [word for place in places for word in ("--volume", f"{place}:{place}:ro")]
 
@@ -118,6 +123,8 @@ class Container:
         limits = self.settings
         rlimits = {"CORE": 0, "CPU": max(1, round(limits.cpu_s)), "FSIZE": limits.output_mb * MIB}
         memory = limits.memory_mb * MIB
+        cpus = self.container.cpus
+        share = {"period": CPU_PERIOD_US, "quota": round(cpus * CPU_PERIOD_US)} if cpus else {}
         own = ["nosuid", "nodev"]
         size = f"size={limits.tmp_mb * MIB}"
         mounts: list[dict[str, object]] = [
@@ -157,11 +164,19 @@ class Container:
                     "devices": [{"allow": False, "access": "rwm"}],
                     "memory": {"limit": memory, "swap": memory},
                     "pids": {"limit": limits.processes},
+                    "cpu": share,
                 },
                 "maskedPaths": hidden,
                 "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
             },
         }
+
+
+def environment_inside(environment: Mapping[str, str], code: Sequence[Path]) -> dict[str, str]:
+    """What of a process's environment it gets in an image, with which this code is found."""
+    paths = os.pathsep.join(dict.fromkeys(str(place.parent) for place in code))
+    inside = {name: value for name, value in environment.items() if name not in NAMED}
+    return {**inside, **OWN, "PYTHONPATH": paths}
 
 
 def clients_environment(removing: Sequence[str]) -> dict[str, str]:

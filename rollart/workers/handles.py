@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rollart.errors import (
     AnswerError,
     BoundaryError,
+    CannotHost,
     EngineError,
     EnvCrashed,
     EnvError,
@@ -33,7 +34,7 @@ _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error
     for error in (
         *(EngineError, RequestError, AnswerError, WeightError, StoreFull, TrainerError, StartAgain),
-        *(EnvError, EnvCrashed, EnvOverLimit),
+        *(EnvError, EnvCrashed, EnvOverLimit, CannotHost),
     )
 }
 

@@ -136,6 +136,8 @@ class Process:
             link = partial(Link, max_bytes=most)
             _, self._link = await asyncio.get_running_loop().create_unix_connection(link, sock=ours)
             self._link.lost.add_done_callback(lambda _: self._end())
+            if self._box is not None:
+                self._link.send(self._box.opening)
             await self.ask("setup", *arguments)
         except (WorkerFailed, WorkerGone) as error:
             self.kill()
@@ -220,7 +222,7 @@ class Process:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         else:
             how = f"exited with status {status}"
-        if self._box is not None and (over := self._box.over()):
+        if self._box is not None and (over := await asyncio.to_thread(self._box.over)):
             how, self.over_limit = f"{how}: {over}", True
         self.kill()
         words = f"its process {how}; {last_output(self._log, self._log_start)}"

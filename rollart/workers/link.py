@@ -53,7 +53,7 @@ class Link(asyncio.Protocol):
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the other end is gone: what it did wrong, or empty."""
         self._transport: asyncio.WriteTransport | None = None
-        self._outbox = Outbox(self._write)
+        self._outbox = Outbox(self.send)
         self._buffer = bytearray()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = 0
@@ -74,7 +74,8 @@ class Link(asyncio.Protocol):
         self._calls[self._numbers] = future
         return await future
 
-    def _write(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
+        """As it is; for calls there is `call`."""
         if self._transport is not None and not self.lost.done():
             self._transport.write(data)
 

@@ -67,6 +67,10 @@ class Sandbox:
     def pass_fds(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def opening(self) -> bytes:
+        return b""
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         limits = self.settings
         self._cgroup = Cgroup.make(limits.memory_mb * MIB, limits.processes)

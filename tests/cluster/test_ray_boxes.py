@@ -1,10 +1,12 @@
-"""Sandboxed environments on the machines of a real Ray cluster: they play there, get out of nothing, and where a
-machine cannot make a sandbox the job says so."""
+"""Environments in sandboxes and containers on the machines of a real Ray cluster: they play there, get out of nothing,
+and where no machine can make one the job stops and says so."""
 
 import os
 import shutil
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rollart.events.log import read_events
 from rollart.launch.training import train
 from rollart.workers.sandbox import missing
 from tests.cluster.small import raw_job
+from tests.envs.test_container import PYTHON_PLACES, Runtime, skeleton_image
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +31,7 @@ pytestmark = [
 
 ESCAPES = Path(__file__).parents[1] / "envs" / "escape_tasks.py"
 GATEWAY = Path(__file__).parents[1] / "gateway"
+STOPS_S = 60.0
 BOUNDS = {"memory_mb": 192, "processes": 24, "tmp_mb": 8, "output_mb": 2, "cpu_s": 5}
 
 
@@ -82,8 +86,12 @@ def test_a_sandboxed_task_trains_on_the_machines_of_its_pool(address: str, model
 
 
 def test_nothing_gets_out_of_a_sandbox_there_and_the_others_go_on(address: str, model: Path, tmp_path: Path) -> None:
+    plays_badly(address, model, tmp_path, {"name": "bad", "use": str(ESCAPES), "sandbox": BOUNDS, "warm": 1})
+
+
+def plays_badly(address: str, model: Path, tmp_path: Path, bad: dict[str, Any]) -> None:
     """Its task file is one that the machine gets from the coordinator, or finds under the same path."""
-    bad = {"name": "bad", "use": str(ESCAPES), "sandbox": BOUNDS, "warm": 1, "limits": {"step_s": 15.0}}
+    bad = {**bad, "limits": {"step_s": 15.0}}
     limits = {"backoff_s": 0.05, "attempts": 2, "task_failures": 20}
     job = boxed_job(address, model, tmp_path, "boxes", bad, limits=limits)
     result = train(job, tmp_path / "run")
@@ -100,13 +108,15 @@ def test_nothing_gets_out_of_a_sandbox_there_and_the_others_go_on(address: str, 
 def test_a_sandboxed_agent_there_reaches_its_endpoint_and_nothing_else(
     address: str, model: Path, tmp_path: Path
 ) -> None:
-    """It looks for a network and for other sockets first; its file is one that the machine finds, or gets."""
+    task = {"name": "talk", "use": str(GATEWAY / "talk_tasks.py"), "sandbox": {"memory_mb": 1024}}
+    talks(address, model, tmp_path, task)
+
+
+def talks(address: str, model: Path, tmp_path: Path, task: dict[str, Any]) -> None:
+    """The agent looks for a network and for other sockets first; its file is one that the machine finds, or gets."""
     pytest.importorskip("openai")
-    talk: dict[str, Any] = {
-        **{"name": "talk", "use": str(GATEWAY / "talk_tasks.py"), "max_turns": 2, "max_tokens": 8},
-        "agent": {"function": f"{GATEWAY / 'some_agents.py'}:solve_in_a_box"},
-        "sandbox": {"memory_mb": 1024},
-    }
+    agent = {"function": f"{GATEWAY / 'some_agents.py'}:solve_in_a_box"}
+    talk: dict[str, Any] = {**task, "max_turns": 2, "max_tokens": 8, "agent": agent}
     job = boxed_job(address, model, tmp_path, "boxes", talk, endpoint={"host": address.partition(":")[0]})
     before = sockets()
     result = train(job, tmp_path / "run")
@@ -122,11 +132,63 @@ def sockets() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("rollart-endpoint-[!r]*"))
 
 
-def test_a_machine_without_bubblewrap_is_named_with_the_fix(address: str, model: Path, tmp_path: Path) -> None:
-    maths = {"name": "maths", "use": "rollart.tasks.calculator_math"}
-    limits = {"backoff_s": 0.05, "attempts": 1, "task_failures": 2}
-    result = train(boxed_job(address, model, tmp_path, "bare", maths, limits=limits), tmp_path / "run")
+@pytest.fixture(scope="module", params=["podman", "runc"])
+def container(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The key of a task: an image whose Python is this machine's, put in by `sandbox.read`."""
+    runtime: Runtime = request.param
+    if os.geteuid() != 0 or shutil.which(runtime) is None:
+        pytest.skip(f"needs {runtime}, and root")
+    with tempfile.TemporaryDirectory(prefix="rollart-") as folder, skeleton_image(runtime, Path(folder)) as image:
+        yield {"runtime": runtime, "image": image, "python": sys.executable}
+
+
+def contained(container: dict[str, str], **task: Any) -> dict[str, Any]:
+    places = [str(place) for place in PYTHON_PLACES]
+    return {**task, "isolation": "container", "container": container, "sandbox": {**BOUNDS, "read": places}, "warm": 1}
+
+
+def test_a_task_in_containers_trains_on_the_machines_of_its_pool(
+    address: str, model: Path, tmp_path: Path, container: dict[str, str]
+) -> None:
+    maths = contained(container, name="maths", use="rollart.tasks.calculator_math")
+    result = train(boxed_job(address, model, tmp_path, "boxes", maths), tmp_path / "run")
+    summary = result.summary
+    assert (summary.state, summary.steps, summary.reason) == ("finished", 3, "")
+    assert result.violations == []
+    assert all(task.trained_share > 0 for task in summary.tasks.values())
+    assert summary.tasks["maths"].failed_at == {}
+
+
+def test_nothing_gets_out_of_a_container_there_and_the_others_go_on(
+    address: str, model: Path, tmp_path: Path, container: dict[str, str]
+) -> None:
+    plays_badly(address, model, tmp_path, contained(container, name="bad", use=str(ESCAPES)))
+
+
+def test_an_agent_in_a_container_there_reaches_its_endpoint_and_nothing_else(
+    address: str, model: Path, tmp_path: Path, container: dict[str, str]
+) -> None:
+    task = contained(container, name="talk", use=str(GATEWAY / "talk_tasks.py"))
+    talks(address, model, tmp_path, {**task, "sandbox": {**task["sandbox"], "memory_mb": 1024}})
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"isolation": "sandbox"}, "isolation: sandbox needs bwrap"),
+        (
+            {"isolation": "container", "container": {"image": "img", "runtime": "podman"}},
+            "container.runtime: podman is not on this machine; install it (apt-get install podman)",
+        ),
+    ],
+)
+def test_where_no_machine_can_make_the_box_the_job_stops_at_once_and_says_why(
+    task: dict[str, Any], said: str, address: str, model: Path, tmp_path: Path
+) -> None:
+    maths = {"name": "maths", "use": "rollart.tasks.calculator_math", **task}
+    began_s = time.monotonic()
+    result = train(boxed_job(address, model, tmp_path, "bare", maths), tmp_path / "run")
     assert (result.summary.state, result.violations) == ("stopped", [])
-    refused = f"task maths on {socket.gethostname()}: isolation: sandbox needs bwrap"
-    assert refused in result.summary.reason
-    assert "install it: apt-get install bubblewrap" in result.summary.tasks["maths"].reasons[0]
+    refused = f"no machine can have environments: environments-env-1: task maths on {socket.gethostname()}: {said}"
+    assert result.summary.reason.replace("env-0", "env-1").startswith(refused)
+    assert time.monotonic() - began_s < STOPS_S

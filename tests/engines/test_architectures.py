@@ -22,7 +22,7 @@ from transformers import (
 
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.engine import EmbeddedEngine, make_backend
-from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
+from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture, refuse_windows
 from rollart.errors import JobError
 from rollart.model.agreement import prove
 from rollart.model.network import (
@@ -33,32 +33,29 @@ from rollart.model.network import (
     prove_packed,
     prove_packed_architecture,
 )
+from rollart.model.packed import PackedPlan
 from rollart.model.reduced import VOCAB, WINDOW, reduced
 from scripts.model_table import KINDS, PAGE, VERSION, Row, default_config, examine, render
 from tests.engines.reference import drain, our_model, plain_model, request
 
 GATE = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gemma", "glm4", "phi3"),  # right
+    *("mistral", "gemma3_text"),  # right, with their windows
     *("deepseek_v3", "diffllama"),  # right in the trainer only
-    *("mistral", "gemma3_text"),  # right within their window
     *("gemma2", "cohere", "gpt_oss", "bloom", "mamba", "lfm2", "llama4_text", "qwen3_next"),  # refused
     *("bert", "bert-generation"),  # refused: they look ahead
 )
 """The families that are looked at in every run of the tests; the slow ones look at all."""
 LENGTHS = [45, 9, 70, 30]
-REACH = 96
-"""A window that reaches further than these, and what is sampled after them."""
 TOLERANCE = 1e-3
 
 
-def random_model(config: PreTrainedConfig, window: int = WINDOW) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Other weights than those that the proof is made on, as transformers runs them."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
-        model: PreTrainedModel = auto.from_config(
-            reduced(config, window), dtype=torch.float32, attn_implementation="eager"
-        )
+        model: PreTrainedModel = auto.from_config(reduced(config), dtype=torch.float32, attn_implementation="eager")
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.train(False)
@@ -83,8 +80,7 @@ def check_row(row: Row) -> None:
         return
     config = default_config(row.kind)
     assert config is not None
-    window, context = (REACH, REACH) if row.within else (WINDOW, None)
-    plain, ours = random_model(config, window), adopt(random_model(config, window), context)
+    plain, ours = random_model(config), adopt(random_model(config))
     rng = np.random.default_rng(3)
     sequences = [torch.from_numpy(rng.integers(2, VOCAB, length)) for length in LENGTHS]
     with torch.no_grad():
@@ -164,23 +160,37 @@ def test_a_state_is_found_by_computing_and_the_error_says_how_far_off_it_is(kind
 
 
 @pytest.mark.parametrize("window", [4096, 100_000])
-def test_a_window_is_found_however_far_it_reaches(window: int) -> None:
-    """Of the real sizes no short sequence would show it."""
-    config = Gemma2Config(sliding_window=window, layer_types=["full_attention", "sliding_attention"] * 13)
-    assert reduced(config).sliding_window == WINDOW
-    with pytest.raises(JobError, match=r"gemma2: .*sliding"):
-        prove_packed_architecture(config)
-
-
-def test_a_window_is_taken_where_no_sequence_is_longer_than_it() -> None:
+def test_a_window_is_looked_at_however_far_it_reaches(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the real sizes no short sequence would show that one is left out."""
     config = default_config("mistral")
     assert config is not None
-    assert adopt(random_model(config, REACH), REACH).config.sliding_window == REACH
-    for context in (REACH + 1, None):
-        with pytest.raises(JobError, match=r"mistral: cannot be run in a packed batch .*sliding_window"):
-            adopt(random_model(config, REACH), context)
-    with pytest.raises(JobError, match="off by"):
-        prove_packed(random_model(config, WINDOW), within=True)  # as if no sequence were longer than 8 tokens
+    config.sliding_window = window
+    assert reduced(config).sliding_window == WINDOW
+    prove_packed(random_model(config))
+    masked = PackedPlan.mask
+    monkeypatch.setattr(PackedPlan, "mask", lambda plan, call, _: masked(plan, call, None))
+    with pytest.raises(JobError, match="mistral: run in a packed batch, its log-probabilities are off by"):
+        prove_packed(random_model(config))
+
+
+def test_kernels_that_know_no_window_are_given_none_that_is_shorter_than_a_sequence() -> None:
+    config = default_config("mistral")
+    assert config is not None
+    config.sliding_window = 4096
+    refuse_windows(config, 4096)
+    with pytest.raises(JobError, match=r"window of 4096 tokens.*set model\.context_tokens to 4096 or less"):
+        refuse_windows(config, 4097)
+    refuse_windows(LlamaConfig(), 1 << 30)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "olmo3"])
+def test_windows_are_masked_in_steps_whichever_way_keys_are_kept(kind: str, paged: bool) -> None:
+    config = default_config(kind)
+    assert config is not None
+    model = adopt(random_model(config))
+    assert model.config.sliding_window == WINDOW
+    prove_steps(model, make_backend(model, EngineSettings(), 256, paged))
 
 
 def test_positions_that_depend_on_the_longest_sequence_are_refused() -> None:

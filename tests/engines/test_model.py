@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedModel
 
 from rollart.errors import WeightError
 from rollart.model import scoring as model_module
@@ -180,9 +180,6 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
     }
-    sliding = MistralConfig(**sizes, vocab_size=VOCAB, intermediate_size=32, sliding_window=16)
-    with pytest.raises(ValueError, match="sliding"):
-        adopt(build(sliding))
     plain: Any = build(GemmaConfig(**sizes, vocab_size=VOCAB, intermediate_size=32, head_dim=16, pad_token_id=0))
     plain.lm_head = torch.nn.Sequential(plain.lm_head)
     plain.get_output_embeddings = lambda: torch.nn.Linear(32, VOCAB)

@@ -1,11 +1,15 @@
 """Environments in containers: the contract and the escapes with runtimes that are here, the commands of all.
 
 The image is a skeleton: links and empty folders. What Python needs is put in from this machine, as code is in a job.
+Pods are run by the cluster of `kubectl`, where ROLLART_TEST_POD says how (a task's `container`, as JSON, whose image
+has what RollArt needs); else by `kubectl_standin.py`.
 """
 
 import contextlib
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +27,17 @@ from rollart.envs.process import Boxed, ProcessEnvHost
 from rollart.launch.checks import unsupported
 from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
-from rollart.workers.container import Container
+from rollart.workers.box import Box
+from rollart.workers.container import KEPT, Container
+from rollart.workers.pod import BEGIN, MAX_SENT_BYTES, Pod, mount_points
 from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, closing, run, until
+from tests.envs.kubectl_standin import STANDS_FOR
 from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
 
-Runtime = Literal["podman", "docker", "runc"]
-RUNTIMES: list[Runtime] = ["runc", "podman", "docker"]
+Runtime = Literal["podman", "docker", "runc", "kubernetes"]
+RUNTIMES: list[Runtime] = ["runc", "podman", "docker", "kubernetes"]
+IN_A_CLUSTER = os.environ.get("ROLLART_TEST_POD", "")
+STAND_IN = Path(__file__).with_name("kubectl_standin.py")
 IMAGE = "localhost/rollart-skeleton:test"
 PYTHON_PLACES = [Path(place) for place in dict.fromkeys(("/usr", sys.base_prefix, sys.prefix))]
 
@@ -56,24 +65,50 @@ def docker_engine(folder: Path) -> Iterator[None]:
             os.environ.pop("DOCKER_HOST") if before is None else os.environ.update(DOCKER_HOST=before)
 
 
+@contextlib.contextmanager
+def standing_in_for_kubectl(folder: Path) -> Iterator[None]:
+    (folder / "kubectl").write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    (folder / "kubectl").chmod(0o755)
+    before = os.environ["PATH"]
+    os.environ |= {"PATH": f"{folder}{os.pathsep}{before}", STANDS_FOR: os.pathsep.join(map(str, PYTHON_PLACES))}
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+        del os.environ[STANDS_FOR]
+
+
 @pytest.fixture(scope="module", params=RUNTIMES)
-def container(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerSettings]:
+def container(request: pytest.FixtureRequest) -> Iterator[ContainerSettings]:
     runtime: Runtime = request.param
-    if os.geteuid() != 0 or shutil.which(runtime) is None:
-        pytest.skip(f"needs {runtime}, and root")
+    if runtime == "kubernetes" and IN_A_CLUSTER:
+        yield ContainerSettings.model_validate({**json.loads(IN_A_CLUSTER), "runtime": runtime})
+        return
+    engine: Runtime = "podman" if runtime == "kubernetes" else runtime
+    if os.geteuid() != 0 or shutil.which(engine) is None:
+        pytest.skip(f"needs {engine}, and root")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-")))
         if runtime == "docker":
             stack.enter_context(docker_engine(folder))
-        root = tmp_path_factory.mktemp("image") / "root"
-        _make_root(root)
-        if runtime == "runc":
-            yield ContainerSettings(runtime=runtime, image=str(root), python=sys.executable)
-            return
-        tar = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
-        subprocess.run([runtime, "import", "-", IMAGE], input=tar, capture_output=True, check=True, timeout=60)
-        yield ContainerSettings(runtime=runtime, image=IMAGE, python=sys.executable)
-        subprocess.run([runtime, "rmi", "--force", IMAGE], capture_output=True, check=False, timeout=60)
+        if runtime == "kubernetes":
+            stack.enter_context(standing_in_for_kubectl(folder))
+        image = stack.enter_context(skeleton_image(engine, folder))
+        yield ContainerSettings(runtime=runtime, image=image, python=sys.executable)
+
+
+@contextlib.contextmanager
+def skeleton_image(engine: Runtime, folder: Path) -> Iterator[str]:
+    """What `container.image` says of it."""
+    root = folder / "root"
+    _make_root(root)
+    if engine == "runc":
+        yield str(root)
+        return
+    tar = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
+    subprocess.run([engine, "import", "-", IMAGE], input=tar, capture_output=True, check=True, timeout=60)
+    yield IMAGE
+    subprocess.run([engine, "rmi", "--force", IMAGE], capture_output=True, check=False, timeout=60)
 
 
 def _make_root(root: Path) -> None:
@@ -90,16 +125,25 @@ def make_host(
     tmp_path: Path,
     use: str,
     slots: int = 1,
-    read: list[Path] | None = None,
     **limits: Any,
 ) -> ProcessEnvHost:
     settings = SandboxSettings(**limits)
 
-    def box(name: str) -> Container:
+    def box(name: str) -> Box:
+        if container.runtime == "kubernetes":
+            return Pod(settings=settings, container=container, code=code_of(use))
         return Container(settings=settings, container=container, code=code_of(use), read=PYTHON_PLACES)
 
     boxed = Boxed(box=box, wall_s=settings.wall_s)
     return ProcessEnvHost({DOMAIN: use}, slots=slots, log_dir=tmp_path / "logs", boxed=boxed)
+
+
+LISTING = {
+    "runc": ["runc", "list", "--quiet"],
+    "podman": ["podman", "ps", "--all", "--quiet"],
+    "docker": ["docker", "ps", "--all", "--quiet"],
+    "kubernetes": ["kubectl", "get", "pods", "--selector", "app.kubernetes.io/managed-by=rollart", "--output=name"],
+}
 
 
 @pytest.mark.slow
@@ -127,7 +171,11 @@ def test_escapes_fail(container: ContainerSettings, tmp_path: Path, monkeypatch:
             said = await tried(
                 host, *names, port=22, places=[str(tmp_path)], secret="open-sesame", pid=os.getpid(), mib=16
             )
-            assert [what[:2] for what in said] == ["in"] * len(names), dict(zip(names, said, strict=True))
+            found = dict(zip(names, said, strict=True))
+            if container.runtime == "kubernetes":  # its code is a copy of its own, in its own memory
+                assert found.pop("write") == f"out in {Path(ESCAPES).parent}", found
+                assert not Path(ESCAPES).with_name("escaped").exists()
+            assert {what[:2] for what in found.values()} == {"in"}, found
             assert (await tried(host, "read", places=[str(tmp_path)]))[0].count("pytest") == 0
 
     run(work)
@@ -147,8 +195,7 @@ def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSetting
             await until(lambda: not processes_with(seconds))
 
     run(work)
-    listing = ["list"] if container.runtime == "runc" else ["ps", "--all"]
-    words = [container.runtime, *listing, "--quiet"]
+    words = LISTING[container.runtime]
     wait_for(lambda: not subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.strip())
 
 
@@ -208,6 +255,7 @@ JOB: dict[str, Any] = {
         ({}, "tasks.0.container.image: missing"),
         ({"runtime": "runc", "image": "/nowhere"}, "tasks.0.container.image: /nowhere is no folder"),
         ({"runtime": "docker", "image": "x"}, "tasks.0.container.runtime: docker is not on this machine; install it"),
+        ({"runtime": "kubernetes", "image": "x"}, "tasks.0.container.runtime: kubectl is not on this machine; install"),
     ],
 )
 def test_what_is_missing_is_refused(container: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +263,100 @@ def test_what_is_missing_is_refused(container: dict[str, Any], text: str, monkey
     monkeypatch.setattr(shutil, "which", lambda name: which("true") if name == "runc" else None)
     (said,) = unsupported(build_job({**JOB, "tasks": [{**JOB["tasks"][0], "container": container}]}))
     assert said.startswith(text)
+
+
+def test_a_pod_says_all_that_bounds_it_and_nothing_that_is_secret(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    file.write_text("x = 1")
+    container = ContainerSettings(
+        image="img", runtime="kubernetes", namespace="ns", cpus=0.5, pod={"nodeSelector": {"disk": "ssd"}, "volumes": 1}
+    )
+    pod = Pod(settings=SandboxSettings(memory_mb=300, wall_s=60.5), container=container, code=[file], name="n")
+    words, environment = pod.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
+    assert words[len(KEPT) :][4:9] == ["--namespace", "ns", "run", "n", "--image"]
+    assert "secret" not in " ".join(words)
+    assert b'"A_KEY": "secret"' in pod.opening
+    assert b"/host/bin" not in pod.opening
+    assert environment["REMOVE"] == "kubectl --namespace ns delete pod n --ignore-not-found --now --wait=false"
+    spec = json.loads(words[words.index("--overrides") + 1])["spec"]
+    assert (spec["nodeSelector"], spec["activeDeadlineSeconds"]) == ({"disk": "ssd"}, 3661)
+    assert spec["automountServiceAccountToken"] is False
+    (inside,) = spec["containers"]
+    bounds = {"cpu": "500m", "memory": "300Mi"}
+    assert inside["resources"] == {"requests": bounds, "limits": bounds}
+    assert inside["image"] == "img"
+    assert {mount["name"] for mount in inside["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
+def test_what_is_sent_ahead_is_put_in_its_place_and_becomes_the_worker(tmp_path: Path) -> None:
+    """As an image's Python does it, here; its places are where they are already."""
+    (tmp_path / "said.py").write_text("import os, resource; print(os.environ['A_KEY'], resource.getrlimit(4), input())")
+    container = ContainerSettings(image="img", runtime="kubernetes")
+    pod = Pod(settings=SandboxSettings(), container=container, code=[tmp_path / "said.py"])
+    pod.command(["python", str(tmp_path / "said.py")], {"A_KEY": "secret"})
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN], input=pod.opening + b"and more\n", capture_output=True, timeout=60, check=False
+    )
+    assert done.stdout == b"secret (0, 0) and more\n", done.stderr
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_a_pod_with_a_network_ends_itself(network: bool) -> None:
+    """Without one, the address of the cluster's API is refused at once, as a broadcast's is here."""
+    container = ContainerSettings(image="img", runtime="kubernetes")
+    pod = Pod(settings=SandboxSettings(), container=container, code=[Path(__file__)])
+    pod.command(["python", "-c", "print('in')"], {})
+    with socket.create_server(("127.0.0.1", 0)) as api:
+        port = str(api.getsockname()[1])
+        host = "127.0.0.1" if network else "255.255.255.255"
+        environment = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        done = subprocess.run(
+            [sys.executable, "-c", BEGIN], env=environment, input=pod.opening, capture_output=True, check=False
+        )
+    if network:
+        assert done.returncode == 1
+        assert b"apply deploy/environment-pods.yaml" in done.stderr
+    else:
+        assert done.stdout == b"in\n", done.stderr
+
+
+def test_places_of_a_pod_are_folders_none_in_another(tmp_path: Path) -> None:
+    assert mount_points([Path("/tmp/x.py"), Path("/srv/a/b.py"), Path("/srv/a"), Path("/opt/z.py")]) == ["/opt", "/srv"]
+
+
+REFUSING = """#!/bin/sh
+echo "$@" >> "$0.log"
+case "$*" in {cases} *) exit 0;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("cases", "text"),
+    [
+        ('*dry-run*) echo "namespace x not found" >&2; exit 1;;', "create --dry-run=server: namespace x not found"),
+        ("*can-i*attach*) echo no; exit 1;;", "takes no such pod (kubectl auth can-i create pods/attach: no)"),
+    ],
+)
+def test_a_cluster_that_takes_no_pods_is_refused_with_what_it_said(
+    cases: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(REFUSING.format(cases=cases))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    pods = {"container": {"runtime": "kubernetes", "image": "x"}}
+    (said,) = unsupported(build_job({**JOB, "tasks": [{**JOB["tasks"][0], **pods}]}))
+    assert said.startswith("tasks.0.container.runtime: the cluster takes no such pod")
+    assert text in said
+    program.write_text(REFUSING.format(cases=""))
+    assert list(unsupported(build_job({**JOB, "tasks": [{**JOB["tasks"][0], **pods}]}))) == []
+    assert "delete pods --selector app.kubernetes.io/managed-by=rollart" in Path(f"{program}.log").read_text()
+
+
+def test_too_much_to_send_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "data", "wb") as file:
+        file.truncate(MAX_SENT_BYTES + 1)
+    container = ContainerSettings(image="x", runtime="kubernetes")
+    said = Pod(settings=SandboxSettings(), container=container, read=[tmp_path]).unusable()
+    assert said.startswith("image: 6")
+    assert "put them into the image" in said

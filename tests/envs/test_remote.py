@@ -14,7 +14,7 @@ import pytest
 from rollart.config.load import build_job
 from rollart.envs import remote
 from rollart.envs.remote import RemoteEnvHost
-from rollart.errors import BoundaryError, ClusterError, EnvError, NoRoom
+from rollart.errors import BoundaryError, CannotHost, ClusterError, EnvError, JobStopped, NoRoom
 from rollart.launch.worker import build
 from rollart.ports import EnvHost
 from rollart.types import Observation
@@ -187,6 +187,29 @@ class Counted:
         elif method == "close":
             del self.open[arguments[0]]
         return Observation()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_where_no_machine_will_ever_do_the_job_stops_and_says_why(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lacks something is no reason to stop while another has what is needed."""
+    monkeypatch.setattr("rollart.envs.remote.RETRY_S", 0.01)
+
+    async def launch(number: int) -> Counted:
+        if number < others:
+            return Counted()
+        raise CannotHost(f"machine {number}: needs bwrap")
+
+    async def work() -> None:
+        host = RemoteEnvHost(launch, slots=[1, 1])
+        if others:
+            for _ in range(3):
+                await (await host.open(task("count"), ID)).close()
+        else:
+            with pytest.raises(JobStopped, match="no machine can have environments: machine 1: needs bwrap"):
+                await host.open(task("count"), ID)
+        await host.close()
+
+    run(work)
 
 
 class Seats:

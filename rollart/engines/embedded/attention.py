@@ -5,7 +5,7 @@ chunks. Short are decode tokens, and chunks that cost less padded than with call
 slab reads all its slots in place. A long prefill chunk gets a call of its own. Built once per step, used by all layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,10 @@ class _ShortQueries:
     num_keys: int
     place: Tensor | None
     """Where each token stands in the padded (rows x queries); None where there is no padding."""
-    mask: Tensor
-    """(rows, 1, queries x group or 1, keys), 0 or -inf."""
+    positions: Tensor
+    """(rows, queries), of each query in its sequence; on the CPU."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window, (rows, 1, queries x group or 1, keys), 0 or -inf."""
 
 
 @dataclass(slots=True)
@@ -44,8 +46,8 @@ class _Chunk:
     end: int
     slot: int
     num_keys: int
-    mask: Tensor | None
-    """(queries, keys); None where it is the plain causal one."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window, (queries, keys), where it is not the plain causal one."""
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class StepPlan:
         short = self._plan_short(len(seqs), takes, starts, slots, len(riding)) if riding else None
         for seq in chunked:
             num_keys = seq.length + seq.take
-            chunks.append(_Chunk(end, end + seq.take, seq.slot, num_keys, self._chunk_mask(seq.length, seq.take)))
+            chunks.append(_Chunk(end, end + seq.take, seq.slot, num_keys))
             end += seq.take
         rows = self._to_device((first_rows[:, None] + heads).ravel())
         return _SlabWork(slab, begin, end, rows, short, chunks)
@@ -140,24 +142,30 @@ class StepPlan:
         takes, starts, slots = takes[:count], starts[:count], slots[:count]
         num_queries, num_keys = int(takes.max()), int((starts + takes).max())
         if num_queries == 1 and count == num_rows:
-            seen = torch.from_numpy(starts)[:, None]
-            hidden = torch.arange(num_keys) > seen
-            mask = self._additive(hidden[:, None, None])
-            return _ShortQueries(count, num_rows, 1, num_keys, None, mask)
+            return _ShortQueries(count, num_rows, 1, num_keys, None, torch.from_numpy(starts)[:, None])
         # A row that does not ride in this step is computed as if at position 0, and thrown away.
         row_starts = np.zeros(num_rows, dtype=np.int64)
         row_starts[slots] = starts
-        seen = torch.from_numpy(row_starts)[:, None] + torch.arange(num_queries)
-        hidden = torch.arange(num_keys) > seen[:, :, None]
-        mask = self._additive(hidden.repeat_interleave(self._group, dim=1)[:, None])
+        at = torch.from_numpy(row_starts)[:, None] + torch.arange(num_queries)
         offsets = np.arange(takes.sum()) - np.repeat(takes.cumsum() - takes, takes)
         place = self._to_device(np.repeat(slots * num_queries, takes) + offsets)
-        return _ShortQueries(int(takes.sum()), num_rows, num_queries, num_keys, place, mask)
+        return _ShortQueries(int(takes.sum()), num_rows, num_queries, num_keys, place, at)
 
-    def _chunk_mask(self, start: int, take: int) -> Tensor | None:
-        if start == 0:
+    def _short_mask(self, short: _ShortQueries, window: int | None) -> Tensor:
+        if window not in short.masks:
+            hidden = _hidden(short.positions[:, :, None], short.num_keys, window)
+            times = 1 if short.place is None else self._group
+            short.masks[window] = self._additive(hidden.repeat_interleave(times, dim=1)[:, None])
+        return short.masks[window]
+
+    def _chunk_mask(self, chunk: _Chunk, window: int | None) -> Tensor | None:
+        start = chunk.num_keys - (chunk.end - chunk.begin)
+        if start == 0 and (window is None or window >= chunk.num_keys):
             return None
-        return self._additive(torch.arange(start + take) > torch.arange(start, start + take)[:, None])
+        if window not in chunk.masks:
+            positions = torch.arange(start, chunk.num_keys)[:, None]
+            chunk.masks[window] = self._additive(_hidden(positions, chunk.num_keys, window))
+        return chunk.masks[window]
 
     def _additive(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, float("-inf"))
@@ -168,7 +176,15 @@ class StepPlan:
 
     # --- once per layer
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         query_THD = query_THD * scaling
         outs: list[Tensor] = []
         for work in self._work:
@@ -176,15 +192,16 @@ class StepPlan:
             slab.key_rows[layer].index_copy_(0, work.rows, key_THD[tokens].flatten(0, 1))
             slab.value_rows[layer].index_copy_(0, work.rows, value_THD[tokens].flatten(0, 1))
             if work.short is not None:
-                short = work.short
-                outs.append(
-                    self._attend_short(short, slab, layer, query_THD[work.begin : work.begin + short.num_tokens])
-                )
+                own_THD = query_THD[work.begin : work.begin + work.short.num_tokens]
+                outs.append(self._attend_short(work.short, slab, layer, own_THD, window))
             for chunk in work.chunks:
-                outs.append(self._run_chunk(chunk, slab, layer, query_THD[chunk.begin : chunk.end]))
+                outs.append(self._run_chunk(chunk, slab, layer, query_THD[chunk.begin : chunk.end], window))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _attend_short(self, short: _ShortQueries, slab: Slab, layer: int, query_THD: Tensor) -> Tensor:
+    def _attend_short(
+        self, short: _ShortQueries, slab: Slab, layer: int, query_THD: Tensor, window: int | None
+    ) -> Tensor:
+        mask = self._short_mask(short, window)
         rows, queries, keys = short.num_rows, short.num_queries, short.num_keys
         heads, group, size = self._shape.heads, self._group, self._shape.head_size
         if short.place is not None:
@@ -197,19 +214,27 @@ class StepPlan:
         key, value = slab.keys[layer][:rows, :, :keys], slab.values[layer][:rows, :, :keys]
         if self._dot_products:
             # On a CPU in float32 this is up to twice as fast as the fused kernel for so few queries.
-            out = torch.matmul(torch.matmul(query, key.transpose(2, 3)).add_(short.mask).softmax(-1), value)
+            out = torch.matmul(torch.matmul(query, key.transpose(2, 3)).add_(mask).softmax(-1), value)
         else:
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=short.mask, scale=1.0)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
         if queries > 1:
             out = out.view(rows, heads, queries, group, size).transpose(1, 2)
         out_THD = out.reshape(rows * queries, heads * group, size)
         return out_THD if short.place is None else out_THD.index_select(0, short.place)
 
-    def _run_chunk(self, chunk: _Chunk, slab: Slab, layer: int, query_THD: Tensor) -> Tensor:
+    def _run_chunk(self, chunk: _Chunk, slab: Slab, layer: int, query_THD: Tensor, window: int | None) -> Tensor:
+        mask = self._chunk_mask(chunk, window)
         key = slab.keys[layer][chunk.slot, None, :, : chunk.num_keys]
         value = slab.values[layer][chunk.slot, None, :, : chunk.num_keys]
         query = query_THD.transpose(0, 1).unsqueeze(0)
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=1.0, enable_gqa=self._group > 1
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=self._group > 1
         )
         return out[0].transpose(0, 1)
+
+
+def _hidden(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Which of a sequence's first keys tokens at these positions do not see; the last dimension is theirs."""
+    keys = torch.arange(num_keys)
+    hidden = keys > positions
+    return hidden if window is None else hidden | (keys <= positions - window)

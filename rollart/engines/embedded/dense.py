@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollart.model.network import AttentionPlan, forward_hidden
+from rollart.model.network import AttentionPlan, forward_hidden, window_of
 from rollart.model.packed import PackedPlan
 
 KINDS = frozenset({"llama", "qwen2", "qwen3"})
@@ -176,6 +176,7 @@ def plain_decoder(model: PreTrainedModel) -> bool:
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and fixed_rope(config)
+        and window_of(config) is None
         and base.layers[0].self_attn.o_proj.bias is None
     )
 

@@ -31,7 +31,7 @@ from rollart.engines.embedded.paged.runner import PagedBackend
 from rollart.engines.embedded.scheduler import Scheduler
 from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.embedded.slabs import SlabBackend
-from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture
+from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture, refuse_windows
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, JobError, RequestError
 from rollart.model.network import device_named, load_model
@@ -132,13 +132,13 @@ class EmbeddedEngine:
 
         JobError for a model that would be computed wrongly: see `rollart.engines.embedded.steps`.
         """
-        prove_steps_architecture(AutoConfig.from_pretrained(path), max_context)
+        prove_steps_architecture(AutoConfig.from_pretrained(path))
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device), max_context)
+        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
         engine = cls(
@@ -396,6 +396,8 @@ def make_backend(
     most = min(positions, max_context or 1 << 62)
     if not (shape.device.type == "cuda" if paged is None else paged):
         return SlabBackend(model, shape, query_heads, kv_tokens=settings.cpu_kv_tokens, max_context=most)
+    if shape.device.type == "cuda":
+        refuse_windows(model.config, most)
     kv_tokens = settings.kv_tokens or (
         kv_tokens_of(model, shape, settings) if shape.device.type == "cuda" else settings.cpu_kv_tokens
     )

@@ -18,7 +18,7 @@ from rollart.engines.embedded.sequence import Sequence as Session
 from rollart.engines.embedded.slabs import SlabBackend
 from rollart.errors import JobError
 from rollart.model.agreement import LENGTHS, logprobs, prove, prove_architecture
-from rollart.model.network import fits_windows, forward_hidden, prepare
+from rollart.model.network import forward_hidden, prepare, window_of
 from rollart.model.packed import PackedPlan
 from rollart.types import GenerateRequest, Sampling
 
@@ -35,10 +35,18 @@ class _Recorder:
         self.positions_T = self._plan.positions_T
         self.calls: list[tuple[int, tuple[int, ...], int]] = []
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         self.calls.append((layer, tuple(key_THD.shape[1:]), value_THD.shape[2]))
         self.query_heads = query_THD.shape[1]
-        return self._plan.attend(layer, query_THD, key_THD, value_THD, scaling)
+        return self._plan.attend(layer, query_THD, key_THD, value_THD, scaling, window)
 
 
 @torch.no_grad()
@@ -95,12 +103,21 @@ def prove_steps(model: PreTrainedModel, backend: Backend) -> None:
     prove(model, in_steps, what="in steps, as the embedded engine does", instead=INSTEAD)
 
 
-def prove_steps_architecture(config: PreTrainedConfig, context_tokens: int | None = None) -> None:
+def refuse_windows(config: PreTrainedConfig, context_tokens: int) -> None:
+    """JobError where a sequence may be longer than a window: the kernels for CUDA see all of it."""
+    window = window_of(config)
+    if window is not None and window < context_tokens:
+        raise JobError(
+            f"{config.model_type}: it has a sliding window of {window} tokens, which the embedded engine masks on a "
+            f"CPU alone; set model.context_tokens to {window} or less, or {INSTEAD}"
+        )
+
+
+def prove_steps_architecture(config: PreTrainedConfig) -> None:
     """JobError where the embedded engine gets models of this kind wrong. Reads no weights, and takes a moment."""
-    within = fits_windows(config, context_tokens)
 
     def prove_one(model: PreTrainedModel) -> None:
-        prepare(model, within=within)
+        prepare(model)
         try:
             shape, query_heads = kept_by(model)
         except JobError:
@@ -109,7 +126,7 @@ def prove_steps_architecture(config: PreTrainedConfig, context_tokens: int | Non
             raise JobError(f"{config.model_type}: cannot be run in steps ({error}); {INSTEAD}") from error
         prove_steps(model, SlabBackend(model, shape, query_heads, kv_tokens=1, max_context=1, fast=False))
 
-    prove_architecture(config, "steps", prove_one, within=within)
+    prove_architecture(config, "steps", prove_one)
 
 
 def _session(name: str, tokens: np.ndarray) -> Session:

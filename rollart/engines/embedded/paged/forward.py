@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rollart.engines.embedded.dense import fixed_rope, plain_decoder
 from rollart.engines.embedded.paged.ops import Cache, Rotation, Where, attend, rms_norm, rotate_and_keep, silu_mul
+from rollart.model.network import window_of
 from rollart.model.products import prove_products
 
 EXPERTS = "qwen3_moe"
@@ -139,6 +140,7 @@ def paged_forward(model: PreTrainedModel, max_context: int) -> PagedForward | No
     if config.model_type == EXPERTS:
         base: Any = model.base_model
         usual = fixed_rope(config) and config.hidden_act == "silu" and not config.attention_bias
+        usual = usual and window_of(config) is None
         return (
             PagedForward(model, max_context)
             if usual and all(hasattr(module.mlp, "experts") for module in base.layers)

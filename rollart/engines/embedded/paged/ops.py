@@ -104,8 +104,10 @@ def keep(key_THD: Tensor, value_THD: Tensor, cache: Cache, where: Where) -> None
     cache.values_PHSD[pages, :, slots] = value_THD
 
 
-def attend(query_THD: Tensor, cache: Cache, where: Where, scaling: float) -> Tensor:
-    """Attention of the flat tokens over what the cache holds of their sequences, themselves included."""
+def attend(query_THD: Tensor, cache: Cache, where: Where, scaling: float, window: int | None = None) -> Tensor:
+    """Attention of the flat tokens over what the cache holds of their sequences, themselves included; of the last
+    `window` where it is given, which the kernels do not know: `PagedBackend` has them see none that is shorter than a
+    sequence."""
     if query_THD.is_cuda:
         return _kernels().attend(query_THD, cache, where, scaling)
     out_THD = torch.empty_like(query_THD)
@@ -113,20 +115,22 @@ def attend(query_THD: Tensor, cache: Cache, where: Where, scaling: float) -> Ten
     pieces = [(token, 1, position, lane) for token, position, lane in singles]
     for first, count, position, lane in [*pieces, *where.blocks_N4.tolist()]:
         own = slice(first, first + count)
-        out_THD[own] = _seen(query_THD[own], cache, lane, position, scaling)
+        out_THD[own] = _seen(query_THD[own], cache, lane, position, scaling, window)
     return out_THD
 
 
-def _seen(query_THD: Tensor, cache: Cache, lane: int, first: int, scaling: float) -> Tensor:
+def _seen(query_THD: Tensor, cache: Cache, lane: int, first: int, scaling: float, window: int | None = None) -> Tensor:
     """Attention of consecutive tokens of one sequence, the first of them at position `first`."""
     length = first + len(query_THD)
     pages = cache.tables_LN[lane, : -(-length // cache.page_tokens)].long()
     key, value = (
         store[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for store in (cache.keys_PHSD, cache.values_PHSD)
     )
-    seen = (
-        torch.arange(length, device=query_THD.device) <= torch.arange(first, length, device=query_THD.device)[:, None]
-    )
+    keys = torch.arange(length, device=query_THD.device)
+    queries = keys[first:, None]
+    seen = keys <= queries
+    if window is not None:
+        seen &= keys > queries - window
     query = query_THD.transpose(0, 1)[None]
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=grouped)

@@ -408,10 +408,18 @@ class _Plan:
     def __init__(self, layers: list[ops.Cache], where: Where) -> None:
         self._layers, self._where = layers, where
 
-    def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         cache = self._layers[layer]
         ops.keep(key_THD, value_THD, cache, self._where)
-        return ops.attend(query_THD, cache, self._where, scaling)
+        return ops.attend(query_THD, cache, self._where, scaling, window)
 
 
 def _ordered(running: Row[Sequence]) -> list[Sequence]:
