@@ -85,7 +85,9 @@ class Spread(Settings):
                 value = self.mean + z * self.sigma
             else:
                 value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
-        return min(self.high, max(self.low, value))
+        if value < self.low:
+            value = self.low
+        return self.high if value > self.high else value
 
 
 class ModelSettings(Settings):

@@ -81,8 +81,9 @@ class Books:
         """Get the metrics of each step."""
         for row in rows:  # made again from the events, so none is missing or twice there
             self.takers[0](row)
-        for reader in (*folds, metric_rows(self.summary, self.takers)):
+        for reader in folds:
             self.log.read_by(reader)
+        self.log.read_by(metric_rows(self.summary, self.takers), schema.StepEnd, schema.Replayed)
 
     def close(self) -> None:
         left = self.log.close()

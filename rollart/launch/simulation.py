@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
@@ -61,9 +62,9 @@ async def _simulate(
     books = Books(job, out, audited=audit)
     try:
         if progress is not None:
-            books.log.read_by(_tell(progress, job.train.steps))
+            books.log.read_by(_tell(progress, job.train.steps), schema.StepEnd)
         if ends is not None:
-            books.log.read_by(_note_ends(ends))
+            books.log.read_by(_note_ends(ends), schema.StepEnd)
         books.log.emit(facts(job, clock="virtual"))
         disk = SimDisk()
         journal = SimJournal(disk)
@@ -121,13 +122,13 @@ def _deadlock(coordinator: Coordinator) -> None:
     coordinator.supervisor.fail(Deadlock(words))
 
 
-def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:
+def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Any], None]:
     """Say where the run is, at most once in two seconds of real time."""
     told_s = time.monotonic()
 
-    def read(event: Event) -> None:
+    def read(event: schema.StepEnd) -> None:
         nonlocal told_s
-        if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
+        if time.monotonic() - told_s > 2.0:
             told_s = time.monotonic()
             progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
 
@@ -136,8 +137,7 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
 
 def _note_ends(ends: list[float]) -> Callable[[Event], None]:
     def read(event: Event) -> None:
-        if isinstance(event, schema.StepEnd):
-            ends.append(event.t)
+        ends.append(event.t)
 
     return read
 
@@ -173,6 +173,7 @@ def simulated_world(
         blocking=sim.links.blocking,
         log=log,
         faults=faults,
+        counts_work=any(task.affinity == "auto" for task in job.tasks),
     )
     cluster = SimCluster(
         engines,

@@ -25,8 +25,8 @@ from rollart.policy.profile import TaskProfile
 CLOSE_ENOUGH = 0.003
 """Periods are searched to within this share."""
 ROUNDS = 4
-"""How often the number of live trajectories and the cache hits that follow from it are worked out from each other. Where
-caches fit while few live, and not once many do, the two never agree: the pool swings between them, and so do its steps."""
+"""How often the number of live trajectories and the cache hits that follow from it are worked out from each other.
+Where caches fit while few live, and not once many do, the two never agree: the pool swings, and so do its steps."""
 SWINGS = 1.5
 """The last two periods that were worked out differ by more than this factor: they will not agree."""
 WAVE = 0.5
@@ -104,8 +104,8 @@ def forecast(
     members: Mapping[str, int],
     ahead: float,
 ) -> Forecast:
-    """The shortest period in which the pool does `work`: task -> trajectories in a step. Of a pool that swings, the mean
-    of its two periods.
+    """The shortest period in which the pool does `work`: task -> trajectories in a step. Of a pool that swings, the
+    mean of its two periods.
 
     `members`: task -> size of its groups, which are done when their slowest is. `ahead`: how many steps a group may
     take; it follows from the staleness bound.
