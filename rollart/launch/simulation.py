@@ -21,11 +21,12 @@ from rollart.errors import Deadlock
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
-from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
 from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of
 from rollart.launch.rundir import make_run_dir, write_summary
+from rollart.shapes import known_shape
 from rollart.sim.clock import VirtualLoop
+from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
@@ -160,16 +161,17 @@ def simulated_world(
     judged = {name: sim.judges.get(name, SimJudgeSettings()) for name in judges}
     answers = {judge_domain(name): SimTaskSettings(answer_tokens=each.answer_tokens) for name, each in judged.items()}
     engines = EngineWorld(
-        model=MODELS[sim.model],
-        hardware={pool.name: hardware_of(pool) for pool in job.pools},
+        model=sim.shape,
+        hardware={pool.name: hardware_of(job, pool) for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
-        judges={name: MODELS[each.model] for name, each in judged.items()},
+        judges={name: known_shape(each.model) for name, each in judged.items()},
         dice=dice,
         store=store,
         pull=pull,
+        coordinators=SimCoordinators(sim.control) if sim.control.call_s else None,
         blocking=sim.links.blocking,
         log=log,
         faults=faults,
@@ -178,7 +180,7 @@ def simulated_world(
     cluster = SimCluster(
         engines,
         sim.train,
-        HARDWARE[job.train_pool.hardware],
+        job.kinds[job.train_pool.hardware],
         job.train.gpus,
         job.weights.bucket_mb * 1e6,
         push,
@@ -205,7 +207,7 @@ def simulated_world(
         task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,
         journal=journal,
-        affinity=build_affinity(job, MODELS[sim.model]),
+        affinity=build_affinity(job, sim.shape),
         judges=tuple(judges.values()),
         further_engines=engine_specs(job, further=True),
     )

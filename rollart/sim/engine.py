@@ -22,6 +22,7 @@ from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.hardware import NODE_GPUS, Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
+from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -69,6 +70,8 @@ class EngineWorld:
     """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
+    coordinators: SimCoordinators | None = None
+    """Where their own time is charged."""
     counts_work: bool = True
     """Engines say what they have done, as some task's pool is chosen by how fast they are."""
     judges: Mapping[str, ModelShape] = field(default_factory=dict)
@@ -211,6 +214,9 @@ class SimEngine:
         if self.dead or self.hung:
             await self._alive()
         world = self._world
+        if world.coordinators is not None:
+            await world.coordinators.call(request.session)
+            await self._alive()
         if world.settings.call_s:
             await asyncio.sleep(world.settings.call_s)
             await self._alive()
