@@ -22,6 +22,8 @@ def main(measure: Callable[..., dict[str, Any]]) -> int:
     if "rounds" in takes:
         rounds = takes["rounds"].default
         parser.add_argument("--rounds", type=int, default=rounds, help=f"of each side, interleaved (default: {rounds})")
+    if "bounds" in takes:
+        parser.add_argument("--bounds", type=int, nargs="+", default=(), help="these bounds too (default: none)")
     if "job" in takes:
         parser.add_argument("--job", type=Path, default=takes["job"].default, help="another job file")
     if "out" in takes:

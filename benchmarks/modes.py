@@ -6,8 +6,9 @@ reward worker, is on the trainer's core, so that generation is the same in all m
 with a seed of its own, and the modes of a round meet the same environment latencies.
 Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these where it shares
 the trainer's core, give the profile with which all five modes are simulated. `--job jobs/gpu_modes.yaml` is the same on
-one GPU, engine and trainer side by side. Runs that `--out` has already are read, not run again: so rounds can be added
-to, and the simulator asked on another machine than the one that was measured.
+one GPU, engine and trainer side by side. `--bounds 2 3` runs `rollart` with these bounds too, in the same rounds. Runs
+that `--out` has already are read, not run again: so rounds can be added to, and the simulator asked on another machine
+than the one that was measured.
 """
 
 import os
@@ -45,36 +46,42 @@ SKIPPED_STEPS = 2
 
 
 def measure(
-    rounds: int = ROUNDS, overrides: Sequence[str] = (), out: Path | None = None, job: Path = JOB
+    rounds: int = ROUNDS,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    job: Path = JOB,
+    bounds: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`, and read from there."""
+    sides = {mode: [*overrides, f"mode={mode}"] for mode in MODES}
+    sides |= {f"rollart-bound-{bound}": [*overrides, "mode=rollart", f"rollout.staleness={bound}"] for bound in bounds}
     given = load_job(job, overrides)
     if given.train.steps < SKIPPED_STEPS + 2:
         raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
     if job == JOB and not all(
-        (out / f"{mode}-{number}" / FIGURES).exists() for mode in MODES for number in range(rounds)
+        (out / f"{side}-{number}" / FIGURES).exists() for side in sides for number in range(rounds)
     ):
         make_model(Path(given.model.path))
     began_s = time.monotonic()
-    real: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    real: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with _on_cores(given.train.cores):
         for number in range(rounds):
-            for mode in _rotated(list(MODES), number):
-                real[mode].append(_real_run(_job(job, overrides, mode, number), mode, number, out))
+            for side in _rotated(list(sides), number):
+                real[side].append(_real_run(load_job(job, [*sides[side], f"seed={number}"]), side, number, out))
     profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
     if given.train.cores:  # which are the coordinator's as well
         profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000
     simulated = {
-        mode: [_simulated_run(_job(job, overrides, mode, number), profile) for number in range(rounds)]
-        for mode in MODES
+        side: [_simulated_run(load_job(job, [*changes, f"seed={number}"]), profile) for number in range(rounds)]
+        for side, changes in sides.items()
     }
     means = {mode: _mean(runs) for mode, runs in real.items()}
     predicted = {mode: _mean(runs) for mode, runs in simulated.items()}
     return {
         "real": means,
         "simulated": predicted,
-        "simulated_over_real": {mode: round(predicted[mode] / means[mode], 3) for mode in MODES},
+        "simulated_over_real": {side: round(predicted[side] / means[side], 3) for side in sides},
         "rounds": {mode: [run["step_s"] for run in runs] for mode, runs in real.items()},
         "spread": {mode: _spread(runs) for mode, runs in real.items()},
         "simulated_spread": {mode: _spread(runs) for mode, runs in simulated.items()},
@@ -111,10 +118,6 @@ def make_model(path: Path) -> None:
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     tokenizer.save_pretrained(path)
     model.eval().save_pretrained(path)
-
-
-def _job(path: Path, overrides: Sequence[str], mode: str, number: int) -> Job:
-    return load_job(path, [*overrides, f"mode={mode}", f"seed={number}"])
 
 
 def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:

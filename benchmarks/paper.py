@@ -51,7 +51,10 @@ ASSUMED = {
     "D": "baselines have 96 H800 that roll out and 32 that train, and transfer weights without overlap (E's last row), "
     "which was assumed after D was seen",
     "E": "one push and one pull rate for all sizes: 0.49 and 2.2 GB/s",
+    "F": "D's set-up; the judge, 8B, reads all of every episode and answers 64 tokens; 8 H800, one machine, are the "
+    "fewest that are reserved",
 }
+JUDGE_GPUS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +73,21 @@ class Setup:
     model: str = "qwen3-8b"
     train_gpus: int = 32
     seed: int = 0
+    judge_gpus: int = 0
+    """H800 that a frozen 8B model has to itself, which grades every episode."""
     sim: dict[str, Any] = field(default_factory=dict)
     rollout: dict[str, Any] = field(default_factory=dict)
 
     @property
     def job(self) -> Job:
+        local = {"type": "local", "workers": 64}
         serverless = {"type": "http", "url": "http://127.0.0.1:8080", "concurrency": 4096}
+        graded: dict[str, Any] = {}
+        judges: list[dict[str, Any]] = []
+        if self.judge_gpus:
+            graded = {"rewards": [{"type": "judge", "pool": "judge", "rubric": "the task is solved"}]}
+            engines = {"type": "vllm", "count": self.judge_gpus, "gpus": 1}
+            judges = [{"name": "judge", "hardware": "h800", "judge": {}, "engines": engines}]
         return build_job(
             {
                 "name": "paper",
@@ -83,7 +95,7 @@ class Setup:
                 "seed": self.seed,
                 "model": {"context_tokens": 32_768},
                 "tasks": [
-                    {"name": name, "group_size": GROUP, "affinity": where, **TASKS[name]}
+                    {"name": name, "group_size": GROUP, "affinity": where, **TASKS[name], **graded}
                     for name, where in self.tasks.items()
                 ],
                 "rollout": {"groups_per_step": self.groups, "zero_variance": "keep", **self.rollout},
@@ -96,10 +108,11 @@ class Setup:
                         }
                         for name, (hardware, count, gpus) in self.pools.items()
                     ),
+                    *judges,
                     {"name": "trainers", "hardware": "h800"},
                     {"name": "environments", "slots": 4096},
                 ],
-                "rewards": {"type": "local", "workers": 64} if self.mode == "sync" else serverless,
+                **({} if judges else {"rewards": local if self.mode == "sync" else serverless}),
                 "train": {"pool": "trainers", "gpus": self.train_gpus, "steps": self.steps},
                 "checkpoint": {"every": 1000},
                 "sim": {"profile": str(PROFILE), "model": self.model, **self.sim},
@@ -320,23 +333,53 @@ def all_modes(play_all: Play) -> list[dict[str, Any]]:
 
 
 def ablation(play_all: Play) -> list[dict[str, Any]]:
-    """Which principle gave how much of rollart's lead, 8B: each taken away alone."""
-    model = "qwen3-8b"
-    whole = end_to_end("rollart", model)
-    one_kind = {"compute": ("h800", 96, 1)}
-    setups = {
-        "all of them": whole,
-        "without affinity (R1): tasks anywhere": _with(whole, tasks=dict.fromkeys(TASKS, "compute"), pools=one_kind),
-        "without asynchronous stepping (R2)": _with(whole, rollout={"stepping": "batched"}),
-        "without overlap of training and rollout (R4): sync+": _with(whole, mode="sync+"),
-        "without overlap of weights": _with(whole, sim={"links": {"blocking": True}}),
-    }
-    took = dict(zip(setups, play_all(list(setups.values())), strict=True))
-    base_s = took["all of them"]["step_s"]
-    return [
-        {"what": name, "ours": round(one["step_s"], 1), "times_the_step": round(one["step_s"] / base_s, 3)}
-        for name, one in took.items()
-    ]
+    """Which principle gave how much of rollart's lead: each taken away alone, on GPUs of the same price."""
+    rows = []
+    for model in ("qwen3-8b", "qwen3-32b"):
+        whole = end_to_end("rollart", model)
+        setups = {"all of them": whole}
+        for kind, hardware, count in _alone(TENSOR_PARALLEL[model]):
+            name = f"without affinity (R1): {count * TENSOR_PARALLEL[model]} {hardware.upper()} of the same price"
+            pools = {kind: (hardware, count, TENSOR_PARALLEL[model])}
+            setups[name] = _with(whole, tasks=dict.fromkeys(TASKS, kind), pools=pools)
+        setups |= {
+            "without asynchronous stepping (R2)": _with(whole, rollout={"stepping": "batched"}),
+            "without overlap of training and rollout (R4): sync+": _with(whole, mode="sync+"),
+            "without overlap of weights": _with(whole, sim={"links": {"blocking": True}}),
+        }
+        took = dict(zip(setups, play_all(list(setups.values())), strict=True))
+        base_s = took["all of them"]["step_s"]
+        for name, one in took.items():
+            ratio = round(one["step_s"] / base_s, 3)
+            rows.append({"what": f"{model}, {name}", "ours": round(one["step_s"], 1), "times_the_step": ratio})
+    return rows
+
+
+def _alone(gpus: int) -> list[tuple[str, str, int]]:
+    """Engines of `gpus` devices, of one kind alone, for the price of 64 H800 and 32 H20: (pool, hardware, engines)."""
+    price = 64 * HARDWARE["h800"].cost + 32 * HARDWARE["h20"].cost
+    kinds = (("compute", "h800"), ("bandwidth", "h20"))
+    return [(pool, kind, round(price / HARDWARE[kind].cost / gpus)) for pool, kind in kinds]
+
+
+def rewards(play_all: Play) -> list[dict[str, Any]]:
+    """F: an 8B judge on 8 of the H800 grades every episode, where D has functions; 8B policy."""
+    modes = ("rollart", "sync+")
+    setups = []
+    for mode in modes:
+        one = end_to_end(mode, "qwen3-8b")
+        pools = {**one.pools, "compute": ("h800", one.pools["compute"][1] - JUDGE_GPUS, 1)}
+        setups.append(_with(one, pools=pools, judge_gpus=JUDGE_GPUS))
+    rows = []
+    for mode, took in zip(modes, play_all(setups), strict=True):
+        reserved_s, busy = JUDGE_GPUS * took["step_s"], took["utilisation"]["judge"]
+        rows += [
+            _row(f"{mode}, share of the time that {JUDGE_GPUS} dedicated H800 are busy", 0.074, busy),
+            {"what": f"{mode}, GPU seconds reserved, a step", "ours": round(reserved_s)},
+            {"what": f"{mode}, GPU seconds computed, a step", "ours": round(busy * reserved_s)},
+            {"what": f"{mode}, s a step; D has it with functions", "ours": round(took["step_s"], 1)},
+        ]
+    return rows
 
 
 def weights(play_all: Play) -> list[dict[str, Any]]:
@@ -374,12 +417,8 @@ def weights(play_all: Play) -> list[dict[str, Any]]:
 def mixed_pools(play_all: Play) -> list[dict[str, Any]]:
     """R1 on the paper's mix, 8B: 64 H800 and 32 H20 against either kind alone at the same price, and where `auto`
     sends what."""
-    price = 64 * HARDWARE["h800"].cost + 32
-    fleets = {
-        "64 H800 + 32 H20, auto": {"compute": ("h800", 64, 1), "bandwidth": ("h20", 32, 1)},
-        "75 H800": {"compute": ("h800", round(price / HARDWARE["h800"].cost), 1)},
-        "214 H20": {"bandwidth": ("h20", round(price), 1)},
-    }
+    fleets = {"64 H800 + 32 H20, auto": {"compute": ("h800", 64, 1), "bandwidth": ("h20", 32, 1)}}
+    fleets |= {f"{count} {hardware.upper()}": {pool: (hardware, count, 1)} for pool, hardware, count in _alone(1)}
     setups = [
         Setup(
             tasks=dict.fromkeys(TASKS, "auto"),
@@ -414,6 +453,7 @@ EXPERIMENTS: dict[str, Callable[[Play], list[dict[str, Any]]]] = {
     "C": asynchrony,
     "D": all_modes,
     "E": weights,
+    "F": rewards,
     "ablation": ablation,
     "mixed_pools": mixed_pools,
 }

@@ -1,5 +1,6 @@
 """The job file: every wrong job gets one line that names the key and the fix; right ones mean what they say."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job, load_job, warnings
 from rollart.config.settings import MODES
 from rollart.errors import JobError
+from rollart.hardware import HARDWARE
 
 JOB = """
 name: base
@@ -398,6 +400,22 @@ def test_a_profile_is_merged_below_the_job(tmp_path: Path) -> None:
     assert (sim.tasks["maths"].turns.mean, sim.tasks["maths"].success) == (3, 0.9)
     assert (sim.tasks["lake"].turns.kind, sim.tasks["lake"].turns.mean) == ("lognormal", 9)
     assert (sim.links.push_gb_s, sim.links.pull_gb_s) == (4, 8)
+
+
+def test_a_kind_of_hardware_of_one_s_own_is_as_good_as_a_known_one(tmp_path: Path) -> None:
+    own = "hardware={b200: {tflops: 2250, memory_gb: 180, bandwidth_gb_s: 8000, cost: 6}}"
+    job = load(tmp_path, own, "pools.0.hardware=b200")
+    assert (job.kinds["b200"].bandwidth_gb_s, job.kinds["b200"].cost) == (8000, 6)
+    assert job.kinds["h20"] == HARDWARE["h20"]
+    with pytest.raises(JobError, match=r"hardware: 'b300' is not known, did you mean 'b200'"):
+        load(tmp_path, own, "pools.0.hardware=b300")
+
+
+def test_a_folder_with_a_config_is_a_simulated_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": 1000, "dtype": "bfloat16"}))
+    shape = load(tmp_path, f"sim.model={tmp_path}").sim.shape
+    assert (shape.layers, shape.hidden, shape.bytes_per_param) == (2, 64, 2.0)
 
 
 def test_an_override_wins_over_the_profile(tmp_path: Path) -> None:

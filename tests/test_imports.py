@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "append": frozenset({"errors"}),
     "events": frozenset({"types", "errors", "append"}),
     "hardware": frozenset({"types"}),
-    "config": frozenset({"types", "errors", "hardware"}),
+    "shapes": frozenset({"types", "errors", "hardware"}),
+    "config": frozenset({"types", "errors", "hardware", "shapes"}),
     "policy": frozenset({"types", "hardware"}),
     "control": SHARED | {"policy"},
     "workers": SHARED,
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "report": SHARED | {"records"},
     "launch": SHARED
     | {"policy", "control", "workers", "cluster", "model", "engines", "train", "store", "envs", "rewards", "tasks"}
-    | {"gateway", "records", "sim", "report"},
+    | {"gateway", "records", "sim", "report", "shapes"},
     "cli": frozenset({"errors", "config", "events", "policy", "cluster", "sim"})
     | {"launch", "report", "records", "tasks", "rewards"},
 }
@@ -78,7 +79,7 @@ JSONS_EDGE = frozenset(
         "rollart.launch.checks",
         "rollart.launch.plan",
         "rollart.launch.resume",
-        "rollart.launch.shapes",
+        "rollart.shapes",
         "rollart.model.adapters",
         "rollart.model.reduced",
         "rollart.sim.fit",

@@ -103,6 +103,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}
     | {f"sim.tasks.{task}.success": 0.05 for task in "ab"}
     | {f"sim.tasks.{task}.success_gain": 0.0 for task in "ab"},
+    "sim.control.coordinators": {"sim.control.call_s": 0.001},
 }
 """Where a key is read only when something happens: what makes it happen."""
 

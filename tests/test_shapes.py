@@ -9,7 +9,7 @@ import pytest
 from rollart.config.load import build_job
 from rollart.hardware import HARDWARE, RUNTIMES, engine_costs
 from rollart.launch.pools import build_affinity
-from rollart.launch.shapes import experts_in, shape_from, shape_of
+from rollart.shapes import experts_in, shape_from, shape_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -5,6 +5,7 @@ Every check that can be made before anything starts is made here; each text name
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -13,7 +14,8 @@ from rollart.config import settings
 from rollart.config.changes import Anytime, Fixed
 from rollart.config.sim import SimSettings
 from rollart.config.unused import unused
-from rollart.hardware import HARDWARE, MODELS
+from rollart.hardware import HARDWARE, MODELS, Hardware
+from rollart.shapes import is_known
 
 
 class Job(settings.Settings):
@@ -42,6 +44,13 @@ class Job(settings.Settings):
     endpoint: Anytime[settings.EndpointSettings] = settings.EndpointSettings()
     limits: Anytime[settings.LimitSettings] = settings.LimitSettings()
     sim: Anytime[SimSettings] = SimSettings()
+    hardware: Anytime[dict[str, settings.HardwareSettings]] = Field(default_factory=dict)
+    """Kinds of device beside those of `rollart.hardware`, or in place of them, by name."""
+
+    @cached_property
+    def kinds(self) -> dict[str, Hardware]:
+        """Every kind of device that a pool may name."""
+        return {**HARDWARE, **{name: Hardware(name=name, **own.model_dump()) for name, own in self.hardware.items()}}
 
     @property
     def engine_pools(self) -> tuple[settings.PoolSettings, ...]:
@@ -152,7 +161,7 @@ def _name_problems(job: Job) -> Iterator[str]:
     named: list[tuple[str, str | None, Collection[str]]] = [("train.pool", job.train.pool, pools)]
     for position, pool in enumerate(job.pools):
         prefill = pool.engines.prefill if pool.engines else None
-        named.append((f"pools.{position}.hardware", pool.hardware, HARDWARE))
+        named.append((f"pools.{position}.hardware", pool.hardware, job.kinds))
         named.append((f"pools.{position}.engines.prefill.pool", prefill.pool if prefill else None, pools))
     for position, task in enumerate(job.tasks):
         named.append((f"tasks.{position}.affinity", task.affinity, ["auto", *with_engines]))
@@ -160,9 +169,11 @@ def _name_problems(job: Job) -> Iterator[str]:
     judges = [pool.name for pool in job.judge_pools]
     named += [(f"{place}.pool", reward.pool, judges) for place, reward in job.asked_rewards.items()]
     named += [(f"sim.judges.{name}", name, judges) for name in job.sim.judges]
-    named += [(f"sim.judges.{name}.model", judge.model, MODELS) for name, judge in job.sim.judges.items()]
+    models = {f"sim.judges.{name}.model": judge.model for name, judge in job.sim.judges.items()}
+    models["sim.model"] = job.sim.model
+    shapes = [*MODELS, "a folder with a config.json"]
+    named += [(key, model, shapes) for key, model in models.items() if not is_known(model)]
     named += [(f"sim.engine.measured.{name}", name, [*with_engines, *judges]) for name in job.sim.engine.measured]
-    named.append(("sim.model", job.sim.model, MODELS))
     for key, given, known in named:
         if given is not None and given not in known:
             one_of = f"one of {', '.join(known)}" if known else "no pool has a judge"

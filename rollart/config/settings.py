@@ -19,6 +19,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
 Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$")]
 """`host:port`."""
 
@@ -85,7 +86,33 @@ class Spread(Settings):
                 value = self.mean + z * self.sigma
             else:
                 value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
-        return min(self.high, max(self.low, value))
+        if value < self.low:
+            value = self.low
+        return self.high if value > self.high else value
+
+
+class HardwareSettings(Settings):
+    """A kind of device of the user's own, as affinity, `rollart sim` and `rollart plan` reckon with it."""
+
+    tflops: Positive
+    """Dense, in the model's precision: the peak."""
+    memory_gb: Positive
+    bandwidth_gb_s: Positive
+    """Of its memory: the peak."""
+    cost: NonNegative = 1.0
+    """Price of an hour, that of an H20 being 1; `pools.cost` wins."""
+    matmul: Part = 0.7
+    """Share of the peak that large matrix products reach."""
+    read: Part = 0.84
+    """Share of the memory's peak at which a step reads weights."""
+    read_kv: Part = 0.84
+    """The same of keys and values."""
+    row_gb_s: Positive = 1e9
+    """Rate at which weights are read for one sequence alone, where that is less."""
+    link_gb_s: Positive = 450.0
+    """Between devices of one machine, one way."""
+    link_s: NonNegative = 8e-6
+    """An all-reduce of two devices, whatever its size."""
 
 
 class ModelSettings(Settings):

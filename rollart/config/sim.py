@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from rollart.config.paths import Place
 from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
-from rollart.hardware import RUNTIMES, EngineCosts, Runtime
+from rollart.hardware import RUNTIMES, EngineCosts, ModelShape, Runtime
+from rollart.shapes import known_shape
 
 
 class SimShiftSettings(Settings):
@@ -64,6 +65,16 @@ class SimTaskSettings(Settings):
         return self.model_copy(update={**given, "shift": None})
 
 
+class SimControlSettings(Settings):
+    """The coordinator's own time in the simulator."""
+
+    call_s: NonNegative = 0.0
+    """Each generate call takes a coordinator so long, one after another. What it does itself is measured by
+    `python -m benchmarks.control`, what a link adds by `python -m benchmarks.cluster`."""
+    coordinators: Count = 1
+    """Between which the groups are divided evenly, as if each had a process and a core of its own."""
+
+
 class SimRewardSettings(Settings):
     """Serverless functions (`rewards.type: http`) in the simulator."""
 
@@ -76,7 +87,7 @@ class SimJudgeSettings(Settings):
     """The judge of one pool (`pools.N.judge`) in the simulator."""
 
     model: str = "qwen3-8b"
-    """A shape, as `sim.model`."""
+    """A shape, or a folder, as `sim.model`."""
     prompt_tokens: Spread = Spread(mean=256)
     """The rubric and what is said around the episode; the episode itself comes to that."""
     answer_tokens: Spread = Spread(mean=64)
@@ -257,9 +268,11 @@ class SimSettings(Settings):
     has."""
     model: str = "qwen3-8b"
     """A shape from `rollart.hardware`: qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b,
-    qwen3-235b-a22b."""
+    qwen3-235b-a22b. Or a folder with the config.json of a Hugging Face model; no weights are read but for their
+    number."""
     tasks: dict[str, SimTaskSettings] = Field(default_factory=dict)
     """By task name; a task not named here behaves by the defaults."""
+    control: SimControlSettings = SimControlSettings()
     engine: SimEngineSettings = SimEngineSettings()
     train: SimTrainSettings = SimTrainSettings()
     links: SimLinkSettings = SimLinkSettings()
@@ -268,3 +281,7 @@ class SimSettings(Settings):
     """By pool; a judge that is not named here behaves by the defaults."""
     faults: tuple[FaultSettings, ...] = ()
     chaos: ChaosSettings = ChaosSettings()
+
+    @property
+    def shape(self) -> ModelShape:
+        return known_shape(self.model)

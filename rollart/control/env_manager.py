@@ -96,7 +96,8 @@ class Session:
         """One answer to the prompt grown by `context`; None when turns or context have run out. `max_tokens` and
         `stop` may end it sooner than the job would."""
         manager, attempt, job = self.manager, self.attempt, self.manager.job
-        attempt.settle()
+        if attempt.said is not None:  # an environment that was not asked in between
+            attempt.settle()
         turn = len(attempt.turns)
         prefix = attempt.prefix.extended(context, fresh=fresh)
         room = job.model.context_tokens - prefix.length

@@ -102,7 +102,7 @@ class Proxy:
 
     async def _send(self, slot: EngineSlot, request: GenerateRequest) -> tuple[Completion | None, str]:
         """The completion; or None and why the engine was lost."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         call = InFlightCall(task)
         slot.calls[request.id] = call

@@ -80,7 +80,7 @@ class WaitList:
 
     async def guard(self, who: str, awaitable: Awaitable[T]) -> T:
         """Await it under this list's name; Expired when the limit passes first."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         now_s = self._loop.time()
         limit_s = self.limit_s

@@ -35,20 +35,35 @@ _decode = msgspec.json.Decoder(Union[tuple(KINDS.values())]).decode  # noqa: UP0
 class Fold:
     """A reader of events whose methods are handlers: one that takes `event: schema.Send` is called with each `Send`.
 
-    A union of kinds is called with each of these. `parts` are folds that handle other kinds.
+    A union of kinds is called with each of these. `parts` are folds that handle other kinds. `before` is a fold that
+    is given each event first; it may handle the same kinds.
     """
 
-    def __init__(self, *parts: "Fold") -> None:
+    def __init__(self, *parts: "Fold", before: "Fold | None" = None) -> None:
+        self.now = Event()
+        """The event that is read, or was read last."""
         self._handlers: dict[type[Event], Callable[[Any], None]] = {}
         found = [(kind, getattr(self, name)) for name, method in vars(type(self)).items() for kind in _handled(method)]
         for kind, handler in [*found, *(entry for part in parts for entry in part._handlers.items())]:
             assert kind not in self._handlers, f"{type(self).__name__} has two handlers of {kind.__name__}"
             self._handlers[kind] = handler
+        for kind, handler in () if before is None else before._handlers.items():
+            own = self._handlers.get(kind)
+            self._handlers[kind] = handler if own is None else _in_turn(handler, own)
 
     def read(self, event: Event) -> None:
+        self.now = event
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
+
+
+def _in_turn(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
+    def both(event: Any) -> None:
+        first(event)
+        second(event)
+
+    return both
 
 
 def _handled(method: object) -> list[type[Event]]:
@@ -79,13 +94,17 @@ class EventLog:
         self._path = path
         self._part_bytes = part_bytes
         self.file = AppendFile(path) if path else None
-        self._readers: list[Reader] = []
+        self._readers: list[tuple[Reader, tuple[type[Event], ...]]] = []
+        self._readers_of: dict[type[Event], tuple[Reader, ...]] = {}
+        """By kind, worked out when the first event of a kind comes."""
         self._next = after.n + 1 if after else 0
         self.last_s = self.zero_s
         """When the last event was written, on the log's clock."""
 
-    def read_by(self, reader: Reader) -> None:
-        self._readers.append(reader)
+    def read_by(self, reader: Reader, *kinds: type[Event]) -> None:
+        """Hand it each event; of these kinds alone, where some are given."""
+        self._readers.append((reader, kinds))
+        self._readers_of.clear()
 
     def emit(self, event: Event) -> int:
         """Append one event; returns its sequence number, for later events to name as their cause."""
@@ -102,7 +121,11 @@ class EventLog:
             self.file.put(line + b"\n")
             if self.file.held_bytes >= FLUSH_BYTES and not self.file.full:
                 self.flush()
-        for reader in self._readers:
+        readers = self._readers_of.get(type(event))
+        if readers is None:
+            readers = tuple(reader for reader, kinds in self._readers if not kinds or isinstance(event, kinds))
+            self._readers_of[type(event)] = readers
+        for reader in readers:
             reader(event)
         return number
 

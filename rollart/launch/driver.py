@@ -25,7 +25,6 @@ from rollart.errors import Deadlock, Interrupted, JobError, RollartError, Stayed
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
 from rollart.events.schema import Event
-from rollart.hardware import HARDWARE
 from rollart.launch.pools import task_shares
 from rollart.report.audit import Audit
 from rollart.report.fold import SummaryFold
@@ -81,8 +80,9 @@ class Books:
         """Get the metrics of each step."""
         for row in rows:  # made again from the events, so none is missing or twice there
             self.takers[0](row)
-        for reader in (*folds, metric_rows(self.summary, self.takers)):
+        for reader in folds:
             self.log.read_by(reader)
+        self.log.read_by(metric_rows(self.summary, self.takers), schema.StepEnd, schema.Replayed)
 
     def close(self) -> None:
         left = self.log.close()
@@ -239,7 +239,7 @@ def facts(job: Job, clock: str) -> schema.Run:
         pools={
             pool.name: schema.PoolFacts(
                 hardware=pool.hardware,
-                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                cost=job.kinds[pool.hardware].cost if pool.cost is None else pool.cost,
                 engines=pool.engines.count if pool.engines else 0,
                 gpus=pool.engines.decode_gpus if pool.engines else 0,
                 prefill=_prefill_facts(job, pool),
@@ -251,7 +251,7 @@ def facts(job: Job, clock: str) -> schema.Run:
         train=schema.TrainFacts(
             pool=train_pool.name,
             gpus=job.train.gpus,
-            cost=HARDWARE[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+            cost=job.kinds[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
         ),
         rewards=", ".join(sorted({reward.type for reward in job.asked_rewards.values()})),
         reward=shared,

@@ -18,7 +18,7 @@ from rollart.config.load import build_job
 from rollart.config.settings import PoolSettings, TaskSettings
 from rollart.config.sim import SimTaskSettings
 from rollart.errors import JobError
-from rollart.hardware import HARDWARE, MODELS, Hardware, TrainCosts, train_costs
+from rollart.hardware import Hardware, TrainCosts, train_costs
 from rollart.launch.pools import build_affinity, task_shares
 from rollart.launch.simulation import simulate
 from rollart.policy.planning import Problem, best_plan
@@ -110,9 +110,9 @@ def _limits(job: Job, text: str) -> dict[str, tuple[int, int]]:
             bounds = (int(low), int(high)) if dots else (int(span), int(span))
         except ValueError:
             bounds = (1, 0)
-        if not equals or kind not in HARDWARE or not 0 <= bounds[0] <= bounds[1]:
+        if not equals or kind not in job.kinds or not 0 <= bounds[0] <= bounds[1]:
             raise JobError(
-                f"--pools {part!r}: write it as kind=low..high, such as h800=0..96; kinds: {', '.join(HARDWARE)}"
+                f"--pools {part!r}: write it as kind=low..high, such as h800=0..96; kinds: {', '.join(job.kinds)}"
             )
         found[kind] = bounds
     used = {pool.hardware for pool in job.engine_pools} | {job.train_pool.hardware}
@@ -136,7 +136,7 @@ class Planner:
     def __init__(self, job: Job, limits: Mapping[str, tuple[int, int]]) -> None:
         self._job = job
         self._limits = limits
-        self._model = MODELS[job.sim.model]
+        self._model = job.sim.shape
         self.pools: list[PoolSettings] = list(job.engine_pools)
         kinds = [pool.hardware for pool in self.pools]
         if len(set(kinds)) < len(kinds):
@@ -158,7 +158,7 @@ class Planner:
 
     @property
     def _train_kind(self) -> Hardware:
-        return HARDWARE[self._job.train_pool.hardware]
+        return self._job.kinds[self._job.train_pool.hardware]
 
     def search(self, budget: float | None, goal: str, margin: float, progress: Callable[[str], None]) -> list[Split]:
         """Splits that fit, the best first if rollout takes `margin` times as long as predicted: a coarse grid, then the
@@ -237,7 +237,7 @@ class Planner:
 
     def _price(self, train_gpus: int, sizes: Sequence[int]) -> float:
         def each(pool: PoolSettings) -> float:
-            return HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost
+            return self._job.kinds[pool.hardware].cost if pool.cost is None else pool.cost
 
         return train_gpus * each(self._job.train_pool) + sum(
             size * each(pool) for pool, size in zip(self.pools, sizes, strict=True)

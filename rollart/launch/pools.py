@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
 from rollart.control.judges import JudgePool
-from rollart.hardware import HARDWARE, Disaggregated, Hardware, ModelShape
+from rollart.hardware import Disaggregated, Hardware, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import stand_ins
@@ -70,12 +70,12 @@ def _specs(pool: PoolSettings, numbers: range) -> tuple[EngineSpec, ...]:
 
 
 def pool_stand_ins(job: Job) -> dict[str, list[str]]:
-    return stand_ins({pool.name: HARDWARE[pool.hardware] for pool in job.engine_pools})
+    return stand_ins({pool.name: job.kinds[pool.hardware] for pool in job.engine_pools})
 
 
-def hardware_of(pool: PoolSettings) -> Hardware:
+def hardware_of(job: Job, pool: PoolSettings) -> Hardware:
     """What one device of this pool's engines is: the whole, or their share of it."""
-    hardware = HARDWARE[pool.hardware]
+    hardware = job.kinds[pool.hardware]
     return hardware.part(pool.engines.share) if pool.engines and pool.engines.share else hardware
 
 
@@ -95,7 +95,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
     speeds = [
         PoolSpeed(
             name=pool.name,
-            hardware=hardware_of(pool),
+            hardware=hardware_of(job, pool),
             model=model.held_in(held.get(pool.name, model.bytes_per_param)),
             engines=pool.engines.count,
             gpus=pool.engines.gpus,
@@ -124,7 +124,7 @@ def disaggregated(job: Job) -> dict[str, Disaggregated]:
         other = job.prefill_pool(pool)
         if other and pool.engines and (prefill := pool.engines.prefill):
             found[pool.name] = Disaggregated(
-                hardware=HARDWARE[other.hardware],
+                hardware=job.kinds[other.hardware],
                 gpus=prefill.gpus,
                 workers=prefill.workers,
                 decoders=prefill.decoders,

@@ -20,9 +20,9 @@ from rollart.errors import JobError
 from rollart.launch.checks import agent_class
 from rollart.launch.pools import build_affinity, engine_specs, judges_of
 from rollart.launch.resources import demands, gpu_shares, visible_devices
-from rollart.launch.shapes import DTYPE_BYTES, shape_of
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
+from rollart.shapes import DTYPE_BYTES, shape_of
 from rollart.types import Program
 from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost

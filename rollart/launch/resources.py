@@ -9,7 +9,6 @@ from dataclasses import replace
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings
 from rollart.errors import JobError
-from rollart.hardware import HARDWARE
 from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
 from rollart.policy.placement import Demand, Placement, fit
@@ -179,7 +178,7 @@ def report(job: Job) -> PoolsReport:
             reports.PoolReport(
                 name=pool.name,
                 hardware=pool.hardware,
-                cost=HARDWARE[pool.hardware].cost if pool.cost is None else pool.cost,
+                cost=job.kinds[pool.hardware].cost if pool.cost is None else pool.cost,
                 resource=next((found.demand.needs.resource for found in fits if found.demand.pool == pool.name), ""),
                 roles=[_role(found) for found in fits if found.demand.pool == pool.name],
                 tasks=[task.name for task in job.tasks if task.affinity == pool.name],

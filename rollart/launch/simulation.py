@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
@@ -20,11 +21,12 @@ from rollart.errors import Deadlock
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
-from rollart.hardware import HARDWARE, MODELS
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
 from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of
 from rollart.launch.rundir import make_run_dir, write_summary
+from rollart.shapes import known_shape
 from rollart.sim.clock import VirtualLoop
+from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
@@ -61,9 +63,9 @@ async def _simulate(
     books = Books(job, out, audited=audit)
     try:
         if progress is not None:
-            books.log.read_by(_tell(progress, job.train.steps))
+            books.log.read_by(_tell(progress, job.train.steps), schema.StepEnd)
         if ends is not None:
-            books.log.read_by(_note_ends(ends))
+            books.log.read_by(_note_ends(ends), schema.StepEnd)
         books.log.emit(facts(job, clock="virtual"))
         disk = SimDisk()
         journal = SimJournal(disk)
@@ -121,13 +123,13 @@ def _deadlock(coordinator: Coordinator) -> None:
     coordinator.supervisor.fail(Deadlock(words))
 
 
-def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None]:
+def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Any], None]:
     """Say where the run is, at most once in two seconds of real time."""
     told_s = time.monotonic()
 
-    def read(event: Event) -> None:
+    def read(event: schema.StepEnd) -> None:
         nonlocal told_s
-        if isinstance(event, schema.StepEnd) and time.monotonic() - told_s > 2.0:
+        if time.monotonic() - told_s > 2.0:
             told_s = time.monotonic()
             progress(f"step {event.version}/{steps}, {event.t / 3600:.2f} h of virtual time, {event.n:,} events")
 
@@ -136,8 +138,7 @@ def _tell(progress: Callable[[str], None], steps: int) -> Callable[[Event], None
 
 def _note_ends(ends: list[float]) -> Callable[[Event], None]:
     def read(event: Event) -> None:
-        if isinstance(event, schema.StepEnd):
-            ends.append(event.t)
+        ends.append(event.t)
 
     return read
 
@@ -160,24 +161,26 @@ def simulated_world(
     judged = {name: sim.judges.get(name, SimJudgeSettings()) for name in judges}
     answers = {judge_domain(name): SimTaskSettings(answer_tokens=each.answer_tokens) for name, each in judged.items()}
     engines = EngineWorld(
-        model=MODELS[sim.model],
-        hardware={pool.name: hardware_of(pool) for pool in job.pools},
+        model=sim.shape,
+        hardware={pool.name: hardware_of(job, pool) for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
-        judges={name: MODELS[each.model] for name, each in judged.items()},
+        judges={name: known_shape(each.model) for name, each in judged.items()},
         dice=dice,
         store=store,
         pull=pull,
+        coordinators=SimCoordinators(sim.control) if sim.control.call_s else None,
         blocking=sim.links.blocking,
         log=log,
         faults=faults,
+        counts_work=any(task.affinity == "auto" for task in job.tasks),
     )
     cluster = SimCluster(
         engines,
         sim.train,
-        HARDWARE[job.train_pool.hardware],
+        job.kinds[job.train_pool.hardware],
         job.train.gpus,
         job.weights.bucket_mb * 1e6,
         push,
@@ -204,7 +207,7 @@ def simulated_world(
         task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,
         journal=journal,
-        affinity=build_affinity(job, MODELS[sim.model]),
+        affinity=build_affinity(job, sim.shape),
         judges=tuple(judges.values()),
         further_engines=engine_specs(job, further=True),
     )

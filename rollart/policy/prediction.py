@@ -25,7 +25,10 @@ from rollart.policy.profile import TaskProfile
 CLOSE_ENOUGH = 0.003
 """Periods are searched to within this share."""
 ROUNDS = 4
-"""How often the number of live trajectories and the cache hits that follow from it are worked out from each other."""
+"""How often the number of live trajectories and the cache hits that follow from it are worked out from each other.
+Where caches fit while few live, and not once many do, the two never agree: the pool swings, and so do its steps."""
+SWINGS = 1.5
+"""The last two periods that were worked out differ by more than this factor: they will not agree."""
 WAVE = 0.5
 """Steps' worth of trajectories that are alive beyond what a steady flow would keep alive: a swap frees a step's slots
 all at once."""
@@ -101,7 +104,8 @@ def forecast(
     members: Mapping[str, int],
     ahead: float,
 ) -> Forecast:
-    """The shortest period in which the pool does `work`: task -> trajectories in a step.
+    """The shortest period in which the pool does `work`: task -> trajectories in a step. Of a pool that swings, the
+    mean of its two periods.
 
     `members`: task -> size of its groups, which are done when their slowest is. `ahead`: how many steps a group may
     take; it follows from the staleness bound.
@@ -115,18 +119,23 @@ def forecast(
     straggle = {task: profiles[task].straggle(members[task]) for task in tasks}
     limits = {task: ahead / straggle[task] for task in tasks}
     spans = dict(limits)
-    period_s, lives = NEVER_S, dict.fromkeys(tasks, NEVER_S)
+    last = before = Forecast(period_s=NEVER_S, trajectory_s=dict.fromkeys(tasks, NEVER_S))
     for _ in range(ROUNDS):
         live = {task: (spans[task] * straggle[task] + WAVE) * work[task] / pool.engines for task in tasks}
         computed = load.computed(load.hit_rate(live), spans)
-        found_s, lives = load.shortest(limits, computed)
-        if abs(found_s - period_s) <= CLOSE_ENOUGH * period_s:
-            break
-        period_s = found_s
+        period_s, lives = load.shortest(limits, computed)
+        if abs(period_s - before.period_s) <= CLOSE_ENOUGH * before.period_s:
+            return Forecast(period_s=before.period_s, trajectory_s=lives)
+        last, before = before, Forecast(period_s=period_s, trajectory_s=lives)
         if period_s >= NEVER_S:
-            break
+            return before
         spans = {task: min(limits[task], lives[task] / period_s) for task in tasks}
-    return Forecast(period_s=period_s, trajectory_s=lives)
+    if max(last.period_s, before.period_s) < SWINGS * min(last.period_s, before.period_s):
+        return before
+    return Forecast(
+        period_s=(last.period_s + before.period_s) / 2,
+        trajectory_s={task: (last.trajectory_s[task] + lives[task]) / 2 for task in tasks},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

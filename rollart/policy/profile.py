@@ -63,9 +63,10 @@ class TaskProfile:
             its: float = getattr(other, name)
             return mine + weight * (its - mine)
 
-        means = {one.name: mixed(one.name) for one in fields(self) if one.name != "trajectories"}
-        return TaskProfile(**means, trajectories=self.trajectories + 1)
+        return TaskProfile(**{name: mixed(name) for name in MEANS}, trajectories=self.trajectories + 1)
 
+
+MEANS = tuple(one.name for one in fields(TaskProfile) if one.name != "trajectories")
 
 UNKNOWN = TaskProfile(
     prompt_tokens=3000.0,

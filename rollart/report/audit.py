@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollart.events import schema
 from rollart.events.log import Fold
-from rollart.events.schema import Event, attempt_of, task_set
+from rollart.events.schema import attempt_of, task_set
 from rollart.report.audit_tasks import TaskBooks
 
 SENDS = 6
@@ -44,7 +44,6 @@ class Audit(Fold):
         """Kind -> [how often it fired, how often of these during a swap]"""
         self._job: schema.Run
         """From the first event, and the last change."""
-        self._now = Event()
         self._serving = 0
         self._target = 0
         self._versions: dict[str, int] = {}
@@ -97,12 +96,7 @@ class Audit(Fold):
         self._full_s: dict[str, float] = {}
         """What waits for room -> since when."""
         self._trainer_faults = 0
-        super().__init__()
-
-    def read(self, event: Event) -> None:
-        self._now = event
-        self._task_books.read(event)
-        super().read(event)
+        super().__init__(before=self._task_books)
 
     @property
     def over(self) -> bool:
@@ -124,7 +118,7 @@ class Audit(Fold):
         return self.violations
 
     def _broken(self, promise: int, text: str) -> None:
-        self.violations.append(f"promise {promise}: {text} (event {self._now.n}, t = {self._now.t})")
+        self.violations.append(f"promise {promise}: {text} (event {self.now.n}, t = {self.now.t})")
 
     # --- the job --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from rollart.events import schema
 from rollart.events.log import Fold
 from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
-from rollart.events.schema import Event, attempt_of, task_set
+from rollart.events.schema import attempt_of, task_set
 from rollart.report import summary
 from rollart.report.costs import CostFold
 from rollart.report.fold_parts import EvaluationFold, Failures, SwapFold, TaskSums, step_times
@@ -46,7 +46,6 @@ class SummaryFold(Fold):
 
     def __init__(self) -> None:
         self._job: schema.Run | None = None
-        self._last_s = 0.0
         self._steps: list[float] = []
         self._step_s = 0.0
         self._ended_steps: dict[int, None] = {}
@@ -98,10 +97,6 @@ class SummaryFold(Fold):
         """Metrics of the step that just ended. The writer of `metrics.jsonl` takes it away."""
         super().__init__(self._evals, self._weights, SwapFold(self._metrics))
 
-    def read(self, event: Event) -> None:
-        self._last_s = event.t
-        super().read(event)
-
     # --- one method per kind of event -----------------------------------------------------------------------
 
     def _on_run(self, event: schema.Run) -> None:
@@ -115,7 +110,7 @@ class SummaryFold(Fold):
 
     def _take_job(self, job: schema.Run) -> None:
         self._job = job
-        self._costs.job(job, self._last_s)
+        self._costs.job(job, self.now.t)
         self._rewards.job(job)
 
     def _on_admit(self, event: schema.Admit) -> None:
@@ -412,7 +407,7 @@ class SummaryFold(Fold):
 
     def result(self) -> Summary:
         job = self._job
-        seconds = max(self._last_s, 1e-9)
+        seconds = max(self.now.t, 1e-9)
         ends = {name: dict.fromkeys(ENDS, 0) for name in ["", *self._tasks]}
         """Of all groups, and of those of each task."""
         for group_id, how in self._fate.items():
@@ -429,7 +424,7 @@ class SummaryFold(Fold):
             state=self._state,
             reason=self._reason,
             steps=len(self._steps),
-            time_s=round(self._last_s, 3),
+            time_s=round(self.now.t, 3),
             step_time_s=step_times(self._steps),
             throughput_tokens_per_s=round(self._trained_tokens / seconds, 3),
             sampled_tokens_per_s=round(self._sampled_tokens / seconds, 3),
@@ -450,7 +445,7 @@ class SummaryFold(Fold):
                 trained_twice=sum(count > 1 for count in self._trained_tasks.values()),
                 late_results=self._late,
             ),
-            pools=self._costs.pools(self._last_s),
+            pools=self._costs.pools(self.now.t),
             weights=_weights(self._weights),
             reward=self._rewards.row(job, seconds),
             tasks={
@@ -470,9 +465,9 @@ class SummaryFold(Fold):
         """Device-hours times price: what was reserved, and how much of that each task used."""
         used = sum(task.cost for task in self._tasks.values())
         under_way = sum(work.cost for work in self._live.values())
-        idle = self._costs.engines(self._last_s) - used - under_way - self._evaluation_cost
+        idle = self._costs.engines(self.now.t) - used - under_way - self._evaluation_cost
         return summary.Costs(
-            **structs.asdict(self._costs.reserved(self._last_s)),
+            **structs.asdict(self._costs.reserved(self.now.t)),
             tasks={
                 name: summary.TaskCost(used=round(task.cost, 4), wasted=round(task.wasted_cost, 4))
                 for name, task in self._tasks.items()

@@ -81,8 +81,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> _Call:
         timer = _Call(when, callback, args, contextvars.copy_context() if context is None else context)
-        self._numbers += 1
-        heapq.heappush(self._background if BACKGROUND.get() else self._timers, (when, self._numbers, timer))
+        self._numbers = number = self._numbers + 1
+        heapq.heappush(self._background if BACKGROUND.get() else self._timers, (when, number, timer))
         return timer
 
     def call_later(
@@ -131,26 +131,27 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _jump(self) -> None:
         """Nothing is ready: move the clock to the next timer; all that are due then are ready."""
-        _forget_cancelled(self._timers)
-        if not self._timers:
+        timers, background, soon = self._timers, self._background, self._soon
+        while timers and timers[0][2].callback is None:  # cancelled
+            heapq.heappop(timers)
+        if not timers:
             self._deadlocked()
             return
-        _forget_cancelled(self._background)
-        due_s = self._timers[0][0]
-        if self._background:
-            due_s = min(due_s, self._background[0][0])
-        self._now_s = max(self._now_s, due_s)
-        for heap in (self._timers, self._background):
-            while heap and heap[0][0] <= self._now_s:
-                self._soon.append(heapq.heappop(heap)[2])
+        while background and background[0][2].callback is None:
+            heapq.heappop(background)
+        now_s = timers[0][0]
+        if background and background[0][0] < now_s:
+            now_s = background[0][0]
+        if now_s < self._now_s:
+            now_s = self._now_s
+        self._now_s = now_s
+        while timers and timers[0][0] <= now_s:
+            soon.append(heapq.heappop(timers)[2])
+        while background and background[0][0] <= now_s:
+            soon.append(heapq.heappop(background)[2])
 
     def _deadlocked(self) -> None:
         if self.on_deadlock is None:
             raise Deadlock("no task can ever run again, and nobody was asked to say who waits")
         callback, self.on_deadlock = self.on_deadlock, None
         self.call_soon(callback)
-
-
-def _forget_cancelled(heap: list[_Timer]) -> None:
-    while heap and heap[0][2].callback is None:
-        heapq.heappop(heap)

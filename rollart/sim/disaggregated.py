@@ -45,13 +45,16 @@ class SimDisaggregated(SimEngine):
             pack.left -= steps
             pack.busy_s += passed_s
             self._computed += steps * pack.chunk
+            if not self._world.counts_work:
+                continue
             prompts = len(pack.sequences) * pack.chunk / pack.tokens
             self._work.add(passed_s, steps, prompts=prompts, tokens=pack.chunk, pairs=pack.chunk * pack.seen)
         if self._step_s:
             steps = steps_in(passed_s, self._step_s, self._growth_s)
-            batch = max(1.0, self._num_decoding / self._decoders)
-            cached = (self._shift / self._num_decoding + self._steps + 0.5 * (1.0 + steps)) * batch
-            self._work.add(passed_s, steps, sequences=batch, cached=cached)
+            if self._world.counts_work:
+                batch = max(1.0, self._num_decoding / self._decoders)
+                cached = (self._shift / self._num_decoding + self._steps + 0.5 * (1.0 + steps)) * batch
+                self._work.add(passed_s, steps, sequences=batch, cached=cached)
             self._steps += steps
             self._computed += steps
             self._share_s += passed_s / self._num_decoding
@@ -65,7 +68,9 @@ class SimDisaggregated(SimEngine):
             self._packs.append(self._pack(budget, self._prefill_costs))
 
     def _planned_s(self) -> float:
-        when_s = min((self._at_s + pack.left * pack.step_s for pack in self._packs), default=math.inf)
+        when_s = self._moving[0][0] if self._moving else math.inf
+        for pack in self._packs:
+            when_s = min(when_s, self._at_s + pack.left * pack.step_s)
         if self._num_decoding:
             batch = max(1.0, self._num_decoding / self._decoders)
             cached = (self._shift / self._num_decoding + self._steps + 0.5) * batch
@@ -110,9 +115,6 @@ class SimDisaggregated(SimEngine):
         heapq.heapreplace(self._links_free_s, arrives_s)
         self._numbers += 1
         heapq.heappush(self._moving, (arrives_s, self._numbers, sequence))
-
-    def _moved_s(self) -> float:
-        return self._moving[0][0] if self._moving else math.inf
 
     def _plan(self) -> None:
         if not (self.hung or self.dead or self._paused or self._held):

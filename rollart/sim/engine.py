@@ -22,6 +22,7 @@ from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.hardware import NODE_GPUS, Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
+from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -69,6 +70,10 @@ class EngineWorld:
     """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
+    coordinators: SimCoordinators | None = None
+    """Where their own time is charged."""
+    counts_work: bool = True
+    """Engines say what they have done, as some task's pool is chosen by how fast they are."""
     judges: Mapping[str, ModelShape] = field(default_factory=dict)
     """By pool, where its engines serve a judge."""
 
@@ -206,13 +211,19 @@ class SimEngine:
     # --- the port -------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        await self._alive()
+        if self.dead or self.hung:
+            await self._alive()
         world = self._world
+        if world.coordinators is not None:
+            await world.coordinators.call(request.session)
+            await self._alive()
         if world.settings.call_s:
             await asyncio.sleep(world.settings.call_s)
             await self._alive()
         task = world.tasks[request.domain].at(self._loop.time())
-        need = min(request.sampling.max_tokens, world.dice.count(task.answer_tokens, f"{request.id}/answer"))
+        need = world.dice.count(task.answer_tokens, f"{request.id}/answer")
+        if need > request.sampling.max_tokens:
+            need = request.sampling.max_tokens
         if request.prompt_tokens + need > self._longest:
             raise RequestError(f"prompt of {request.prompt_tokens} tokens does not fit in {self._longest} of KV memory")
         sequence = SimSequence(request, need, request.prompt_tokens + need, self._loop.create_future())
@@ -221,8 +232,9 @@ class SimEngine:
         self._advance()
         self._plan()
         completion = await sequence.future
-        fault = world.faults.take("bad_answer", request.id)
-        return completion if fault is None else _spoilt(completion, fault.target)
+        if world.faults.armed and (fault := world.faults.take("bad_answer", request.id)) is not None:
+            return _spoilt(completion, fault.target)
+        return completion
 
     async def abort(self, request_id: str) -> int:
         if not (self.hung and self.fronted):
@@ -346,10 +358,10 @@ class SimEngine:
         now_s = self._loop.time()
         passed_s = now_s - self._at_s
         self._at_s = now_s
-        if passed_s <= 0:
-            return
-        self._computed += len(self._slow) * passed_s
-        self._progress(passed_s)
+        if passed_s > 0:
+            if self._slow:
+                self._computed += len(self._slow) * passed_s
+            self._progress(passed_s)
 
     def _progress(self, passed_s: float) -> None:
         """Steps in which some decode and, beside them, a pack is computed."""
@@ -357,7 +369,8 @@ class SimEngine:
             return
         steps = steps_in(passed_s, self._step_s, self._growth_s)
         self._computed += steps
-        self._note(passed_s, steps)
+        if self._world.counts_work:
+            self._note(passed_s, steps)
         if self._num_decoding:
             self._steps += steps
             self._share_s += passed_s * self._decode_part / self._num_decoding
@@ -394,7 +407,12 @@ class SimEngine:
             return
         decoding = self._decoding
         while True:
-            moved = bool(self._packs) and self._finish_packs()
+            moved = False
+            for pack in self._packs:
+                if pack.left <= ALMOST:
+                    self._finish_packs()
+                    moved = True
+                    break
             while decoding and decoding[0][0] <= self._steps + ALMOST:
                 self._finish(heapq.heappop(decoding)[2])
                 moved = True
@@ -404,22 +422,20 @@ class SimEngine:
             heapq.heappop(decoding)
         if self._prefilling:
             self._form_packs()
-        when_s = min(self._planned_s(), self._moved_s())
+        when_s = self._planned_s()
         if when_s == math.inf:
             self._cancel_timer()
         else:
             self._look_at(when_s)
 
-    def _finish_packs(self) -> bool:
-        """Those that are computed go on. True if there was one."""
-        done = [pack for pack in self._packs if pack.left <= ALMOST]
-        for pack in done:
+    def _finish_packs(self) -> None:
+        """Those that are computed go on."""
+        for pack in [pack for pack in self._packs if pack.left <= ALMOST]:
             self._packs.remove(pack)
             self._num_prefilling -= len(pack.sequences)
             for sequence, seconds in pack.shares():
                 self._book_prefill(sequence, seconds)
                 self._prefilled(sequence)
-        return bool(done)
 
     def _pack(self, budget: float, costs: EngineCosts) -> Pack:
         """The next prompts, as many as one step computes; one that is longer than that has a pack to itself."""
@@ -444,7 +460,7 @@ class SimEngine:
             self._packs.append(self._pack(budget, self._costs))
 
     def _planned_s(self) -> float:
-        """Set what a step takes; when the first sequence, or the pack, is done."""
+        """Set what a step takes; when the first sequence, or the pack, is done: the next thing to happen here."""
         batch, costs = self._num_decoding, self._costs
         pack = self._packs[0] if self._packs else None
         if not batch:
@@ -470,10 +486,6 @@ class SimEngine:
 
     def _book_prefill(self, sequence: SimSequence, seconds: float) -> None:
         sequence.busy_s += seconds
-
-    def _moved_s(self) -> float:
-        """When the next sequence arrives here from elsewhere."""
-        return math.inf
 
     def _drop(self, sequence: SimSequence) -> None:
         """Take out an aborted sequence."""
@@ -629,7 +641,7 @@ class SimEngine:
                     cached_tokens=sequence.cached,
                     busy_s=sequence.busy_s,
                     prefill_busy_s=sequence.prefill_busy_s,
-                    work=self._work.report(),
+                    work=self._work.report() if self._world.counts_work else None,
                 )
             )
 

@@ -124,7 +124,7 @@ class SimEnv:
             self._host.room.release()
 
     def _observe(self, tokens: int) -> Observation:
-        refused = self._faults.take("refused_observation", self._key) is not None
+        refused = self._faults.armed and self._faults.take("refused_observation", self._key) is not None
         return Observation(messages=(Message(role=REFUSED if refused else "user", content=str(tokens)),))
 
     async def _work(self, seconds: float) -> None:

@@ -30,38 +30,31 @@ PLATFORM = ("", "rewards")
 class Work:
     """Work under way in a simulated environment or function, that a fault can hit in the middle."""
 
-    __slots__ = ("_future", "_loop", "_timer", "key")
+    __slots__ = ("_loop", "_timer", "done", "key")
 
     def __init__(self, key: str, seconds: float) -> None:
         self.key = key
         self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._done)
-
-    async def wait(self) -> None:
-        try:
-            await self._future
-        finally:
-            self._stop()
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._do)
 
     def fail(self, error: Exception) -> None:
-        if not self._future.done():
-            self._future.set_exception(error)
-
-    def hang(self) -> None:
-        self._stop()
+        if not self.done.done():
+            self.done.set_exception(error)
 
     def delay(self, seconds: float) -> None:
         if self._timer is not None:
             when_s = self._timer.when() + seconds
-            self._stop()
-            self._timer = self._loop.call_at(when_s, self._done)
+            self.hang()
+            self._timer = self._loop.call_at(when_s, self._do)
 
-    def _done(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
+    def _do(self) -> None:
+        self._timer = None
+        if not self.done.done():
+            self.done.set_result(None)
 
-    def _stop(self) -> None:
+    def hang(self) -> None:
+        """Nothing is under way any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -71,12 +64,13 @@ class Faults:
     def __init__(self, plan: Sequence[FaultSettings], log: EventLog) -> None:
         self._plan = plan
         self._log = log
-        self._armed: dict[str, list[FaultSettings]] = {}
+        self.armed: dict[str, list[FaultSettings]] = {}
+        """By kind, those that are due and wait for something to hit."""
         self._hooks: dict[str, Callable[[FaultSettings], bool]] = {}
         self._outages: dict[tuple[str, str], float] = {}
         """Task and its part (`draw` or `environment`), or no task and `rewards` -> when it stops failing."""
         self._swaps = 0
-        log.read_by(self._watch)
+        log.read_by(self._watch, schema.SwapStart)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -90,10 +84,12 @@ class Faults:
 
     def take(self, kind: str, target: str) -> FaultSettings | None:
         """The armed fault of this kind, if there is one; it now happens to `target`."""
-        armed = self._armed.get(kind)
-        if not armed:
+        armed = self.armed.get(kind)
+        if armed is None:
             return None
         fault = armed.pop(0)
+        if not armed:
+            del self.armed[kind]
         self.fired(fault, target)
         return fault
 
@@ -115,24 +111,24 @@ class Faults:
 
     def broken(self, task: str, part: str) -> bool:
         """Such an outage is on."""
-        until_s = self._outages.get((task, part))
+        until_s = self._outages.get((task, part)) if self._outages else None
         return until_s is not None and asyncio.get_running_loop().time() < until_s
 
     def fired(self, fault: FaultSettings, target: str) -> None:
         self._log.emit(schema.Fault(fault=fault.kind, target=target))
 
     def _watch(self, event: Event) -> None:
-        if isinstance(event, schema.SwapStart):
-            self._swaps += 1
-            loop = asyncio.get_running_loop()
-            for fault in self._plan:
-                if fault.swap == self._swaps:
-                    loop.call_later(fault.delay_s, self._fire, fault)
+        """A swap starts."""
+        self._swaps += 1
+        loop = asyncio.get_running_loop()
+        for fault in self._plan:
+            if fault.swap == self._swaps:
+                loop.call_later(fault.delay_s, self._fire, fault)
 
     def _fire(self, fault: FaultSettings) -> None:
         hook = self._hooks.get(fault.kind)
         if hook is None or not hook(fault):
-            self._armed.setdefault(fault.kind, []).extend([fault] * fault.count)
+            self.armed.setdefault(fault.kind, []).extend([fault] * fault.count)
 
 
 class Workplace:
@@ -147,14 +143,15 @@ class Workplace:
             faults.on(kind, self._hit)
 
     async def do(self, work: Work) -> None:
-        for kind in self._kinds:
+        for kind in self._kinds if self._faults.armed else ():
             fault = self._faults.take(kind, work.key)
             if fault is not None:
                 self._strike(work, fault)
         self._busy[work] = None
         try:
-            await work.wait()
+            await work.done
         finally:
+            work.hang()
             del self._busy[work]
 
     def _hit(self, fault: FaultSettings) -> bool:

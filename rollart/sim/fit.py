@@ -24,7 +24,6 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
-from rollart.hardware import MODELS
 from rollart.sim.steps import GenerateCall, Residual, StepCosts, fit_steps
 from rollart.types import Json, JsonObject, ParsedJson
 
@@ -191,7 +190,7 @@ class Fit:
         """The `sim` settings. Raises JobError where the run is too short to say anything."""
         if not self._steps or not any(call.whole for call in self._done):
             raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
-        weight_bytes = MODELS[self._job.sim.model].weight_bytes
+        weight_bytes = self._job.sim.shape.weight_bytes
         costs = self.engines()
         fixed_s, token_s = _linear(self._steps)
         serverless = self._job.rewards.type == "http"  # other simulated workers are always warm

@@ -2,6 +2,7 @@
 simulated engines that batch."""
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,7 +34,7 @@ class SimRewards:
         self._tasks = tasks
         self._dice = dice
         self._loop = asyncio.get_running_loop()
-        self._warm: list[float] = []
+        self._warm: deque[float] = deque()
         """When each idle instance became idle; the latest last."""
         self._faults = faults
         self._work = Workplace(faults, ("reward_error", "reward_timeout"), _strike)
@@ -63,7 +64,8 @@ class SimRewards:
         if not self._serverless:
             return 0.0
         oldest_s = self._loop.time() - self._sim.idle_s
-        self._warm = [since_s for since_s in self._warm if since_s >= oldest_s]
+        while self._warm and self._warm[0] < oldest_s:
+            self._warm.popleft()
         if self._warm:
             self._warm.pop()
             return 0.0

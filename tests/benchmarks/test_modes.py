@@ -53,13 +53,13 @@ def test_a_run_without_a_step_to_measure_is_refused() -> None:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="engine and trainer have a core each")
 def test_a_small_bench_has_every_figure(tmp_path: Path) -> None:
     settings = [*SMALL, f"model.path={tmp_path / 'model'}"]
-    figures = measure(1, settings, tmp_path / "runs")
+    figures = measure(1, settings, tmp_path / "runs", bounds=(2,))
     for key in ("real", "simulated", "rounds", "spread", "waste", "max_steps", "simulated_over_real"):
-        assert list(figures[key]) == list(MODES), key
+        assert list(figures[key]) == [*MODES, "rollart-bound-2"], key
     assert all(value > 0 for key in ("real", "simulated") for value in figures[key].values())
     assert figures["max_steps"]["sync"] == figures["max_steps"]["sync+"] == 0
     assert figures["max_steps"]["rollart"] <= 2
-    again = measure(1, settings, tmp_path / "runs")
+    again = measure(1, settings, tmp_path / "runs", bounds=(2,))
     assert (again["real"], again["train_s"]) == (figures["real"], figures["train_s"])  # read, not run again
     assert figures["settings"]["latency_s"] == {"kind": "normal", "mean": 0.02, "sigma": 0.01}
     assert figures["profile"]["tasks"]["digits"]["answer_tokens"] == {"mean": 4.0}

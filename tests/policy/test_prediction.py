@@ -75,6 +75,15 @@ def test_caches_of_all_that_may_be_alive_must_fit_beside_each_other() -> None:
     assert period_s(COMPUTE, PREFILL_HEAVY, 1.7 * fits) > 3 * period_s(COMPUTE, PREFILL_HEAVY, fits)
 
 
+def test_a_pool_whose_caches_fit_only_while_it_is_fast_takes_the_mean_of_its_two_periods() -> None:
+    """While trajectories are short, few live and their caches fit; once they do not, all take long, and many live. The
+    simulator's steps swing likewise (docs/evaluation.md, "A plan for the paper's GPUs")."""
+    room = 2 * kv_capacity_tokens(COMPUTE.model, COMPUTE.hardware, 1)
+    full = 0.95 * room / PREFILL_HEAVY.context_tokens
+    fast_s, slow_s = period_s(COMPUTE, PREFILL_HEAVY, 0.7 * full), period_s(COMPUTE, PREFILL_HEAVY, 1.5 * full)
+    assert 1.6 * fast_s < period_s(COMPUTE, PREFILL_HEAVY, full) < 0.7 * slow_s
+
+
 def test_caches_are_computed_anew_after_every_swap() -> None:
     """One context more for each swap in a trajectory's life; nearly all that this pool has to do is prefill."""
     prefill_s = BANDWIDTH.costs.prefill_token_s(PREFILL_HEAVY.context_tokens)

@@ -8,10 +8,11 @@ from typing import TypeVar
 import numpy as np
 
 from rollart.config.settings import Spread
-from rollart.config.sim import SimEngineSettings, SimTaskSettings
+from rollart.config.sim import SimControlSettings, SimEngineSettings, SimTaskSettings
 from rollart.events.log import EventLog
 from rollart.hardware import HARDWARE, MODELS, Disaggregated
 from rollart.sim.clock import VirtualLoop
+from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
@@ -47,6 +48,7 @@ class Bench:
         settings: SimEngineSettings | None = None,
         apart: Disaggregated | None = None,
         kind: str = "embedded",
+        control: SimControlSettings | None = None,
     ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
@@ -63,6 +65,7 @@ class Bench:
             blocking=False,
             log=self.log,
             faults=Faults((), self.log),
+            coordinators=None if control is None else SimCoordinators(control),
         )
         spec = replace(SPEC, type=kind, gpus=1 if apart is None else apart.decoders)
         self.died: list[str] = []

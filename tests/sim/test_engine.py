@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollart.config.settings import Spread
-from rollart.config.sim import MeasuredEngineSettings, SimEngineSettings
+from rollart.config.sim import MeasuredEngineSettings, SimControlSettings, SimEngineSettings
 from rollart.errors import EngineError, RequestError, WeightError
 from rollart.hardware import HARDWARE, MODELS, RUNTIMES, engine_costs, kv_capacity_tokens
 from rollart.sim.engine import SimEngine
@@ -50,6 +50,17 @@ def test_a_batch_costs_far_less_than_its_requests_one_by_one_and_more_than_one()
         two_s = await seconds(Bench().engine, ask("x"), ask("y"))
         together_s = await seconds(Bench().engine, *(ask(f"x{number}") for number in range(16)))
         assert two_s < together_s < 3 * two_s
+
+    run(work)
+
+
+def test_calls_wait_for_each_other_at_their_coordinator() -> None:
+    async def work() -> None:
+        calls = [ask(f"g{number}.0.0") for number in range(40)]
+        free_s = await seconds(Bench(max_batch=64).engine, *calls)
+        for coordinators, waits_s in ((1, 40.0), (4, 10.0)):
+            bench = Bench(max_batch=64, control=SimControlSettings(call_s=1.0, coordinators=coordinators))
+            assert waits_s < await seconds(bench.engine, *calls) < 1.6 * waits_s + free_s
 
     run(work)
 

@@ -273,19 +273,19 @@ def test_work_under_way_can_be_failed_delayed_or_hung() -> None:
         failed = Work("a", 5.0)
         asyncio.get_running_loop().call_later(2.0, failed.fail, RewardError("no"))
         with pytest.raises(RewardError):
-            await failed.wait()
+            await failed.done
         assert now() == 2.0
         late = Work("b", 5.0)
         late.delay(10.0)
-        await late.wait()
+        await late.done
         assert now() == 17.0
         hung = Work("c", 5.0)
         hung.hang()
         hung.delay(1.0)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hung.wait(), 1000.0)
+            await asyncio.wait_for(hung.done, 1000.0)
         done = Work("d", 1.0)
-        await done.wait()
+        await done.done
         done.fail(RewardError("too late"))
 
     run(work)

@@ -6,11 +6,12 @@ a token uses, and what it leaves in the cache, config.json says.
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 from rollart.errors import JobError
-from rollart.hardware import ModelShape
+from rollart.hardware import MODELS, ModelShape
 from rollart.types import ParsedJson
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "float8_e5m2": 1.0}
@@ -44,6 +45,16 @@ class Experts:
     def unused(self) -> int:
         """Parameters that a token does not use."""
         return self.layers * (self.num - self.per_token) * self.params_each
+
+
+@lru_cache
+def known_shape(name: str) -> ModelShape:
+    """One of `rollart.hardware`, or that of the model in this folder."""
+    return MODELS[name] if name in MODELS else shape_of(Path(name))
+
+
+def is_known(name: str) -> bool:
+    return name in MODELS or (Path(name) / "config.json").is_file()
 
 
 def shape_of(model_path: Path) -> ModelShape:
