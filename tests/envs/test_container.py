@@ -230,12 +230,14 @@ def test_it_ends_with_us(container: ContainerSettings, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["podman", "docker"])
 def test_podman_and_docker_are_asked_in_the_same_words(runtime: Runtime) -> None:
-    box = Container(settings=SandboxSettings(), container=ContainerSettings(image="img", runtime=runtime), name="n")
+    container = ContainerSettings(image="img", runtime=runtime, cpus=0.5)
+    box = Container(settings=SandboxSettings(), container=container, name="n")
     words, environment = box.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     line = " ".join(words)
     assert words[-4:] == ["img", "python3", "-m", "m"]
     assert f"{runtime} run --rm --interactive --name n --network none --read-only --cap-drop ALL" in line
     assert "--env A_KEY" in line
+    assert "--cpus 0.5" in line
     assert "secret" not in line
     assert environment["A_KEY"] == "secret"
     assert "/host/bin" not in environment["PATH"]
@@ -351,6 +353,12 @@ def test_a_cluster_that_takes_no_pods_is_refused_with_what_it_said(
     program.write_text(REFUSING.format(cases=""))
     assert list(unsupported(build_job({**JOB, "tasks": [{**JOB["tasks"][0], **pods}]}))) == []
     assert "delete pods --selector app.kubernetes.io/managed-by=rollart" in Path(f"{program}.log").read_text()
+
+
+def test_an_agents_program_is_refused_in_a_pod() -> None:
+    task = {**JOB["tasks"][0], "container": {"runtime": "kubernetes", "image": "x"}, "agent": {"command": ["x"]}}
+    said = list(unsupported(build_job({**JOB, "tasks": [task]})))
+    assert any(one.startswith("tasks.0.container.runtime: kubernetes, but an agent that is a program") for one in said)
 
 
 def test_too_much_to_send_is_refused(tmp_path: Path) -> None:
