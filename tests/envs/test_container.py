@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
 from rollart.config.load import build_job
 from rollart.config.settings import ContainerSettings, SandboxSettings
@@ -29,7 +30,7 @@ from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
 from rollart.workers.box import Box
 from rollart.workers.container import KEPT, Container
-from rollart.workers.pod import BEGIN, MAX_SENT_BYTES, Pod, mount_points
+from rollart.workers.pod import BEGIN, LABELS, MAX_SENT_BYTES, RIGHTS, Pod, mount_points
 from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, closing, run, until
 from tests.envs.kubectl_standin import STANDS_FOR
 from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
@@ -320,6 +321,18 @@ def test_a_pod_with_a_network_ends_itself(network: bool) -> None:
         assert b"apply deploy/environment-pods.yaml" in done.stderr
     else:
         assert done.stdout == b"in\n", done.stderr
+
+
+def test_the_policy_that_is_shipped_closes_the_network_of_such_pods_and_its_role_is_enough() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "environment-pods.yaml"
+    policy, role = (part for part in yaml.safe_load_all(file.read_text()))
+    pod = Pod(settings=SandboxSettings(), container=ContainerSettings(image="img", runtime="kubernetes"))
+    assert policy["spec"]["podSelector"]["matchLabels"] == LABELS
+    assert pod.manifest()["metadata"] == {"name": pod.name, "labels": LABELS}
+    assert set(policy["spec"]) == {"podSelector", "policyTypes"}, "a rule would open something"
+    assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    allowed = {(verb, what) for rule in role["rules"] for verb in rule["verbs"] for what in rule["resources"]}
+    assert {*RIGHTS, ("create", "pods"), ("deletecollection", "pods")} <= allowed
 
 
 def test_places_of_a_pod_are_folders_none_in_another(tmp_path: Path) -> None:
