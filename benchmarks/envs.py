@@ -4,9 +4,10 @@
 the environment sleeps through, so that a busy machine matters little. Of the places, 5 % have environments that hang
 (each is given up after 2.5 s) and 10 % such that end their process in their first step, for the whole round; each
 failure is tried again after a back-off, as in a job (1 s, then 2 s, then a new group). The figure is healthy episodes a
-second and place. Rounds with and without the sick take turns, each after a moment in which all processes start; `ratio`
-is the median of the rounds' ratios: 1 where the sick cost the healthy nothing. `load` is the machine's, at the end of
-each round. Then, in sandboxes, the seconds from the opening of an environment to its first observation, one after
+second and place. Many short rounds with and without the sick take turns, each after a moment in which all processes
+start; `ratio` is the median of the pairs' ratios: 1 where the sick cost the healthy nothing. `interval` is where that
+median lies in 95 % of draws of as many pairs from these (the bootstrap). `load` is the machine's, at the end of each
+round. Then, in sandboxes, the seconds from the opening of an environment to its first observation, one after
 another, with and without others started ahead.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from rollart.workers.sandbox import missing
 TASKS = str(Path(__file__).with_name("sick_tasks.py"))
 PLACES = 64
 HANGING, CRASHING = 0.05, 0.10
+DRAWS = 4000
 LIMIT_S = 2.5
 STEPS, STEP_S = 4, 1.0
 WARM = 4
@@ -113,11 +116,19 @@ async def sickness(isolation: str, rounds: int, seconds: float, folder: Path) ->
     ratios = [sick / well for sick, well in zip(rates[True], rates[False], strict=True)]
     return {
         "ratio": round(statistics.median(ratios), 4),
+        "interval": interval_of(ratios),
         "rounds": [round(ratio, 4) for ratio in ratios],
         "episodes_per_s_and_place": {"with_sick": rates[True], "without": rates[False]},
         "episodes": counted,
         "load": load,
     }
+
+
+def interval_of(ratios: list[float]) -> list[float]:
+    """In which the median lies in 95 % of draws."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    return [round(medians[DRAWS // 40], 4), round(medians[-DRAWS // 40], 4)]
 
 
 async def resets(count: int, folder: Path) -> dict[str, Any]:
@@ -163,8 +174,8 @@ async def measure(rounds: int, seconds: float, count: int, isolations: list[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of one round (default: 12)")
+    parser.add_argument("--rounds", type=int, default=20, help="pairs (default: 20)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of one round (default: 4)")
     parser.add_argument("--resets", type=int, default=10, help="environments opened of each kind (default: 10)")
     parser.add_argument("--isolation", nargs="*", default=["process"], help="process, sandbox (default: process)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -182,6 +182,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),
     ("top_p of greedy play", ["tasks.0.temperature=0", "tasks.0.top_p=0.5"], "tasks.0.top_p:", "a temperature above 0"),
     ("cold start of local rewards", ["sim.reward.idle_s=1"], "sim.reward.idle_s:", "only with rewards.type http"),
+    ("one core's", ["sim.control.coordinators=4"], "sim.control.coordinators:", "a sim.control.call_s above 0"),
     ("tail without a share", ["sim.tasks.maths.reset_tail_s=1"], "sim.tasks.maths.reset_tail_s:", "a reset_tail above"),
     (
         "constant spread",

@@ -86,6 +86,7 @@ SIM_ONLY = ("sim",)
 
 PLACED = (
     *("name", "mode", "pools.N.name", "pools.N.hardware", "pools.N.cost", "pools.N.engines.count", "tasks.N.affinity"),
+    "hardware",
     *("train.pool", "tasks.N.weight", "tasks.N.quota", "rewards.cost", "rewards.call_cost"),
     *("pools.N.engines.prefill.link_gb_s", "pools.N.engines.share", "train.share"),
 )
@@ -103,7 +104,6 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "rollout.max_short_batches": {"rollout.refill_factor": 0.5, "rollout.groups_per_step": 4, "train.steps": 8}
     | {f"sim.tasks.{task}.success": 0.05 for task in "ab"}
     | {f"sim.tasks.{task}.success_gain": 0.0 for task in "ab"},
-    "sim.control.coordinators": {"sim.control.call_s": 0.001},
 }
 """Where a key is read only when something happens: what makes it happen."""
 
@@ -289,7 +289,8 @@ def counted(reads: Reads, *, on_ray: bool) -> set[str]:
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
-SMALL = {"turns": 2, "prompt_tokens": 40, "observation_tokens": 10, "answer_tokens": 4, "reset_tail": 0.5}
+SMALL = {"turns": 2, "prompt_tokens": 40, "observation_tokens": 10, "answer_tokens": 4}
+TAILS = {"reset_tail": 0.5, "step_tail": 0.5}
 BASE: dict[str, Any] = {
     "name": "keys",
     "model": {"path": "MODEL", "context_tokens": 512},
@@ -309,13 +310,14 @@ BASE: dict[str, Any] = {
         "model": "qwen3-0.6b",
         "tasks": {
             "a": {
-                **{key: {"kind": "uniform", "mean": value} for key, value in SMALL.items() if key != "reset_tail"},
-                "reset_tail": 0.5,
+                **{key: {"kind": "uniform", "mean": value} for key, value in SMALL.items()},
+                **TAILS,
                 "shift": {"after_s": 100.0, "turns": {"kind": "uniform", "mean": 2}},
             },
-            "b": SMALL,
+            "b": {**SMALL, **TAILS},
         },
         "engine": {"start_s": 0},
+        "control": {"call_s": 0.001},
         "faults": [{"kind": kind, "swap": 1} for kind in ("env_slow", "engine_restart", "trainer_during")],
     },
 }

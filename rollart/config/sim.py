@@ -38,6 +38,9 @@ class SimTaskSettings(Settings):
     """Share of resets that take `reset_tail_s` instead."""
     reset_tail_s: Spread = Spread(mean=300.0)
     step_s: Spread = Spread(mean=1.0)
+    step_tail: Share = 0.0
+    """Share of steps that take `step_tail_s` instead. One that takes longer than `limits.step_s` is given up."""
+    step_tail_s: Spread = Spread(mean=60.0)
     failure: Share = 0.0
     """Share of attempts whose environment breaks at some step."""
     hang: Share = 0.0
@@ -81,6 +84,8 @@ class SimRewardSettings(Settings):
     cold_start_s: NonNegative = 0.5
     idle_s: NonNegative = 60.0
     """An instance idle for this long is gone."""
+    quota: Count | None = None
+    """Instances that the platform runs at a time for these rewards; further calls wait for one. Default: no limit."""
 
 
 class SimJudgeSettings(Settings):

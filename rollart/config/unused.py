@@ -89,9 +89,12 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             )
             yield place, engines, "keep_kv", engines.type != "sglang", "engines.type embedded or vllm"
             yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
-    yield "sim.reward", job.sim.reward, "cold_start_s idle_s", serverless, "rewards.type http"
+    yield "sim.reward", job.sim.reward, "cold_start_s idle_s quota", serverless, "rewards.type http"
+    control = job.sim.control
+    yield "sim.control", control, "coordinators", control.call_s > 0, "a sim.control.call_s above 0"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"
+        yield f"sim.tasks.{name}", behaviour, "step_tail_s", behaviour.step_tail > 0, "a step_tail above 0"
 
 
 def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, BaseModel, str, bool, str]]:

@@ -261,7 +261,7 @@ def facts(job: Job, clock: str) -> schema.Run:
             if task.rewards
         },
         store_full_s=job.limits.store_full_s,
-        breaks=any(task.failure or task.hang for task in job.sim.tasks.values()),
+        breaks=any(task.failure or task.hang or task.step_tail for task in job.sim.tasks.values()),
     )
 
 

@@ -110,7 +110,10 @@ class SimEnv:
     async def step(self, action: str) -> Observation:
         self._step += 1
         name = f"{self._key}/{self._step}"
-        await self._work(self._dice.draw(self._settings.step_s, f"{name}/step"))
+        spread = self._settings.step_s
+        if self._settings.step_tail and self._dice.uniform(f"{name}/tail") < self._settings.step_tail:
+            spread = self._settings.step_tail_s
+        await self._work(self._dice.draw(spread, f"{name}/step"))
         if self._step >= self._turns:
             return Observation(done=True)
         return self._observe(self._dice.count(self._settings.observation_tokens, f"{name}/obs"))

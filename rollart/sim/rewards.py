@@ -36,12 +36,19 @@ class SimRewards:
         self._loop = asyncio.get_running_loop()
         self._warm: deque[float] = deque()
         """When each idle instance became idle; the latest last."""
+        self._places = None if sim.quota is None or not self._serverless else asyncio.Semaphore(sim.quota)
         self._faults = faults
         self._work = Workplace(faults, ("reward_error", "reward_timeout"), _strike)
         if self._serverless:
             faults.on("reward_outage", faults.stop_platform)
 
     async def score(self, trajectory: Trajectory) -> Score:
+        if self._places is None:
+            return await self._score(trajectory)
+        async with self._places:
+            return await self._score(trajectory)
+
+    async def _score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
         settings = self._tasks[trajectory.task.domain]
         self._must_answer(calls=0)

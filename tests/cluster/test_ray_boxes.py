@@ -70,7 +70,7 @@ def boxed_job(address: str, model: Path, tmp_path: Path, kind: str, task: dict[s
             {"name": "environments", "resource": kind, "slots": 8, "slots_per_worker": 4, "isolation": "inline"},
         ],
         "weights": {"type": "files", "path": str(tmp_path / "weights"), "bucket_mb": 16},
-        "cluster": {"type": "ray", "address": address, "wait_s": 20},
+        "cluster": {"type": "ray", "address": address, "wait_s": 90},
     }
     return build_job({**raw, **wanted, **settings})
 
@@ -189,6 +189,6 @@ def test_where_no_machine_can_make_the_box_the_job_stops_at_once_and_says_why(
     began_s = time.monotonic()
     result = train(boxed_job(address, model, tmp_path, "bare", maths), tmp_path / "run")
     assert (result.summary.state, result.violations) == ("stopped", [])
-    refused = f"no machine can have environments: environments-env-1: task maths on {socket.gethostname()}: {said}"
-    assert result.summary.reason.replace("env-0", "env-1").startswith(refused)
+    assert result.summary.reason.startswith("no machine can have environments: environments-env-")
+    assert f"task maths on {socket.gethostname()}: {said}" in result.summary.reason
     assert time.monotonic() - began_s < STOPS_S

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
 from rollart.config.load import build_job
 from rollart.config.settings import ContainerSettings, SandboxSettings
@@ -29,7 +30,7 @@ from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
 from rollart.workers.box import Box
 from rollart.workers.container import KEPT, Container
-from rollart.workers.pod import BEGIN, MAX_SENT_BYTES, Pod, mount_points
+from rollart.workers.pod import BEGIN, LABELS, MAX_SENT_BYTES, RIGHTS, Pod, mount_points
 from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, closing, run, until
 from tests.envs.kubectl_standin import STANDS_FOR
 from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
@@ -230,12 +231,14 @@ def test_it_ends_with_us(container: ContainerSettings, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["podman", "docker"])
 def test_podman_and_docker_are_asked_in_the_same_words(runtime: Runtime) -> None:
-    box = Container(settings=SandboxSettings(), container=ContainerSettings(image="img", runtime=runtime), name="n")
+    container = ContainerSettings(image="img", runtime=runtime, cpus=0.5)
+    box = Container(settings=SandboxSettings(), container=container, name="n")
     words, environment = box.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     line = " ".join(words)
     assert words[-4:] == ["img", "python3", "-m", "m"]
     assert f"{runtime} run --rm --interactive --name n --network none --read-only --cap-drop ALL" in line
     assert "--env A_KEY" in line
+    assert "--cpus 0.5" in line
     assert "secret" not in line
     assert environment["A_KEY"] == "secret"
     assert "/host/bin" not in environment["PATH"]
@@ -320,6 +323,18 @@ def test_a_pod_with_a_network_ends_itself(network: bool) -> None:
         assert done.stdout == b"in\n", done.stderr
 
 
+def test_the_policy_that_is_shipped_closes_the_network_of_such_pods_and_its_role_is_enough() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "environment-pods.yaml"
+    policy, role = (part for part in yaml.safe_load_all(file.read_text()))
+    pod = Pod(settings=SandboxSettings(), container=ContainerSettings(image="img", runtime="kubernetes"))
+    assert policy["spec"]["podSelector"]["matchLabels"] == LABELS
+    assert pod.manifest()["metadata"] == {"name": pod.name, "labels": LABELS}
+    assert set(policy["spec"]) == {"podSelector", "policyTypes"}, "a rule would open something"
+    assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    allowed = {(verb, what) for rule in role["rules"] for verb in rule["verbs"] for what in rule["resources"]}
+    assert {*RIGHTS, ("create", "pods"), ("deletecollection", "pods")} <= allowed
+
+
 def test_places_of_a_pod_are_folders_none_in_another(tmp_path: Path) -> None:
     assert mount_points([Path("/tmp/x.py"), Path("/srv/a/b.py"), Path("/srv/a"), Path("/opt/z.py")]) == ["/opt", "/srv"]
 
@@ -351,6 +366,12 @@ def test_a_cluster_that_takes_no_pods_is_refused_with_what_it_said(
     program.write_text(REFUSING.format(cases=""))
     assert list(unsupported(build_job({**JOB, "tasks": [{**JOB["tasks"][0], **pods}]}))) == []
     assert "delete pods --selector app.kubernetes.io/managed-by=rollart" in Path(f"{program}.log").read_text()
+
+
+def test_an_agents_program_is_refused_in_a_pod() -> None:
+    task = {**JOB["tasks"][0], "container": {"runtime": "kubernetes", "image": "x"}, "agent": {"command": ["x"]}}
+    said = list(unsupported(build_job({**JOB, "tasks": [task]})))
+    assert any(one.startswith("tasks.0.container.runtime: kubernetes, but an agent that is a program") for one in said)
 
 
 def test_too_much_to_send_is_refused(tmp_path: Path) -> None:

@@ -45,6 +45,24 @@ class TestLocalRewards(RewardFunctionContract):
 
         run(work)
 
+    def test_a_call_that_is_given_up_leaves_a_process_that_is_up(self, tmp_path: Path) -> None:
+        """Where its function ends soon, as most do; one that hangs is ended with its process."""
+
+        async def work() -> None:
+            rewards = LocalRewards(RewardSettings(workers=1), {DOMAIN: FUNCTION}, decode, tmp_path)
+            async with closing(rewards) as backend:
+                await backend.score(trajectory("sum"))
+                first = rewards.pool.pids
+                for kind, stays in (("sum", True), ("hang", False)):
+                    given_up = asyncio.ensure_future(backend.score(trajectory(kind)))
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                    given_up.cancel()
+                    score = await backend.score(trajectory("sum"))
+                    assert (score.cold_start_s == 0.0, rewards.pool.pids == first) == (stays, stays)
+
+        run(work)
+
     def test_the_pool_grows_from_none_and_goes_back_to_none(self, tmp_path: Path) -> None:
         async def work() -> None:
             rewards = LocalRewards(RewardSettings(workers=2), {DOMAIN: FUNCTION}, decode, tmp_path, idle_s=0.2)

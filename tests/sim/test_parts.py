@@ -198,6 +198,18 @@ def test_calls_at_once_each_start_an_instance_and_later_ones_find_them_warm() ->
     run(work)
 
 
+def test_calls_beyond_a_platform_s_quota_wait_for_an_instance() -> None:
+    async def work() -> None:
+        sim = SimRewardSettings(cold_start_s=5.0, idle_s=60.0, quota=2)
+        tasks = {"a": SimTaskSettings(reward_s=Spread(mean=2.0))}
+        backend = SimRewards(SERVERLESS, sim, tasks, Dice(0), Faults((), EventLog(now)))
+        scores = await asyncio.gather(*(backend.score(trajectory(f"g{number}")) for number in range(5)))
+        assert [score.cold_start_s for score in scores] == [5.0, 5.0, 0.0, 0.0, 0.0]
+        assert now() == 7.0 + 2.0 + 2.0
+
+    run(work)
+
+
 def test_dedicated_workers_are_always_warm() -> None:
     async def work() -> None:
         backend = rewards(RewardSettings(workers=3))

@@ -234,8 +234,9 @@ def test_environments_that_fail_and_hang_by_themselves_are_lived_with() -> None:
     assert summary.trajectories["failed"] > 0
 
 
-def test_a_slow_reset_tail_is_lived_with() -> None:
-    finished(simulate(job("sim.tasks.game.reset_tail=0.1", "sim.tasks.game.reset_tail_s=50")))
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_slow_tail_is_lived_with(call: str) -> None:
+    finished(simulate(job(f"sim.tasks.game.{call}_tail=0.1", f"sim.tasks.game.{call}_tail_s=50")))
 
 
 def test_a_killed_coordinator_still_counts_every_step_it_made() -> None:
