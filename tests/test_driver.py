@@ -97,15 +97,12 @@ def test_what_stops_a_job_is_logged_with_its_kind_and_returned(error: RollartErr
 def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[int, Mapping[str, float]]] = []
     tracker = SimpleNamespace(log=lambda step, values: logged.append((step, values)), close=lambda: None)
-    summaries: list[SummaryFold] = []
 
     def watch(summary: SummaryFold, waits: object) -> Reader:
-        summaries.append(summary)
         return lambda event: None
 
     async def work(coordinator: Coordinator) -> None:
-        summaries[0].row = {"step": 3.0, "reward/mean": 0.5}
-        coordinator.log.emit(schema.Warning(text="a step ended"))
+        coordinator.log.emit(schema.StepEnd(step=2, version=3, train_s=0.1, metrics={"actor/loss": 0.5}))
 
     async def nothing() -> None:
         pass
@@ -114,7 +111,8 @@ def test_the_metrics_of_a_step_reach_trackers(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("rollart.launch.training.real_world", lambda *args, **more: real)
     monkeypatch.setattr("rollart.launch.training.trackers", lambda job, out: {"mine": lambda: tracker})
     asyncio.run(drive_real(build_job(JOB), tmp_path, work, resume=None, watch=watch))
-    assert logged == [(3, {"reward/mean": 0.5})]
+    [(step, values)] = logged
+    assert (step, values["actor/loss"]) == (2, 0.5)
 
 
 def test_affinity_looks_again_when_an_engine_is_lost(tmp_path: Path) -> None:

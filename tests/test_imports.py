@@ -79,7 +79,7 @@ JSONS_EDGE = frozenset(
         "rollart.launch.checks",
         "rollart.launch.plan",
         "rollart.launch.resume",
-        "rollart.shapes",
+        "rollart.config.shapes",
         "rollart.model.adapters",
         "rollart.model.reduced",
         "rollart.sim.fit",

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rollart.config.load import build_job
+from rollart.config.shapes import experts_in, shape_from, shape_of
 from rollart.hardware import HARDWARE, RUNTIMES, engine_costs
 from rollart.launch.pools import build_affinity
-from rollart.shapes import experts_in, shape_from, shape_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

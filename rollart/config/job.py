@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 
 from rollart.config import settings
 from rollart.config.changes import Anytime, Fixed
+from rollart.config.shapes import is_known
 from rollart.config.sim import SimSettings
 from rollart.config.unused import unused
 from rollart.hardware import HARDWARE, MODELS, Hardware
-from rollart.shapes import is_known
 
 
 class Job(settings.Settings):

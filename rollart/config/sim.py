@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from rollart.config.paths import Place
 from rollart.config.settings import Count, NonNegative, Positive, Settings, Share, Spread
+from rollart.config.shapes import known_shape
 from rollart.hardware import RUNTIMES, EngineCosts, ModelShape, Runtime
-from rollart.shapes import known_shape
 
 
 class SimShiftSettings(Settings):

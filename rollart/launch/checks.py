@@ -28,13 +28,13 @@ from rollart.config.settings import (
     RewardSettings,
     TaskSettings,
 )
+from rollart.config.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.control.draw import draw
 from rollart.errors import BoundaryError, JobError, WeightError, install
 from rollart.launch.hub import with_models_here
 from rollart.launch.resources import kind_of, refuse_unplaceable
 from rollart.ports import EnvHost
 from rollart.report.trackers import check_trackers
-from rollart.shapes import experts_in, saved_params, shape_of, usual_names
 from rollart.types import ParsedJson, Task, TrajectoryId
 from rollart.workers.variables import for_children
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
+from rollart.config.shapes import DTYPE_BYTES, shape_of
 from rollart.control.env_manager import Agent
 from rollart.control.program import ProgramAgent
 from rollart.control.world import World
@@ -22,7 +23,6 @@ from rollart.launch.pools import build_affinity, engine_specs, judges_of
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.policy.placement import Demand
 from rollart.ports import Cluster, Journal
-from rollart.shapes import DTYPE_BYTES, shape_of
 from rollart.types import Program
 from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost

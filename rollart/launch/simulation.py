@@ -13,6 +13,7 @@ from typing import Any
 
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
+from rollart.config.shapes import known_shape
 from rollart.config.sim import FaultSettings, SimJudgeSettings, SimTaskSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
@@ -24,7 +25,6 @@ from rollart.events.schema import Event
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
 from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of
 from rollart.launch.rundir import make_run_dir, write_summary
-from rollart.shapes import known_shape
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice

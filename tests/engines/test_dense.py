@@ -75,6 +75,6 @@ def test_a_forward_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dense_forward(our_model(plain), 64) is not None
-    monkeypatch.setattr(dense._Matrix, "added_to", lambda self, residual, rows: self(rows))
+    monkeypatch.setattr(dense.Matrix, "added_to", lambda self, residual, rows: self(rows))
     with pytest.warns(RuntimeWarning, match="is not used"):
         assert dense_forward(our_model(plain), 64) is None

@@ -247,7 +247,7 @@ def test_a_swap_that_nobody_awaits_any_more_is_whole_or_not_there(store: BucketS
             goes = threading.Event()
             blocked = asyncio.ensure_future(engine.call(goes.wait))
             swap = asyncio.ensure_future(engine.swap(manifest))
-            while engine._made is not None:  # noqa: ASYNC110 - of the engine itself
+            while engine.made is not None:  # noqa: ASYNC110 - of the engine itself
                 await asyncio.sleep(0.001)
             swap.cancel()
             await asyncio.sleep(0.01)

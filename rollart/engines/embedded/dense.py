@@ -30,7 +30,7 @@ PACK_MIN = 1 << 17
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-class _Matrix:
+class Matrix:
     """A weight (out, in) to multiply by. On a CPU a large one is kept in oneDNN's own order, which saves ordering it
     anew in every call: at 8 to 32 rows a third to a fifth of the time."""
 
@@ -83,10 +83,10 @@ class _Layer:
         bias = None if attention.q_proj.bias is None else given.fused([projection.bias for projection in projections])
         self.input_norm = given(module.input_layernorm.weight)
         self.mlp_norm = given(module.post_attention_layernorm.weight)
-        self.qkv = _Matrix(given.fused([projection.weight for projection in projections]), bias)
-        self.out = _Matrix(given(attention.o_proj.weight))
-        self.gate_up = _Matrix(given.fused([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        self.down = _Matrix(given(mlp.down_proj.weight))
+        self.qkv = Matrix(given.fused([projection.weight for projection in projections]), bias)
+        self.out = Matrix(given(attention.o_proj.weight))
+        self.gate_up = Matrix(given.fused([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        self.down = Matrix(given(mlp.down_proj.weight))
         self.norm_HD: Tensor | None = None
         """The norms of all query and key heads, one row each."""
         if hasattr(attention, "q_norm"):
@@ -104,7 +104,7 @@ class DenseWeights:
         self.embedding = given(base.embed_tokens.weight)
         self.layers = [_Layer(module, given) for module in base.layers]
         self.norm = given(base.norm.weight)
-        self.head = _Matrix(given(cast(Any, model.get_output_embeddings()).weight))  # type: ignore[no-untyped-call]
+        self.head = Matrix(given(cast(Any, model.get_output_embeddings()).weight))  # type: ignore[no-untyped-call]
 
 
 class DenseForward:

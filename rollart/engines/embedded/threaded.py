@@ -34,7 +34,7 @@ Spent = Callable[[WeightVersion], float]
 Result = TypeVar("Result")
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """A version that is ready."""
 
     manifest: WeightManifest
@@ -61,7 +61,8 @@ class ThreadedEngine:
         self._stage = stage
         self._spent_s = spent_s
         self._adopt = adopt
-        self._made: _Made | None = None
+        self.made: Made | None = None
+        """The version that is ready to be put in."""
         self._making = asyncio.Lock()
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="rollart-ready")
         self._loop = asyncio.get_running_loop()
@@ -116,26 +117,26 @@ class ThreadedEngine:
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         with boundary(WeightError, "engine.swap"):
             made = await self._ready_of(manifest)
-        self._made = None
+        self.made = None
         report = await self.call(lambda: self._put_in(made))
         pull_s = made.took_s + (self._spent_s(manifest.version) if self._spent_s is not None else 0.0)
         return replace(report, pull_s=pull_s)
 
-    async def _ready_of(self, manifest: WeightManifest) -> _Made:
+    async def _ready_of(self, manifest: WeightManifest) -> Made:
         """These weights, ready: those that were made so when they were staged, if they are the same."""
         async with self._making:
-            if self._made is None or self._made.manifest != manifest:
-                self._made = None
-                self._made = await self._loop.run_in_executor(self._maker, self._make, manifest)
-            return self._made
+            if self.made is None or self.made.manifest != manifest:
+                self.made = None
+                self.made = await self._loop.run_in_executor(self._maker, self._make, manifest)
+            return self.made
 
-    def _make(self, manifest: WeightManifest) -> _Made:
+    def _make(self, manifest: WeightManifest) -> Made:
         """In the thread for that."""
         began_s = time.perf_counter()
         ready = self.core.prepare(self.fetch(manifest), adopt=self._adopt)
-        return _Made(manifest, ready, time.perf_counter() - began_s)
+        return Made(manifest, ready, time.perf_counter() - began_s)
 
-    def _put_in(self, made: _Made) -> SwapReport:
+    def _put_in(self, made: Made) -> SwapReport:
         """In the engine's thread. To free what was replaced takes time: nobody waits for it."""
         try:
             return self.core.put_in(made.manifest.version, made.ready)
@@ -146,7 +147,7 @@ class ThreadedEngine:
         """Stop the thread after the step it is in; whoever still waits gets an EngineError."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._made = None
+        self.made = None
         self._maker.shutdown(wait=False, cancel_futures=True)
         self._fail(EngineError("the engine was closed"))
 
