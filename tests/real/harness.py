@@ -65,6 +65,8 @@ class Run:
     name: str
     module: str = "rollart.cli"
     """What is run: the command line, or a test's wrapper around it."""
+    within: tuple[str, ...] = ()
+    """A command that becomes the one that follows it."""
     out: Path = field(init=False)
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: "subprocess.Popen[bytes] | None" = None
@@ -78,7 +80,7 @@ class Run:
         environment = {**os.environ, MARKER: self.marker, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with open(self.folder / "said", "ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, "train", *arguments],
+                [*self.within, sys.executable, "-m", self.module, "train", *arguments],
                 env=environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -176,11 +178,13 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, raw: dict[str, Any], module: str = "rollart.cli") -> Iterator[Run]:
+def running(
+    folder: Path, raw: dict[str, Any], module: str = "rollart.cli", within: tuple[str, ...] = ()
+) -> Iterator[Run]:
     """A started job; whatever happens, nothing of it outlives the test."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(raw))
-    run = Run(folder, raw["name"], module)
+    run = Run(folder, raw["name"], module, within)
     run.start(str(path), "--out", str(run.out))
     try:
         yield run
