@@ -19,6 +19,7 @@ from rollart.engines.embedded import dense
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.errors import WeightError
+from rollart.model.adapters import Lora, adapter_tensors, add_adapters
 from rollart.model.network import load_weights_, named_weights
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
@@ -26,7 +27,7 @@ from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest
 from tests.contracts.store import eventually
-from tests.engines.reference import KINDS, NO_EOS, check, make_engine, plain_model, request
+from tests.engines.reference import KINDS, NO_EOS, check, make_engine, our_model, plain_model, request
 
 BUCKET_BYTES = 4096
 FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -327,3 +328,15 @@ def test_an_engine_that_is_killed_lets_go_of_what_it_served_and_of_what_was_read
     asyncio.run(store.drop_before(2))
     store.push(3, of("qwen3", 3))
     assert {path.stat().st_ino for path in store.directory.rglob("*.safetensors")} == files, "and is used again"
+
+
+def test_adapters_are_merged_with_the_whole_version_before_them() -> None:
+    core, expected = make_engine(plain_model("qwen3"), eos=NO_EOS), our_model(plain_model("qwen3", seed=5))
+    adapted = our_model(plain_model("qwen3"))
+    add_adapters(adapted, Lora(rank=2, alpha=4.0, targets=("q_proj",)))
+    adapters = {name: torch.ones_like(tensor) for name, tensor in adapter_tensors(adapted).items()}
+    core.swap(1, adapters)
+    core.swap(2, of("qwen3", 5))
+    core.swap(3, adapters)
+    load_weights_(expected, adapters)
+    torch.testing.assert_close(held(core), named_weights(expected), atol=0, rtol=0)

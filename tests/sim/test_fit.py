@@ -104,6 +104,37 @@ def test_prompts_alike_do_not_make_their_tokens_dear(tmp_path: Path) -> None:
     assert row_s < found["sequence_s"] < 3 * row_s, "what a call costs is with the rows, neither lost nor all of it"
 
 
+def test_calls_that_waited_for_something_else_move_little() -> None:
+    """Such as the first use of a kernel: one call in four took three times as long."""
+    calls = [
+        GenerateCall(
+            engine="e",
+            pool="gpu",
+            sent_s=10.0 * number,
+            said_s=10.0 * number + 0.001 * tokens * (3 if number % 4 == 0 else 1),
+            tokens=tokens,
+            prefill=1,
+            prompt=20,
+            whole=True,
+        )
+        for number, tokens in enumerate(100 + 37 * number % 200 for number in range(80))
+    ]
+    cost = fit_steps(calls)
+    one_s = cost.step_s + cost.sequence_s + cost.kv_token_s * 120
+    assert one_s + cost.call_s / 200 == pytest.approx(0.001, rel=0.03)
+
+
+def test_prompts_that_are_alike_are_priced_where_calls_meet_different_numbers_of_them(tmp_path: Path) -> None:
+    """As on a GPU, where a prompt token costs far less than one more sequence, and a step with a prompt more than one
+    without."""
+    engine = {"step_s": 1.2e-3, "sequence_s": 0.0, "kv_token_s": 4e-8, "prefill_token_s": 2e-5}
+    alike = {**TASK, "prompt_tokens": 500, "observation_tokens": 500, "answer_tokens": 60}
+    settings = {"start_s": 3.0, "load_gb_s": 40.0, "call_s": 0.0, "measured": {"cpu": engine}}
+    simulate(job("sync+", engine=settings, tasks={"game": alike}), tmp_path / "run")
+    found = fit_runs([tmp_path / "run"]).profile()["engine"]["measured"]["cpu"]
+    assert found["prefill_token_s"] == pytest.approx(2e-5, rel=0.25)
+
+
 def test_training_and_weights_are_found_again(profile: dict[str, Any]) -> None:
     assert profile["train"]["save_s"] == pytest.approx(0.1, rel=0.01)
     tokens = 32 * (60 + 3 * 20 + 4 * 30)
