@@ -1,8 +1,9 @@
 """`python -m benchmarks.trl_frozen_lake`: RollArt and TRL learn FrozenLake from the same weights, on the same cores.
 
 Both sides train on the same number of trajectories, in batches of the same size, one after the other, and keep their
-weights every so many trajectories. Then the same held-out play (`lake_player.py`) finds each side's first
-weights that reach the target. So no evaluation is on either clock; RollArt's checkpoints are on its own, TRL's are not.
+weights every so many trajectories: TRL's are written off its clock, RollArt's are copied from its weight store by this
+process. Then the same held-out play (`lake_player.py`) finds each side's first weights that reach the target. So
+neither evaluations nor weights written for them are on a clock; RollArt writes one checkpoint, after its last step.
 Prints one JSON object.
 """
 
@@ -16,22 +17,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.lake_player import FORMS, held_out_success
+from rollart.errors import WeightError
 from rollart.events import schema
 from rollart.events.log import read_events
-from rollart.events.schema import Event
+from rollart.launch.real import STORES
+from rollart.model.directory import copy_other_files
 from rollart.model.tokenizer import ChatTokenizer
+from rollart.store.shm import ShmStore
+from rollart.workers.setup import StoreSetup
 
 ROOT = Path(__file__).resolve().parent.parent
-POLL_S = 0.2
-"""RollArt keeps its last two checkpoints only; they are looked for this often, and linked elsewhere."""
+POLL_S = 0.1
+"""RollArt drops a version soon after the next one is served; wanted ones are looked for this often."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -61,7 +67,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     for number in range(args.rounds):
         seed = args.seed + number
-        sides = [("rollart", train_rollart), ("trl", train_trl)]
+        sides = [side for side in (("rollart", train_rollart), ("trl", train_trl)) if args.only in (None, side[0])]
         result: dict[str, Any] = {"seed": seed}
         for name, side in sides if number % 2 == 0 or args.cap_times else reversed(sides):
             folder = work / f"{name}-{seed}"
@@ -73,7 +79,7 @@ def main() -> None:
             if args.cap_times and name == "rollart" and result[name]["time_to_success_s"]:
                 args.cap_s = args.cap_times * result[name]["time_to_success_s"]
         rounds.append(result)
-    print(json.dumps(summary(args, rounds), indent=2))
+    print(json.dumps(rounds if args.only else summary(args, rounds), indent=2))
     if not args.keep:
         shutil.rmtree(work)
 
@@ -97,6 +103,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="TRL's and the judge's")
     parser.add_argument("--cap-times", type=float, help="TRL stops after this many times RollArt's time to success")
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
+    parser.add_argument("--rollart", nargs="*", default=[], metavar="KEY=VALUE", help="of RollArt's job")
+    parser.add_argument("--only", choices=("rollart", "trl"), help="one side alone, without a ratio")
     args = parser.parse_args()
     if not args.trl_python:
         parser.error("say where TRL is: --trl-python, or ROLLART_TRL_PYTHON (docs/trl.md says how to make it)")
@@ -127,8 +135,12 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         f"rollout.groups_per_step={args.groups}",
         f"tasks.0.group_size={args.group_size}",
         f"train.steps={_steps(args.trajectories, _batch(args))}",
-        f"checkpoint.every={_steps(args.judged_every, _batch(args))}",
+        f"checkpoint.every={_steps(args.trajectories, _batch(args))}",
+        *args.rollart,
     ]
+    steps = _steps(args.trajectories, _batch(args))
+    every = _steps(args.judged_every, _batch(args))
+    wanted = set(range(every, steps, every))
     began_s = time.monotonic()
     cpu: list[tuple[float, float]] = []
     """(seconds since the first event, CPU seconds so far)"""
@@ -139,36 +151,37 @@ def train_rollart(args: argparse.Namespace, folder: Path, seed: int) -> Trained:
         first_event_s: float | None = None
         models: dict[int, Path] = {}
         while True:
-            ended = process.poll() is not None
+            over = process.poll() is not None
             if first_event_s is None and (run / "events.jsonl").exists():
                 first_event_s = time.monotonic() - began_s
-            _link_checkpoints(run / "checkpoints", folder / "models", models)
-            if first_event_s is not None and not ended:
+            _copy_versions(run, folder / "models", wanted, models, args.model)
+            if first_event_s is not None and not over:
                 cpu.append((time.monotonic() - began_s - first_event_s, _tree_cpu_s(process.pid)))
-            if ended:
+            if over:
                 break
             time.sleep(POLL_S)
     if process.returncode:
         sys.exit(f"rollart train failed:\n{(folder / 'log').read_text()[-2000:]}")
+    if missed := wanted - set(models):
+        sys.exit(
+            f"versions {sorted(missed)} were dropped before they were copied; the machine is too busy to measure on"
+        )
+    if steps % every == 0:
+        models[steps] = run / "checkpoints" / f"step-{steps:08d}" / "model"
     events = [
-        event
-        for event in read_events(run / "events.jsonl")
-        if isinstance(event, schema.Started | schema.StepEnd | schema.Checkpoint)
+        event for event in read_events(run / "events.jsonl") if isinstance(event, schema.Started | schema.StepEnd)
     ]
     started_s = next(event.t for event in events if isinstance(event, schema.Started))
-    steps = [event for event in events if isinstance(event, schema.StepEnd)]
+    ended = [event for event in events if isinstance(event, schema.StepEnd)]
     assert first_event_s is not None
     return Trained(
         startup_s=first_event_s + started_s,
         batch=_batch(args),
-        ends_s=[event.t - started_s for event in steps],
-        models={step: path for step, path in models.items() if step},
-        ends_cpu_s=[_at(cpu, event.t) - _at(cpu, started_s) for event in steps],
+        ends_s=[event.t - started_s for event in ended],
+        models=models,
+        ends_cpu_s=[_at(cpu, event.t) - _at(cpu, started_s) for event in ended],
         load=os.getloadavg()[0],
-        parts={
-            "train_s": sum(event.train_s for event in steps),
-            "checkpoint_s": _checkpoint_s(events),
-        },
+        parts={"train_s": sum(event.train_s for event in ended)},
     )
 
 
@@ -219,15 +232,23 @@ def _steps(trajectories: int, batch: int) -> int:
     return max(1, trajectories // batch)
 
 
-def _link_checkpoints(source: Path, target: Path, known: dict[int, Path]) -> None:
-    for path in source.glob("step-*"):
-        step = int(path.name.removeprefix("step-"))
-        if step not in known:
-            known[step] = target / path.name
-            try:
-                shutil.copytree(path / "model", known[step], copy_function=os.link)
-            except (FileNotFoundError, shutil.Error):
-                sys.exit(f"checkpoint {step} went before it was linked; the machine is too busy to measure on")
+def _copy_versions(run: Path, target: Path, wanted: set[int], known: dict[int, Path], model: Path) -> None:
+    """Copy the wanted versions that are in the run's store now, as directories that a model is loaded from."""
+    if not (run / STORES).exists():
+        return
+    setup = StoreSetup.model_validate_json((run / STORES).read_text().splitlines()[-1])
+    store = ShmStore(setup.run_id)
+    for version in sorted(wanted - set(known)):
+        try:
+            if (manifest := store.manifest(version)) is None:
+                continue
+            tensors = store.fetch(manifest)
+        except WeightError:
+            continue  # dropped meanwhile; if for good, the end says so
+        known[version] = target / f"step-{version:08d}"
+        known[version].mkdir(parents=True)
+        copy_other_files(model, known[version])
+        save_file(tensors, known[version] / "model.safetensors")
 
 
 def _tree_cpu_s(root: int) -> float:
@@ -252,12 +273,6 @@ def _tree_cpu_s(root: int) -> float:
 def _at(series: list[tuple[float, float]], time_s: float) -> float:
     """The last value taken by then."""
     return max((value for when_s, value in series if when_s <= time_s), default=0.0)
-
-
-def _checkpoint_s(events: Sequence[Event]) -> float:
-    """From the end of a step to its checkpoint."""
-    ended = {event.version: event.t for event in events if isinstance(event, schema.StepEnd)}
-    return sum(event.t - ended[event.step] for event in events if isinstance(event, schema.Checkpoint) and event.step)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------
