@@ -41,6 +41,7 @@ COMMANDS = {
     "sim_3072": ".venv/bin/rollart sim jobs/sim_3072.yaml --json",
     "chaos": ".venv/bin/rollart sim jobs/chaos.yaml --chaos 2000 --json",
     "rewards": ".venv/bin/python -m benchmarks.rewards --json",
+    "envs": ".venv/bin/python -m benchmarks.envs --json",
     "soak": ".venv/bin/python -m benchmarks.soak --json",
     "affinity": ".venv/bin/python -m benchmarks.affinity --json",
     "trl": ".venv/bin/python -m benchmarks.trl_frozen_lake --rounds 3",
@@ -156,9 +157,19 @@ def rewards(run: Run) -> str:
     lost = sum(run.result[kind]["lost"] + run.result[kind]["twice"] for kind in kinds)
     return (
         f"{longest('functions')} (p99 {run.result['functions']['p99_s']} s) against {longest('fixed')} (p99 "
-        f"{run.result['fixed']['p99_s']} s) on a busy machine, the later of two runs; "
+        f"{run.result['fixed']['p99_s']} s), the longer of two bursts; "
         f"{lost} scores lost or counted twice, a platform killed in the middle included "
         "([tasks](docs/tasks.md#rewards))"
+    )
+
+
+def envs(run: Run) -> str:
+    sick, opened = run.result["process"], run.result["first_observation"]
+    low, high = sick["interval"]
+    return (
+        f"{sick['ratio']:.3f} ({low:.3f} to {high:.3f}, {len(sick['rounds'])} pairs of rounds); first observation "
+        f"from a sandbox {1000 * opened['cold']['p50_s']:.0f} ms, from a warm pool {1000 * opened['warm']['p50_s']:.0f} ms "
+        "([tasks](docs/tasks.md#where-environments-run))"
     )
 
 
@@ -228,6 +239,12 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         "of a trajectory to the last score",
         "rewards",
         rewards,
+    ),
+    (
+        "64 environments, 5 % that hang and 10 % that crash: throughput of the healthy ones by what it is without the "
+        "sick",
+        "envs",
+        envs,
     ),
     ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
     ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),
