@@ -164,12 +164,12 @@ def rewards(run: Run) -> str:
 
 
 def envs(run: Run) -> str:
-    sick, opened = run.result["process"], run.result["first_observation"]
+    sick = run.result["process"]
     low, high = sick["interval"]
+    cold_ms, warm_ms = (1000 * run.result["first_observation"][kind]["p50_s"] for kind in ("cold", "warm"))
     return (
         f"{sick['ratio']:.3f} ({low:.3f} to {high:.3f}, {len(sick['rounds'])} pairs of rounds); first observation "
-        f"from a sandbox {1000 * opened['cold']['p50_s']:.0f} ms, from a warm pool {1000 * opened['warm']['p50_s']:.0f} ms "
-        "([tasks](docs/tasks.md#where-environments-run))"
+        f"from a sandbox {cold_ms:.0f} ms, from a warm pool {warm_ms:.0f} ms ([tasks](docs/tasks.md#where-environments-run))"
     )
 
 
