@@ -169,7 +169,8 @@ def envs(run: Run) -> str:
     cold_ms, warm_ms = (1000 * run.result["first_observation"][kind]["p50_s"] for kind in ("cold", "warm"))
     return (
         f"{sick['ratio']:.3f} ({low:.3f} to {high:.3f}, {len(sick['rounds'])} pairs of rounds); first observation "
-        f"from a sandbox {cold_ms:.0f} ms, from a warm pool {warm_ms:.0f} ms ([tasks](docs/tasks.md#where-environments-run))"
+        f"from a sandbox {cold_ms:.0f} ms, from a warm pool {warm_ms:.0f} ms "
+        "([tasks](docs/tasks.md#where-environments-run))"
     )
 
 
