@@ -69,6 +69,15 @@ def test_what_is_meant_as_a_call_and_is_none_stays_text_and_is_named(text: str, 
     assert (answer.content, answer.calls) == (text, ())
 
 
+def test_a_call_of_any_depth_is_read_or_named() -> None:
+    """Whichever of reading and writing it meets the limit first."""
+    for depth in range(900, 1010):
+        answer = read(
+            f'<tool_call>{{"name": "a", "arguments": {{"x": {"[" * depth}{"]" * depth}}}}}</tool_call>', HERMES
+        )
+        assert answer.calls or answer.wrong
+
+
 def test_thoughts_are_apart_from_words() -> None:
     assert read("<think>\nhm\n</think>\n\nfour", HERMES) == Answer("four", "hm")
     assert read("hm</think>four", HERMES) == Answer("four", "hm"), "the template began the thought itself"

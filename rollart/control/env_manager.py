@@ -103,7 +103,7 @@ class Session:
         room = job.model.context_tokens - prefix.length
         if room < 1 and not turn:
             raise EnvError(
-                f"the first prompt has {prefix.length} tokens, which leaves none of model.context_tokens "
+                f"the first prompt has {prefix.length} tokens or more, which leaves none of model.context_tokens "
                 f"{job.model.context_tokens} for an answer: raise it, or let the environment say less"
             )
         if turn >= attempt.settings.max_turns or room < 1:

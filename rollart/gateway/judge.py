@@ -73,10 +73,15 @@ class JudgeEndpoint:
         if wanted.stream:
             raise Refusal(400, "invalid_value", "stream: a judge answers as a whole; leave it out", "stream")
         asked = wanted.request
-        prompt = self._tokenizer.render(asked.messages, fresh=True)
+        try:
+            prompt = self._tokenizer.render(asked.messages, fresh=True)
+        except JobError as error:
+            raise Refusal(400, "invalid_request", str(error)) from None
         room = self._context_tokens - len(prompt)
         if room < 1:
-            raise Refusal(400, "context_length_exceeded", f"{len(prompt)} tokens do not fit in {self._context_tokens}")
+            raise Refusal(
+                400, "context_length_exceeded", f"{len(prompt)} tokens or more do not fit in {self._context_tokens}"
+            )
         session = f"other-{next(self._numbers)}"
         sampling = _sampling(body, min(room, asked.max_tokens or DEFAULT_TOKENS), asked.stop)
         try:

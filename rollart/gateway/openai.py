@@ -138,7 +138,7 @@ def _call(param: str, value: Any) -> ToolCall:
     try:
         if not isinstance(arguments, str) or not isinstance(json.loads(arguments), dict):
             raise ValueError
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _wrong(f"{param}.function.arguments", "give the JSON of an object, as a string") from None
     return ToolCall(id=str(value.get("id") or ""), name=function["name"], arguments=arguments)
 
@@ -156,7 +156,10 @@ def _tools(value: Any) -> tuple[Tool, ...]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise _wrong(f"tools[{number}].function.parameters", "give a JSON schema")
-        text = orjson.dumps(parameters, option=orjson.OPT_SORT_KEYS).decode()
+        try:
+            text = orjson.dumps(parameters, option=orjson.OPT_SORT_KEYS).decode()
+        except orjson.JSONEncodeError:
+            raise _wrong(f"tools[{number}].function.parameters", "this schema is nested too deep") from None
         found.append(Tool(name=function["name"], description=str(function.get("description") or ""), parameters=text))
     return tuple(found)
 

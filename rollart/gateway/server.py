@@ -86,7 +86,7 @@ class HttpDoor:
             if self._under_way > MAX_WAITING:
                 raise Refusal(429, "too_many_requests", f"{MAX_WAITING} requests of this episode are under way")
             yield
-        except Refusal:
+        except Exception:  # what is no refusal is a fault of ours, and may be asked for as often
             self._refused += 1
             if self._refused == MAX_REFUSED:
                 self._queue.put_nowait(None)

@@ -83,7 +83,8 @@ def real_world(
     model_path = Path(job.model.path)
     task_sets = task_sets_of(job)
     functions = {task.name: reward_of(task.use) for task in job.tasks}
-    tokenizer = ChatTokenizer(model_path, job.model.chat_template, job.model.chat_template_args)
+    model = job.model
+    tokenizer = ChatTokenizer(model_path, model.chat_template, model.chat_template_args, model.context_tokens)
     where = new_store(job, out)
     store = open_store(where)
     before = [open_store(setup) for setup in stores_before(out, where)]
@@ -281,7 +282,7 @@ def _judge_models(job: Job, judges: "Mapping[str, JudgePool]") -> "tuple[dict[st
     for pool in job.judge_pools:
         judge = pool.judge
         assert judge is not None
-        tokenizer = ChatTokenizer(judge.path, judge.chat_template, judge.chat_template_args)
+        tokenizer = ChatTokenizer(judge.path, judge.chat_template, judge.chat_template_args, judge.context_tokens)
         models[pool.name] = PoolJudge(judges[pool.name], tokenizer, pool.name, judge.context_tokens)
         if judge.listen:
             token = os.environ.get(JUDGE_TOKEN, "")

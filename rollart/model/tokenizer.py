@@ -35,6 +35,12 @@ GENERATION = r"{%-?\s*(end)?generation\s*-?%}"
 """Marks of transformers' own in a template, which Jinja does not know."""
 TOKENIZERS = frozenset({"bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"})
 """What transformers gives every template."""
+PIECE = 65_536
+"""Characters of a text that are counted at a time, where it hardly fits the context."""
+CHARACTERS = 8
+"""Of a token, more than usual: a text of more for every token of the context is counted first."""
+CUT = 4
+"""Tokens that a cut through a text may add to it, at most."""
 ENTRY_BYTES = 500
 """What an entry takes beside its text and tokens, about."""
 
@@ -69,8 +75,15 @@ class TextCache(Generic[K, V]):
 class ChatTokenizer:
     """Renders messages to tokens and tokens to text, as the model directory says."""
 
-    def __init__(self, path: str | Path, template: str = "", arguments: Mapping[str, object] | None = None) -> None:
-        """`template`: instead of the tokenizer's own, a file or the text itself; `arguments`: more that it reads."""
+    def __init__(
+        self,
+        path: str | Path,
+        template: str = "",
+        arguments: Mapping[str, object] | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        """`template`: instead of the tokenizer's own, a file or the text itself; `arguments`: more that it reads. A
+        text that is longer than `context_tokens` is not read to its end: its tokens are still too many."""
         from transformers import AutoTokenizer
 
         try:
@@ -84,6 +97,7 @@ class ChatTokenizer:
                 f"model.path: the tokenizer in {path} has no chat template; use an instruct model, or give one as "
                 "model.chat_template"
             )
+        self._context_tokens = context_tokens
         self._arguments = dict(arguments or {})
         if self._arguments:
             _refuse_arguments(self._arguments, self._tokenizer.chat_template)
@@ -192,10 +206,36 @@ class ChatTokenizer:
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise JobError(f"the chat template refuses messages in the roles {roles}: {error}") from error
+        except RecursionError:
+            raise JobError("the arguments of a call, or the schema of a tool, are nested too deep") from None
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text as it stands, with no template around it."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        beginning = self._too_long(text)
+        return self._encode(text) if beginning is None else beginning
+
+    def _too_long(self, text: str) -> Tokens | None:
+        """What is more than the context, of a text that is; megabytes would hold up everybody for seconds."""
+        most = self._context_tokens
+        if most is None or len(text) <= most * CHARACTERS:
+            return None
+        pieces: list[Tokens] = []
+        num_tokens = 0
+        for at in range(0, len(text), PIECE):
+            pieces.append(self._encode(text[at : at + PIECE]))
+            num_tokens += len(pieces[-1])
+            if num_tokens > most + CUT * len(pieces):
+                return np.concatenate(pieces)
+        return None
+
+    def _encode(self, text: str) -> Tokens:
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        except TypeError:  # halves of characters, as in names of files that are not UTF-8
+            found = self._tokenizer.encode(
+                text.encode("utf-8", "replace").decode(), add_special_tokens=False, verbose=False
+            )
+        return np.asarray(found, dtype=np.int32)
 
 
 OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -114,7 +114,7 @@ def _json(text: bytes) -> Any:
     """None for what is no JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -195,7 +195,7 @@ def https(url: str) -> str:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"answered no JSON: {text.strip()[:200]!r}") from error
 
 

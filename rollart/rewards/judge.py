@@ -26,6 +26,8 @@ from rollart.rewards.http import NOBODY_THERE, WORTH_A_RETRY, is_unreached
 from rollart.tasks.api import Episode
 from rollart.types import GenerateRequest, Message, Sampling, Score, Tokens, Trajectory
 
+CHARACTERS = 8
+"""Of a token, more than usual: an episode of more for every token that fits is cut before it is rendered."""
 GRADES = re.compile(r"GRADE\s*[:=]\s*[*<]*\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 BEST_GRADE = 10.0
 MAX_KEPT = 10_000
@@ -262,7 +264,8 @@ class PoolJudge:
     def _rendered(self, question: Question) -> Tokens:
         """The question in tokens, cut until the answer fits behind it."""
         behind = question.max_tokens + len(self._tokenizer.encode(ONLY_GRADE)) + GRADE_TOKENS
-        room, most = self._context_tokens - behind, len(question.episode)
+        room = self._context_tokens - behind
+        most = min(len(question.episode), CHARACTERS * max(room, 0))
         while True:
             message = Message(role="user", content=question.text(most))
             tokens = self._tokenizer.render([message], fresh=True)

@@ -313,7 +313,7 @@ class OpenEnvGame:
             return self._observed("step", {self._field: text})
         try:
             action = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             return _said("Answer with the action as a JSON object.")

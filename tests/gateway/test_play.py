@@ -199,6 +199,19 @@ def test_a_bad_agent_costs_itself_only(model: Path, tmp_path: Path, name: str, r
             assert trajectory.status is Status.DONE, trajectory.reason
 
 
+def test_what_is_far_longer_than_the_context_is_not_read_to_its_end(model: Path, tmp_path: Path) -> None:
+    """Everybody waits while a text becomes tokens."""
+    sizes: list[int] = []
+
+    def looked_at(tokenizer: Tokenizer) -> Tokenizer:
+        sizes.append(len(tokenizer.render([Message(role="user", content="12+7 " * 100_000)], fresh=True)))
+        return tokenizer
+
+    play(job(model), tmp_path / "run", tokenizer=looked_at)
+    assert sizes
+    assert 512 < sizes[0] < 100_000
+
+
 def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(model: Path) -> None:
     with pytest.raises(JobError, match=r"tasks\.0\.agent\.function: nowhere:solve: no module nowhere was found"):
         refuse_functions(build_job(job(model, {"function": "nowhere:solve"})))

@@ -194,6 +194,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}]},
         "messages[0].tool_calls[0].function.arguments: give the JSON",
     ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9_999}}]}]},
+        "messages[0].tool_calls[0].function.arguments: give the JSON",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": {"x": json.loads("[" * 500 + "]" * 500)}}}]},
+        "tools[0].function.parameters: this schema is nested too deep",
+    ),
 ]
 
 
@@ -286,6 +294,25 @@ def test_a_flood_fills_its_own_door_and_is_then_given_up(monkeypatch: pytest.Mon
             asking = asyncio.ensure_future(client.chat.completions.create(model="", messages=HELLO))
             (await quiet.next()).answer(WORD)
             assert (await asking).choices[0].message.content == "word"
+        await gateway.close()
+
+    asyncio.run(main())
+
+
+def test_faults_of_ours_are_counted_as_a_flood_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes a page into the log."""
+    monkeypatch.setattr(server, "MAX_REFUSED", 3)
+    monkeypatch.setattr(server, "parsed", lambda body: 1 / 0)
+
+    async def main() -> None:
+        gateway = HttpGateway(host="127.0.0.1", port=0, model="tiny")
+        door = await gateway.open(TrajectoryId("g1", 0, 0))
+        async with httpx.AsyncClient(trust_env=False) as http:
+            url, key = f"{door.endpoint.url}/chat/completions", {"Authorization": f"Bearer {door.endpoint.key}"}
+            for _ in range(3):
+                assert (await http.post(url, headers=key, json={"messages": HELLO})).status_code == 500
+        with pytest.raises(EnvError, match="made 3 requests that were refused"):
+            await asyncio.wait_for(door.next(), 5)
         await gateway.close()
 
     asyncio.run(main())

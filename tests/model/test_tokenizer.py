@@ -10,7 +10,7 @@ import pytest
 from rollart.control.render import delta
 from rollart.errors import JobError
 from rollart.model.tokenizer import ChatTokenizer
-from rollart.types import Message, Observation, Tokens, Tool
+from rollart.types import Message, Observation, Tokens, Tool, ToolCall
 from rollart_recipes.tiny import tiny_tokenizer
 
 CHATML = (
@@ -120,6 +120,58 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path / "strict")
     with pytest.raises(JobError, match="tool: no tools"):
         ChatTokenizer(tmp_path / "strict").render([Message(role="tool", content="3")], fresh=True)
+
+
+def test_a_text_that_cannot_fit_is_not_read_to_its_end(directory: Path) -> None:
+    """Megabytes would hold up everybody; what is returned is still too long. What fits is as it always was."""
+    long = " ".join(f"where is the lake {number}" for number in range(20_000))
+    whole, bounded = ChatTokenizer(directory), ChatTokenizer(directory, context_tokens=512)
+    asked = [Message(role="user", content=long)]
+    some, all_of_it = bounded.render(asked, fresh=True), whole.render(asked, fresh=True)
+    assert 512 < len(some) < len(all_of_it) / 4
+    for context_tokens in (len(all_of_it), len(all_of_it) // 2 * 3):
+        exact = ChatTokenizer(directory, context_tokens=context_tokens)
+        assert exact.render(asked, fresh=True).tolist() == all_of_it.tolist()
+
+
+def test_long_tokens_are_counted_and_not_guessed(tmp_path: Path) -> None:
+    """A text of many characters in few tokens fits."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<|im_end|>": 0, "lake" * 20: 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = "{% for message in messages %}{{ message.content + ' <|im_end|>' }}{% endfor %}"
+    fast.save_pretrained(tmp_path)
+    words = " ".join(["lake" * 20] * 2_000)
+    assert (
+        len(ChatTokenizer(tmp_path, context_tokens=2_100).render([Message(role="user", content=words)], fresh=True))
+        == 2_001
+    )
+    assert (
+        len(ChatTokenizer(tmp_path, context_tokens=1_000).render([Message(role="user", content=words)], fresh=True))
+        > 1_000
+    )
+
+
+def test_halves_of_characters_are_shown_as_what_they_are_not(directory: Path) -> None:
+    """As a name of a file that is not UTF-8 has them, or the arguments of a call."""
+    tokenizer = ChatTokenizer(directory)
+    assert len(tokenizer.render([Message(role="user", content="lake \udce9")], fresh=True))
+
+
+def test_a_call_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    fast: Any = chatml_tokenizer()
+    fast.chat_template = CHATML.replace(
+        "message['content']", "message['content'] + (message.tool_calls or []) | tojson"
+    )
+    fast.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    call = ToolCall(id="", name="look", arguments='{"x": ' + "[" * 940 + "]" * 940 + "}")
+    with pytest.raises(JobError, match="nested too deep"):
+        tokenizer.render([Message(role="assistant", content="", tool_calls=(call,))], fresh=True)
 
 
 def test_caches_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
