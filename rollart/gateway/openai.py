@@ -16,6 +16,9 @@ from rollart.types import ChatAnswer, ChatRequest, Finish, Json, JsonObject, Mes
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_STOPS = 16
+MAX_MESSAGES = 50_000
+"""More than fits any context. Everybody waits while they are read, and while a template renders them."""
+MAX_TOOLS = 1_000
 THE_JOBS = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
 """Of the sampling; not taken from a request."""
 
@@ -100,6 +103,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise _wrong("messages", "give a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise _wrong("messages", f"{len(value):,} are too many; give at most {MAX_MESSAGES:,}")
     return tuple(_message(f"messages[{number}]", one) for number, one in enumerate(value))
 
 
@@ -108,8 +113,8 @@ def _message(param: str, value: Any) -> Message:
     if role is None:
         raise _wrong(param, f"give it one of the roles {', '.join(ROLES)}")
     calls = value.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise _wrong(f"{param}.tool_calls", "give a list")
+    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+        raise _wrong(f"{param}.tool_calls", f"give a list of at most {MAX_TOOLS:,}")
     return Message(
         role=role,
         content=_text(f"{param}.content", value.get("content")),
@@ -146,8 +151,8 @@ def _call(param: str, value: Any) -> ToolCall:
 def _tools(value: Any) -> tuple[Tool, ...]:
     if value is None:
         return ()
-    if not isinstance(value, list):
-        raise _wrong("tools", "give a list")
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise _wrong("tools", f"give a list of at most {MAX_TOOLS:,}")
     found = []
     for number, one in enumerate(value):
         function = one.get("function") if isinstance(one, dict) else None

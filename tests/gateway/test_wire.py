@@ -198,6 +198,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9_999}}]}]},
         "messages[0].tool_calls[0].function.arguments: give the JSON",
     ),
+    ({"messages": [{"role": "user", "content": ""}] * 50_001}, "messages: 50,001 are too many"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1_001}]},
+        "messages[0].tool_calls: give a list of at most 1,000",
+    ),
+    ({"tools": [{"function": {"name": "f"}}] * 1_001}, "tools: give a list of at most 1,000"),
     (
         {"tools": [{"function": {"name": "f", "parameters": {"x": json.loads("[" * 500 + "]" * 500)}}}]},
         "tools[0].function.parameters: this schema is nested too deep",
