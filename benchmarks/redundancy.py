@@ -5,15 +5,17 @@ policy (`sync+`), made small, with latencies of environment steps drawn from a l
 what spares are for; `carried` and `cancelled` are the same with bound 1. Rounds are interleaved, each with a seed of
 its own: all settings of a round meet the same latencies. The simulator is fitted on the runs without spares alone.
 `step_s` are means over rounds; `lengths` are mean tokens of what was trained on and of all that was begun, as
-`summary.json` has them.
+`summary.json` has them. With `--out` runs are kept, and one that is whole there is not made again: so that it can be
+measured in pieces.
 """
 
 import argparse
+import contextlib
 import json
+import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rollart.config.load import build_job, load_job
 from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
+from rollart.launch.rundir import summary_again
 from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from rollart.report.summary import Summary
@@ -64,10 +67,15 @@ def figures(summary: Summary, folder: Path) -> dict[str, Any]:
 
 
 def real_run(case: str, steps: int, number: int, folder: Path) -> dict[str, Any]:
-    result = train(job_of(case, steps, number), folder)
-    if result.summary.state != "finished" or result.violations:
-        raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
-    found = figures(result.summary, folder)
+    summary = summary_again(folder) if (folder / "summary.json").exists() else None
+    if summary is None or (summary.state, summary.steps) != ("finished", steps):
+        if folder.exists():
+            shutil.rmtree(folder)
+        result = train(job_of(case, steps, number), folder)
+        summary = result.summary
+        if summary.state != "finished" or result.violations:
+            raise JobError(f"{folder}: {summary.reason} {result.violations}")
+    found = figures(summary, folder)
     sys.stderr.write(f"round {number + 1}, {case}: {found['step_s']:.2f} s a step\n")
     return found
 
@@ -95,7 +103,6 @@ def row(real: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> dict[str
 
 def measure(rounds: int, steps: int, cases: list[str], out: Path) -> dict[str, Any]:
     make_model(Path(job_of(FITTED, steps, 0).model.path))
-    began_s = time.monotonic()
     real: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(rounds):
         for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
@@ -113,7 +120,6 @@ def measure(rounds: int, steps: int, cases: list[str], out: Path) -> dict[str, A
             "job": SMALL,
             "fitted_on": FITTED,
         },
-        "seconds": round(time.monotonic() - began_s, 1),
     }
 
 
@@ -122,10 +128,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}; always with none")
+    parser.add_argument("--out", type=Path, help="where runs are kept, and found again (default: nowhere)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rollart-redundancy-") as folder:
-        found = measure(args.rounds, args.steps, list(dict.fromkeys([FITTED, *args.cases])), Path(folder))
+    with contextlib.ExitStack() as ends:
+        out = args.out or Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="rollart-redundancy-")))
+        found = measure(args.rounds, args.steps, list(dict.fromkeys([FITTED, *args.cases])), out)
     if args.json:
         print(json.dumps(found, indent=2))
         return

@@ -209,6 +209,8 @@ def _apply(raw: ParsedJson, override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise JobError(f"override {key}: {text!r} is not a YAML value; quote it") from None
+    if "#" in text and (value is None or (isinstance(value, str) and text.startswith(value))):
+        value = text.strip()  # no comment: nobody writes one on a command line
     at: Any = raw
     *parents, last = key.split(".")
     for depth, part in enumerate(parents):

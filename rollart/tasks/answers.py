@@ -26,8 +26,9 @@ def regex(said: str, answers: Sequence[str], pattern: str) -> bool:
 
 
 def choice(said: str, answers: Sequence[str], pattern: str) -> bool:
-    """The last letter that stands alone, in brackets or not, is that of the answer."""
-    letters = re.findall(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])", said)
+    """The last letter of a choice (`pattern` has which there are) that stands alone, in brackets or not, is that of the
+    answer."""
+    letters = re.findall(rf"(?<![A-Za-z0-9'])({pattern or '[A-Z]'})(?![A-Za-z0-9'])", said)
     return bool(letters) and letters[-1] in answers
 
 

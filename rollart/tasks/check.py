@@ -28,6 +28,8 @@ from rollart.workers.server import describe
 EPISODES = 8
 MAX_TURNS = 200
 CALL_LIMIT_S = 20.0
+PREPARE_LIMIT_S = 600.0
+"""Of `prepare()`, which may download what the task needs."""
 SLOW_STEP_S = 1.0
 COMPARED_TASKS = 100
 SCRIPTED_SUCCESS = 0.9
@@ -126,7 +128,7 @@ class _Check:
         with contextlib.redirect_stdout(printed):
             try:
                 task_set = self._load("loading it", self._seed)
-                self._call("prepare()", task_set.prepare)
+                self._call("prepare()", task_set.prepare, limit_s=max(self._call_limit_s, PREPARE_LIMIT_S))
                 self._data(task_set)
                 random_plays = self._play_all(task_set, _random_player, "the random agent")
                 scripted_plays = self._scripted(task_set)
@@ -157,7 +159,13 @@ class _Check:
             )
         elif _payloads(tasks) == _payloads(self._tasks(other, "task", count)):
             self._warn("The seed changes nothing: two seeds give the same tasks. Draw from the rng you are given.")
-        held_out = self._tasks(task_set, "held_out", count)
+        try:
+            held_out = self._tasks(task_set, "held_out", count)
+        except Broken as broken:
+            if not isinstance(broken.__cause__, JobError):
+                raise
+            self._warn(f"It cannot be evaluated: {broken}")  # a job that evaluates nothing needs no held-out tasks
+            held_out = []
         for task in (*tasks, *held_out):
             try:
                 same = json.loads(json.dumps(task.payload)) == task.payload
@@ -306,15 +314,18 @@ class _Check:
         play.reward, play.parts = first, parts
         return first
 
-    def _call(self, where: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _call(
+        self, where: str, function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, **named: Any
+    ) -> Any:
         """Its value, within the time limit. Raises Broken with the sentence to show."""
         self._note(where)
+        limit_s = limit_s or self._call_limit_s
         self._jobs.put(lambda: function(*arguments, **named))
         try:
-            value, error = self._answers.get(timeout=self._call_limit_s)
+            value, error = self._answers.get(timeout=limit_s)
         except queue.Empty:
             self._start_thread()  # the old one hangs, and is left behind
-            raise Broken(f"{where} did not return within {self._call_limit_s:g} s.") from None
+            raise Broken(f"{where} did not return within {limit_s:g} s.") from None
         if isinstance(error, JobError):
             raise Broken(str(error)) from error
         if error is not None:

@@ -7,6 +7,7 @@ Every row is drawn once in an epoch, in an order that follows from the job's see
 tasks are drawn; environments and rewards get all they need in the task, and never open the file.
 """
 
+import contextlib
 import hashlib
 import json
 import random
@@ -14,7 +15,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.errors import JobError, install
 from rollart.tasks.answers import JUDGES, extracted, letter, letters
@@ -26,6 +27,11 @@ from rollart.types import Json, JsonObject, Message, Observation, Payload, Task
 
 NAME = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
 """In a template: a column, or a bracket that is meant as one."""
+FILE = re.compile(r"\.(jsonl|csv|tsv|parquet)$")
+TRIED_ROWS = 1000
+"""Of each part, before the run: what is wrong with a dataset is mostly wrong with its first rows."""
+BAD_SHARE = 0.01
+"""Of the rows that are tried: as few as these may be wrong, and are passed over when they are drawn."""
 
 
 class Question(Environment):
@@ -68,6 +74,11 @@ class Dataset(TaskSet):
     ) -> None:
         super().__init__(seed=seed, domain=domain)
         _refuse(reward, answer=answer, pattern=pattern, choices=choices)
+        if "{" in prompt and not _columns_in(prompt):
+            raise JobError(
+                f"tasks.args.prompt: {prompt!r} has no column in it, so all rows would ask the same; name one "
+                "in brackets, as {question}"
+            )
         for name, text in (("pattern", pattern), ("answer_pattern", answer_pattern)):
             try:
                 re.compile(text)
@@ -92,21 +103,19 @@ class Dataset(TaskSet):
             except ModuleNotFoundError:
                 raise JobError(f"tasks.args.reward: math_verify needs math-verify: {install('datasets')}") from None
         elif self._reward not in JUDGES:
-            load_reward(self._reward)
+            try:
+                load_reward(self._reward)
+            except JobError as error:
+                raise JobError(f"tasks.args.reward: {error}") from None
         for part in self._parts().values():
             if len(part.numbers):
                 _known_columns(self, part.rows.columns)
-                try:
-                    self._payload(part.row(0))
-                except ValueError as error:
-                    raise JobError(
-                        f"tasks.args.path: {self._path}: {error}; correct the row, or the arguments"
-                    ) from None
+                self._try(part)
 
     def draw(self, rng: random.Random) -> Payload:
         """Any training row: what order they have, `task` knows."""
         part = self._parts()["train"]
-        return self._payload(part.row(rng.randrange(len(part.numbers))))
+        return self._asked(part, rng.randrange(len(part.numbers)))
 
     def environment(self, task: Task) -> Question:
         return Question(task.payload["messages"])
@@ -137,12 +146,16 @@ class Dataset(TaskSet):
         found = self._parts()[part]
         count = len(found.numbers)
         if not count:
-            raise JobError(f"tasks.args.held_out: leaves no {part} rows of {self._path}; change it")
+            named = "training" if part == "train" else "held-out"
+            raise JobError(
+                f"tasks.args.held_out: {self._splits[1]!r} leaves no {named} rows of {self._path}; give another share, "
+                "rows by a column (column=value), or a file of their own"
+            )
         epoch, position = divmod(index, count)
         if self._shuffle:
             position = shuffled(position, count, f"{self.seed}/{self.domain}/{purpose}/{epoch}")
         rng = random.Random(f"{self.seed}/{self.domain}/{purpose}/{index}")
-        payload = self._payload(found.row(position))
+        payload = self._asked(found, position)
         return Task(id=task_id, domain=self.domain, index=index, payload=payload, seed=rng.getrandbits(31))
 
     def _parts(self) -> "dict[Split, _Part]":
@@ -150,20 +163,21 @@ class Dataset(TaskSet):
         if not self._tables:
             split, held_out = self._splits
             name, column, value = _condition(split)
-            rows = open_rows(self._path, key="path", split=name, config=self._config)
+            if name:
+                _refuse_word(self._path, "split", name)
+            rows = open_rows(self._path, key="path", split=name, split_key="split", config=self._config)
             train = _Part(rows, _matching(rows, "split", column, value))
             if not isinstance(held_out, str):
                 self._tables = self._by_hash(train, held_out)
                 return self._tables
             name, column, value = _condition(held_out)
-            own_file = bool(re.search(r"\.(jsonl|csv|tsv|parquet)$", name))
-            if own_file:
+            if FILE.search(name):
                 others = open_rows(name, key="held_out")
             elif not name:
                 others = rows
             else:
-                _refuse_word(self._path, name)
-                others = open_rows(self._path, key="path", split=name, config=self._config)
+                _refuse_word(self._path, "held_out", name)
+                others = open_rows(self._path, key="path", split=name, split_key="held_out", config=self._config)
             self._tables = {"train": train, "held_out": _Part(others, _matching(others, "held_out", column, value))}
         return self._tables
 
@@ -175,30 +189,58 @@ class Dataset(TaskSet):
         _known_columns(self, every.rows.columns)
         for number in every.numbers:
             row = _whole(every.rows, number)
-            digest = hashlib.sha256(json.dumps(_value(self._prompt, row, ""), default=str).encode()).digest()
+            try:
+                asked = _value(self._prompt, row)
+            except ValueError:  # said when it is tried, or drawn
+                asked = number
+            digest = hashlib.sha256(json.dumps(asked, default=str).encode()).digest()
             (held_out if int.from_bytes(digest[:8], "big") < share * 2**64 else train).append(number)
         return {"train": _Part(every.rows, train), "held_out": _Part(every.rows, held_out)}
+
+    def _try(self, part: "_Part") -> None:
+        """Raises JobError where more than a few of its rows cannot be asked, or answered."""
+        tried, wrong = min(len(part.numbers), TRIED_ROWS), []
+        for position in range(tried):
+            try:
+                self._asked(part, position)
+            except ValueError as error:
+                wrong.append(str(error))
+        if len(wrong) > BAD_SHARE * tried:
+            more = f" ({len(wrong)} of the first {tried} rows are wrong)" if len(wrong) > 1 else ""
+            raise JobError(f"tasks.args.path: {wrong[0]}{more}; correct the rows, or the arguments")
+
+    def _asked(self, part: "_Part", position: int) -> JsonObject:
+        """Raises ValueError that names the row."""
+        row = part.row(position)
+        try:
+            return self._payload(row)
+        except ValueError as error:
+            raise ValueError(f"{part.rows.name}, row {part.numbers[position] + 1}: {error}") from None
 
     def _payload(self, row: Row) -> JsonObject:
         options, labels = self._options(row)
         listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters(len(options)), options, strict=True))
         row = {**row, self._choices: listed} if self._choices else row
         payload: dict[str, Json] = {"messages": self._messages(row), "reward": self._reward}
-        if self._pattern:
+        if self._reward == "choice":
+            payload["pattern"] = f"[{letters(len(options))[0]}-{letters(len(options))[-1]}]"
+        elif self._pattern:
             payload["pattern"] = self._pattern
         if self._answer:
-            raw = _value(self._answer, row, "answer")
+            raw = _value(self._answer, row)
             answers = [self._one_answer(one, options, labels) for one in (raw if isinstance(raw, list) else [raw])]
+            if not answers or not all(one.strip() for one in answers):
+                raise ValueError("the answer is empty")
             payload["answers"] = answers
             payload["solution"] = self._right_reply(row, str(raw), answers[0])
         if self._solution:
-            payload["solution"] = str(_value(self._solution, row, "solution"))
+            payload["solution"] = str(_value(self._solution, row))
         if self._keep:
-            payload["columns"] = {name: row[name] for name in self._keep}
+            payload["columns"] = {name: _column(row, name, null=True) for name in self._keep}
         return payload
 
     def _messages(self, row: Row) -> list[dict[str, str]]:
-        prompt = _value(self._prompt, row, "prompt")
+        prompt = _value(self._prompt, row)
         if isinstance(prompt, list):
             try:
                 messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in prompt]
@@ -206,17 +248,29 @@ class Dataset(TaskSet):
                 raise ValueError("the prompt is a list, but not one of messages with role and content") from None
         else:
             messages = [{"role": "user", "content": str(prompt)}]
+        if not any(one["content"].strip() for one in messages):
+            raise ValueError("the prompt is empty")
         return [*([{"role": "system", "content": self._system}] if self._system else []), *messages]
 
     def _options(self, row: Row) -> tuple[list[str], list[str]]:
         """The choices, and what the dataset calls them: a list (in CSV as JSON), or `{text: [...], label: [...]}`."""
         if not self._choices:
             return [], []
-        given = row[self._choices]
-        given = json.loads(given) if isinstance(given, str) else given
-        named = isinstance(given, Mapping)
-        options = [str(one) for one in (given["text"] if named else given)]
-        return options, [str(one) for one in given["label"]] if named else letters(len(options))
+        given = _column(row, self._choices)
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                given = json.loads(given)
+        texts, labels = (given.get("text"), given.get("label")) if isinstance(given, Mapping) else (given, None)
+        if not isinstance(texts, list) or len(texts) < 2:
+            raise ValueError(
+                f"the choices in {self._choices!r} are {str(given)[:80]!r}: no list of two or more (in a text: as "
+                "JSON) and not {text: [...], label: [...]}"
+            )
+        options = [str(one) for one in texts]
+        named = letters(len(options)) if labels is None else [str(one) for one in labels]
+        if len(named) != len(options):
+            raise ValueError(f"the choices have {len(options)} texts and {len(named)} labels")
+        return options, named
 
     def _one_answer(self, raw: Any, options: Sequence[str], labels: Sequence[str]) -> str:
         if self._reward == "choice":
@@ -272,8 +326,7 @@ def _refuse(reward: str, *, answer: str, pattern: str, choices: str) -> None:
 
 def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
     for name, text in (("prompt", dataset._prompt), ("answer", dataset._answer), ("solution", dataset._solution)):
-        named = [text] if "{" not in text else [found.group(1) for found in NAME.finditer(text) if found.group(1)]
-        for column in named if text else []:
+        for column in _columns_in(text):
             _refuse_column(name, column, columns)
     for name, column in (("choices", dataset._choices), *(("keep", one) for one in dataset._keep)):
         if column:
@@ -282,28 +335,39 @@ def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
 
 def _refuse_column(argument: str, column: str, columns: Sequence[str]) -> None:
     if column not in columns:
-        template = "; a bracket that is no column is written {{ or }}" if argument in ("prompt", "solution") else ""
+        text = argument in ("prompt", "answer", "solution")
+        template = "; a bracket that is no column is written {{ or }}" if text else ""
         raise JobError(
             f"tasks.args.{argument}: there is no column {column!r}; there are {', '.join(columns)}{template}"
         )
 
 
-def _value(text: str, row: Row, argument: str) -> Any:
-    """The column of this name, or the template with its columns filled in."""
+def _columns_in(text: str) -> list[str]:
+    """Those that a template names, or the one whose name this is."""
     if "{" not in text:
-        if text not in row:
-            raise ValueError(f"a row has no {text!r}")
-        return row[text]
+        return [text] if text else []
+    return [found.group(1) for found in NAME.finditer(text) if found.group(1)]
+
+
+def _value(text: str, row: Row) -> Any:
+    """The column of this name, or the template with its columns filled in. Raises ValueError."""
+    if "{" not in text:
+        return _column(row, text)
 
     def filled(found: "re.Match[str]") -> str:
         name = found.group(1)
-        if name is None:
-            return found.group()[0]
-        if name not in row:
-            raise ValueError(f"a row has no {name!r}")
-        return str(row[name])
+        return found.group()[0] if name is None else str(_column(row, name))
 
     return NAME.sub(filled, text)
+
+
+def _column(row: Row, name: str, *, null: bool = False) -> Any:
+    """Of this row. Raises ValueError where it has none, or nothing in it."""
+    if name not in row:
+        raise ValueError(f"there is no {name!r} in it")
+    if row[name] is None and not null:
+        raise ValueError(f"{name!r} is null")
+    return row[name]
 
 
 def _condition(split: str) -> tuple[str, str, str]:
@@ -330,9 +394,10 @@ def _whole(rows: Rows, number: int) -> Row:
         raise JobError(f"tasks.args.path: {error}; correct that row, or take it out") from None
 
 
-def _refuse_word(path: str, held_out: str) -> None:
-    if re.search(r"\.(jsonl|csv|tsv|parquet)$", path):
+def _refuse_word(path: str, argument: Literal["split", "held_out"], word: str) -> None:
+    if FILE.search(path):
+        other = "a share (0.1), another file, or " if argument == "held_out" else ""
         raise JobError(
-            f"tasks.args.held_out: {path} is a file and has no split {held_out!r}; give a share (0.1), another file, "
-            "or rows of it by a column, as column=value"
+            f"tasks.args.{argument}: {path} is a file and has no split {word!r}; give {other}rows of it by a column, "
+            "as column=value"
         )

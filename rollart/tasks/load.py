@@ -116,6 +116,8 @@ def _import(module: str, use: str) -> ModuleType:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise JobError(f"{use} needs the package {error.name}: pip install {error.name}") from error
         raise JobError(f"{use}: no module {module} was found; give a module or the path of a .py file") from error
+    except JobError:
+        raise
     except (Exception, SystemExit) as error:  # the boundary to user code: whatever it raises is its author's to read
         raise JobError(f"{use} cannot be imported: {type(error).__name__}: {error}") from error
 
@@ -123,7 +125,7 @@ def _import(module: str, use: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise JobError(f"there is no file {path}")
+        raise JobError(f"there is no file {path}; correct the path")
     package = f"rollart_user_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     name = f"{package}.{path.stem}"  # the stem last: it is the default domain
     if name in sys.modules:
@@ -199,6 +201,8 @@ def _fitting(parameter: inspect.Parameter | None, name: str, value: Any) -> Any:
         wrong = error.errors()[0]
         inside = "".join(f".{part}" for part in wrong["loc"] if isinstance(part, int))
         message = f"{wrong['msg'][0].lower()}{wrong['msg'][1:]}"
+        if wrong["type"] == "string_type" and (value is None or isinstance(value, dict)):
+            message += " (in YAML, one that begins with # or { is written in quotes)"
         raise JobError(
             f"tasks.args.{name}{inside}: {wrong['input']!r} does not fit: {message}; change it to such a value"
         ) from None
@@ -206,5 +210,8 @@ def _fitting(parameter: inspect.Parameter | None, name: str, value: Any) -> Any:
 
 def _attribute(module: ModuleType, name: str, use: str) -> Any:
     if not hasattr(module, name):
-        raise JobError(f"{use}: {module.__name__} has no {name}")
+        own = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'no function or class of its own'}"
+        raise JobError(f"{use}: {module.__name__.rpartition('.')[2]} has no {name}; {hint}")
     return getattr(module, name)

@@ -22,7 +22,11 @@ Row = Payload
 
 
 class Rows(Protocol):
-    """A table, row by row."""
+    """A table, row by row. Rows raise ValueError, which names them."""
+
+    @property
+    def name(self) -> str:
+        """The file or dataset, as messages name it."""
 
     @property
     def columns(self) -> list[str]: ...
@@ -32,8 +36,9 @@ class Rows(Protocol):
     def __getitem__(self, number: int) -> Row: ...
 
 
-def open_rows(path: str, *, key: str, split: str = "", config: str = "") -> Rows:
-    """All rows of a file, or of one split of a dataset that `datasets` reads. `key` is the argument that names it."""
+def open_rows(path: str, *, key: str, split: str = "", split_key: str = "split", config: str = "") -> Rows:
+    """All rows of a file, or of one split of a dataset that `datasets` reads. `key` is the argument that names it, and
+    `split_key` the one that names the split."""
     suffix = Path(path).suffix
     if suffix in (".jsonl", ".csv", ".tsv", ".parquet"):
         if not Path(path).is_file():
@@ -48,14 +53,14 @@ def open_rows(path: str, *, key: str, split: str = "", config: str = "") -> Rows
             f"tasks.args.{key}: {path} is none of .jsonl, .csv, .tsv and .parquet; unpack or convert it (a JSON list: "
             "`jq -c '.[]' FILE.json > FILE.jsonl`)"
         )
-    return _of_hugging_face(path, key, split, config)
+    return _of_hugging_face(path, key, split, split_key, config)
 
 
 class _Lines:
     """Records of a text file by where they begin; `_starts` has one entry more, the end of the last."""
 
     def __init__(self, path: Path, ends: Iterator[int]) -> None:
-        self._path = path
+        self._path, self.name = path, str(path)
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._starts = array("Q", ends)
 
@@ -67,7 +72,9 @@ class _Lines:
         try:
             return os.pread(self._file, end - start, start).decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self._path}, row {number + 1}: is not UTF-8 ({error})") from None
+            raise ValueError(
+                f"{self._path}, row {number + 1}: is not UTF-8 ({error.reason}, byte 0x{error.object[error.start]:02x})"
+            ) from None
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -75,17 +82,20 @@ class _Lines:
 
 
 class JsonLines(_Lines):
-    """One JSON object a line; empty lines are passed over."""
+    """One JSON object a line; empty lines are passed over, and so is a byte order mark."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _line_starts(path))
         if not len(self):
             raise JobError(f"tasks.args.path: {path} has no rows; give one that has")
-        self.columns = list(self[0])
+        try:
+            self.columns = list(self[0])
+        except ValueError as error:
+            raise JobError(f"tasks.args.path: {error}; give one JSON object a line") from None
 
     def __getitem__(self, number: int) -> Row:
         try:
-            row = json.loads(self._record(number))
+            row = json.loads(self._record(number).removeprefix("\ufeff"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{self._path}, row {number + 1}: is not JSON ({error})") from None
         if not isinstance(row, dict):
@@ -114,13 +124,22 @@ class DelimitedLines(_Lines):
             raise JobError(f"tasks.args.path: {path} has no rows below its header; give one that has")
         with path.open("rb") as file:
             header = file.read(self._starts[0])
-        self.columns = self._values(header.decode("utf-8-sig"))
+        try:
+            self.columns = self._values(header.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            raise JobError(f"tasks.args.path: {path}: its header is not UTF-8; save the file as UTF-8") from None
+        if len(self.columns) == 1 and (others := [one for one in (";", "\t", "|", ",") if one in self.columns[0]]):
+            raise JobError(
+                f"tasks.args.path: {path} has one column, {self.columns[0]!r}: its values seem to be separated by "
+                f"{others[0]!r}; .csv is read with commas, and .tsv with tabs"
+            )
 
     def __getitem__(self, number: int) -> Row:
         values = self._values(self._record(number))
         if len(values) != len(self.columns):
             raise ValueError(
-                f"{self._path}, row {number + 1}: has {len(values)} values for {len(self.columns)} columns"
+                f"{self._path}, row {number + 1}: has {len(values)} values for {len(self.columns)} columns (one "
+                f"with {self._delimiter!r} or a line's end in it stands in double quotes)"
             )
         return dict(zip(self.columns, values, strict=True))
 
@@ -145,8 +164,9 @@ def _record_starts(path: Path) -> Iterator[int]:
 class ArrowFile:
     """Rows of an Arrow table, wherever its memory is."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, name: str) -> None:
         self._table = table
+        self.name = name
         self.columns: list[str] = list(table.column_names)
 
     @classmethod
@@ -168,7 +188,7 @@ class ArrowFile:
             table = pa.ipc.open_file(pa.memory_map(file.name)).read_all()
         if not len(table):
             raise JobError(f"tasks.args.path: {path} has no rows; give one that has")
-        return cls(table)
+        return cls(table, str(path))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -178,7 +198,7 @@ class ArrowFile:
         return row
 
 
-def _of_hugging_face(path: str, key: str, split: str, config: str) -> Rows:
+def _of_hugging_face(path: str, key: str, split: str, split_key: str, config: str) -> Rows:
     """A directory that `save_to_disk` wrote, one of data files, or a name on the hub; mapped from `datasets`' cache."""
     try:
         import datasets
@@ -193,7 +213,7 @@ def _of_hugging_face(path: str, key: str, split: str, config: str) -> Rows:
         else:
             found = datasets.load_dataset(path, config or None)
     except Exception as error:  # the boundary to `datasets`, whose errors are of many libraries
-        near = f"; a directory is written ./{path}" if Path(path).is_dir() else ""
+        near = f"; a directory is written ./{path}" if Path(path).is_dir() and not Path(path).is_absolute() else ""
         raise JobError(
             f"tasks.args.{key}: datasets cannot load {path} ({type(error).__name__}: {error}); give a file, the "
             f"directory of a dataset, or a name on the hub{near}"
@@ -201,18 +221,23 @@ def _of_hugging_face(path: str, key: str, split: str, config: str) -> Rows:
     if isinstance(found, datasets.DatasetDict):
         wanted = split or "train"
         if wanted not in found:
-            raise JobError(f"tasks.args.split: {path} has no split {wanted!r}; it has {', '.join(found)}")
+            raise JobError(f"tasks.args.{split_key}: {path} has no split {wanted!r}; it has {', '.join(found)}")
         found = found[wanted]
     elif split:
-        raise JobError(f"tasks.args.split: {path} has no splits, so not {split!r}; remove it, or write column=value")
-    return _Mapped(found)
+        raise JobError(
+            f"tasks.args.{split_key}: {path} has no splits, so not {split!r}; remove it, or write column=value"
+        )
+    if not len(found):
+        raise JobError(f"tasks.args.{key}: {path} has no rows; give one that has")
+    return _Mapped(found, path)
 
 
 class _Mapped:
     """A `datasets.Dataset`: memory-mapped already."""
 
-    def __init__(self, found: Any) -> None:
+    def __init__(self, found: Any, name: str) -> None:
         self._found = found
+        self.name = name
         self.columns: list[str] = list(found.column_names)
 
     def __len__(self) -> int:

@@ -99,18 +99,20 @@ class Run:
         path = self.out / "events.jsonl"
         return list(read_events(path)) if path.exists() else []
 
-    def until(self, true: Callable[[list[Event]], bool], what: str) -> None:
+    def until(self, true: Callable[[list[Event]], bool], what: str, within_s: float = SOON_S) -> None:
         """Wait for something in the events. They reach the file at least once a step."""
-        deadline_s = time.monotonic() + SOON_S
+        deadline_s = time.monotonic() + within_s
         while not true(self.events()):
             assert self.process is not None
             assert self.process.poll() is None, f"ended before {what}: {self.said}"
-            assert time.monotonic() < deadline_s, f"no {what} within {SOON_S} s: {self.said}"
+            assert time.monotonic() < deadline_s, f"no {what} within {within_s} s: {self.said}"
             time.sleep(0.05)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, within_s: float = SOON_S) -> None:
         self.until(
-            lambda events: any(isinstance(e, schema.Batch) and e.step >= number for e in events), f"batch {number}"
+            lambda events: any(isinstance(e, schema.Batch) and e.step >= number for e in events),
+            f"batch {number}",
+            within_s,
         )
 
     def members(self) -> dict[int, str]:

@@ -111,7 +111,7 @@ def test_the_users_own_split_is_kept(tmp_path: Path) -> None:
     by_name = load(str(tmp_path / "both"), held_out="test")
     assert sorted(questions(by_name.task, range(80))) == wanted["a"]
     assert sorted(questions(by_name.held_out, range(20))) == wanted["b"]
-    with pytest.raises(JobError, match=r"^tasks.args.split: .* has no split 'dev'; it has train, test$"):
+    with pytest.raises(JobError, match=r"^tasks.args.held_out: .* has no split 'dev'; it has train, test$"):
         load(str(tmp_path / "both"), held_out="dev")
 
 
@@ -154,7 +154,7 @@ def test_a_template_a_system_message_and_messages(tmp_path: Path) -> None:
             ["so 5\n#### 1,234", "#### 1234.0", "#### $1234."],
             ["1234", "#### 12", "#### 1234 #### 5"],
         ),
-        ("choice", ["B"], ["B", "(B)", "I think the answer is B.", "A? No: **B**"], ["A", "Because", "b", ""]),
+        ("choice", ["B"], ["B", "(B)", "A? No: **B**", "B. I am sure."], ["A", "Because", "b", "B? C", ""]),
         ("math_verify", ["1/2"], ["\\boxed{0.5}", "so $x = \\frac{2}{4}$", "0.5"], ["\\boxed{0.51}", "no", ""]),
         ("math_verify", ["\\frac{1}{2}"], ["\\boxed{\\frac12}"], ["\\boxed{2}"]),
     ],
@@ -163,8 +163,9 @@ def test_rewards_by_name(reward: str, answers_of_row: list[str], right: list[str
     if reward == "math_verify":
         pytest.importorskip("math_verify")
     judge = answers.JUDGES[reward]
-    assert [text for text in right if not judge(text, answers_of_row, "#### *(\\S+)")] == []
-    assert [text for text in wrong if judge(text, answers_of_row, "#### *(\\S+)")] == []
+    pattern = "[A-D]" if reward == "choice" else "#### *(\\S+)"
+    assert [text for text in right if not judge(text, answers_of_row, pattern)] == []
+    assert [text for text in wrong if judge(text, answers_of_row, pattern)] == []
 
 
 @pytest.mark.parametrize("answer", ["blue", 1, "1", "B"])
@@ -181,6 +182,7 @@ def test_choices_are_listed_and_their_answer_is_a_letter(answer: Any, tmp_path: 
     task = load_task_set(USE, args, domain="d").task(0)
     assert task.payload["messages"][0]["content"] == "The sky?\nA. red\nB. blue"
     assert task.payload["answers"] == ["B"]
+    assert said(task, "B. I am sure.") == 1.0, "I is none of the choices"
 
 
 def test_labels_of_the_datasets_own_are_read(tmp_path: Path) -> None:
@@ -237,7 +239,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"promt": "question"},
         "promt: rollart.tasks.dataset has no such argument, did you mean 'prompt'\\?; it takes path,",
     ),
-    ({"answer_pattern": "= (z+)"}, "path: .*: the answer_pattern finds nothing in the answer '1000"),
+    ({"answer_pattern": "= (z+)"}, "path: .*rows.jsonl, row 1: the answer_pattern finds nothing in the answer '1000"),
+    ({"split": "test"}, "split: .*rows.jsonl is a file and has no split 'test'; give rows of it by a column"),
+    ({"prompt": "Solve {this"}, "prompt: 'Solve {this' has no column in it, so all rows would ask the same"),
+    ({"prompt": {"question": None}}, "prompt: .* a valid string \\(in YAML, one that begins with # or { is written in"),
+    ({"answer_pattern": None}, "answer_pattern: None does not fit: .* \\(in YAML, one that begins with #"),
+    ({"reward": "nowhere.py:near"}, "reward: there is no file .*nowhere.py; correct the path"),
+    (
+        {"reward": "nowhere:near"},
+        "reward: nowhere:near: no module nowhere was found; give a module or the path of a .py",
+    ),
+    ({"reward": "json:load_it"}, "reward: json:load_it: json has no load_it; did you mean load"),
 ]
 
 
@@ -247,16 +259,100 @@ def test_a_mistake_is_named_with_its_fix(args: dict[str, Any], message: str, tmp
         load(jsonl(tmp_path / "rows.jsonl"), **args)
 
 
-def test_a_broken_row_is_that_draws_failure_only(tmp_path: Path) -> None:
-    path = Path(jsonl(tmp_path / "rows.jsonl", ROWS[:3]))
-    path.write_text(path.read_text() + "\n{broken\n" + json.dumps(ROWS[3]) + "\n")
+ONE = '{"question": "1+1?", "answer": "2", "options": ["1", "2"]}\n'
+CHOICE = {"reward": "choice", "choices": "options"}
+BAD_FILES: list[tuple[str, bytes, dict[str, Any], str]] = [
+    ("jsonl", b"", {}, r" has no rows; give one that has"),
+    ("jsonl", b"no json\n", {}, r", row 1: is not JSON \(.*; give one JSON object a line"),
+    ("jsonl", b"[1, 2]\n", {}, r", row 1: is a list, not an object; give one JSON object a line"),
+    ("jsonl", b'{"question": "2?"}\n', {}, r"there is no column 'answer'; there are question"),
+    ("jsonl", ONE.encode() + b'{"question": "2?"}\n', {}, r", row 2: there is no 'answer' in it; correct the rows, or"),
+    ("jsonl", ONE.encode() + b'{"question": "2?", "answer": null}\n', {}, r", row 2: 'answer' is null; correct"),
+    ("jsonl", b'{"question": null, "answer": "2"}\n' * 3, {}, r"row 1: 'question' is null \(3 of the first 3 rows are"),
+    ("jsonl", b'{"question": " ", "answer": "2"}\n', {}, r", row 1: the prompt is empty"),
+    ("jsonl", b'{"question": "2?", "answer": []}\n', {}, r", row 1: the answer is empty"),
+    ("jsonl", b'{"question": "caf\xe9", "answer": "2"}\n', {}, r", row 1: is not UTF-8 \(.*, byte 0xe9\); give one"),
+    (
+        "jsonl",
+        ONE.encode(),
+        {"keep": ["part"]},
+        r"there is no column 'part'; there are question, answer, options",
+    ),
+    ("csv", b"", {}, r" has no rows below its header; give one that has"),
+    (
+        "csv",
+        b"question;answer\n1?;2\n",
+        {},
+        r" has one column, 'question;answer': its values seem to be separated by ';'",
+    ),
+    ("csv", b"question,answer\n1?,2,3\n", {}, r", row 1: has 3 values for 2 columns \(one with ',' or a line's end"),
+    ("csv", b"question,answer\n1?,\n", {}, r", row 1: the answer is empty"),
+    ("csv", b"caf\xe9,answer\n1?,2\n", {}, r": its header is not UTF-8; save the file as UTF-8"),
+    (
+        "csv",
+        b"question,answer,options\n1?,1,1 or 2\n",
+        CHOICE,
+        r", row 1: the choices in 'options' are '1 or 2': no list",
+    ),
+    (
+        "jsonl",
+        ONE.replace('["1", "2"]', "5").encode(),
+        CHOICE,
+        r", row 1: the choices in 'options' are '5': no list of",
+    ),
+    (
+        "jsonl",
+        ONE.replace('["1", "2"]', '{"a": []}').encode(),
+        CHOICE,
+        r", row 1: the choices .*: no list of two or more",
+    ),
+    (
+        "jsonl",
+        ONE.replace('["1", "2"]', '{"text": ["1", "2"], "label": ["x"]}').encode(),
+        CHOICE,
+        r", row 1: the choices have 2 texts and 1 labels",
+    ),
+    ("jsonl", ONE.replace('"2",', '"C",').encode(), CHOICE, r", row 1: the answer 'C' is neither one of the choices"),
+    ("parquet", b"junk", {}, r" is not Parquet"),
+    ("json", b"[]", {}, r" is none of .jsonl, .csv, .tsv and .parquet; unpack or convert it"),
+]
+
+
+@pytest.mark.parametrize(("kind", "content", "args", "message"), BAD_FILES)
+def test_what_is_wrong_with_a_file_is_said_before_the_run(
+    kind: str, content: bytes, args: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(content)
+    given = {"path": str(path), "prompt": "question", "answer": "answer", "held_out": 0}
+    with pytest.raises(JobError, match=rf"^tasks\.args\.\w+: .*{message}") as caught:
+        load_task_set(USE, given | args).prepare()
+    assert str(caught.value).count(str(path)) <= 1
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(ONE, encoding="utf-8-sig")
+    assert questions(load(str(path), held_out=0, answer_pattern="").task, range(1)) == ["1+1?"]
+
+
+def test_a_few_broken_rows_are_passed_over_and_more_are_refused(tmp_path: Path) -> None:
+    path = Path(jsonl(tmp_path / "rows.jsonl", ROWS))
+    path.write_text("{broken\n\n" + path.read_text())
+    path.write_text(ONE.replace("2", "#### 2") + path.read_text())
     tasks = load(str(path), held_out=0, shuffle=False)
-    assert questions(tasks.task, range(3)) == [row["question"] for row in ROWS[:3]]
-    with pytest.raises(ValueError, match="row 4: is not JSON"):
-        tasks.task(3)
-    assert questions(tasks.task, range(4, 5)) == [ROWS[3]["question"]]
-    with pytest.raises(JobError, match=r"row 4: is not JSON .*; correct that row, or take it out"):
+    with pytest.raises(ValueError, match="row 2: is not JSON"):
+        tasks.task(1)
+    assert questions(tasks.task, range(2, 5)) == [row["question"] for row in ROWS[:3]]
+    with pytest.raises(JobError, match=r"row 2: is not JSON .*; correct that row, or take it out"):
         load(str(path))
+    path.write_text(path.read_text() + "[]\n")
+    with pytest.raises(
+        JobError, match=r"row 2: is not JSON .* \(2 of the first 103 rows are wrong\); correct the rows"
+    ):
+        load(str(path), held_out=0)
 
 
 def test_environments_never_open_the_file_and_a_large_one_is_not_held(tmp_path: Path) -> None:
