@@ -190,13 +190,14 @@ class HttpJudge:
         return Said(f"{said.text}\n{more.text}", calls=2)
 
     async def _answer(self, question: Question, messages: Sequence[Mapping[str, str]]) -> Said:
-        body = {
+        body: dict[str, object] = {
             "model": self._model,
             "messages": messages,
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
-            "seed": question.seed,
         }
+        if question.temperature:  # else a seed changes nothing, and some servers cannot do with one
+            body["seed"] = question.seed
         try:
             response = await self._connections.post(self.name, json=body)
         except httpx.TimeoutException as error:

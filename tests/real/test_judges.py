@@ -115,30 +115,12 @@ def test_a_job_with_a_judge_and_another_that_shares_it(
 def vllm_serves(path: Path, port: int, folder: Path) -> Iterator[None]:
     """`python -m vllm.entrypoints.openai.api_server`, as its users start it."""
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [
-        PYTHON,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(path),
-        "--served-model-name",
-        "grader",
-    ]
+    program = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "grader"]
+    whole_prompts = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]  # as docs/tasks.md says
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with (folder / "vllm.log").open("wb") as log:
         process = subprocess.Popen(
-            [
-                *command,
-                "--served-model-name",
-                "grader",
-                "--port",
-                str(port),
-                "--max-model-len",
-                "2048",
-                "--max-num-seqs",
-                "16",
-                "--enforce-eager",
-            ],
+            [*program, "--model", str(path), "--port", str(port), "--max-model-len", "2048", *whole_prompts],
             env={**environment, **offline},
             cwd=folder,
             stdout=log,

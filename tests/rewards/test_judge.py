@@ -60,6 +60,7 @@ def test_a_judge_is_shown_the_episode_as_data_and_its_grade_is_the_reward() -> N
         assert head.startswith(b"POST /v1/chat/completions ")
         assert b"authorization: bearer secret" in head.lower()
         assert (asked["model"], asked["temperature"]) == ("m", 0.0)
+        assert "seed" not in asked, "greedy answers need none"
         question = asked["messages"][0]["content"]
         assert "Be brief." in question
         assert question.count("</episode>") == 1, "what was shown and said does not end the episode"
