@@ -217,7 +217,9 @@ class Library(TaskSet):
         try:
             game.ask("reset", 0)
         except Exception as error:  # the boundary to the library
-            raise JobError(f"tasks.use: {self.library}:{self._id} cannot be reset ({error}); correct it") from None
+            raise JobError(
+                f"tasks.use: {self.library}:{self._id} cannot be reset ({error}); correct it{self._listed()}"
+            ) from None
         finally:
             with contextlib.suppress(Exception):
                 game.close()
@@ -234,6 +236,11 @@ class Library(TaskSet):
         except JobError:
             raise
         except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != guest.LIBRARIES[self.library].package:
+                raise JobError(
+                    f"tasks.use: {self.library}:{self._id} needs the package {error.name}: pip install {error.name}, "
+                    "or put its folder into PYTHONPATH"
+                ) from None
             raise JobError(
                 f"tasks.use: {self.library}:{self._id} needs {error.name}: {install(self.extra)}; or, where it cannot "
                 "stand beside the others, name the interpreter that has it, as args: {python: ./venv/bin/python}"
@@ -242,7 +249,17 @@ class Library(TaskSet):
             where = f" in {self._python}" if self._python else ""
             args = {name: value for name, value in self._args.items() if value}
             given = f", args {args}" if args else ""
-            raise JobError(f"tasks.use: {self.library}:{self._id}{given} cannot be opened{where}: {error}") from None
+            if str(error).startswith(f"{ModuleNotFoundError.__name__}: "):
+                fix = f"; install it there: {self._python} -m pip install {guest.LIBRARIES[self.library].distribution}"
+            else:
+                fix = self._listed()
+            raise JobError(
+                f"tasks.use: {self.library}:{self._id}{given} cannot be opened{where}: {error}{fix}"
+            ) from None
+
+    def _listed(self) -> str:
+        """How to find out which names there are."""
+        return f" (`rollart envs{f' --python {self._python}' if self._python else ''}` lists what there is)"
 
 
 class Gymnasium(Library):
@@ -350,9 +367,14 @@ def installed(python: str = "") -> dict[str, guest.Found]:
     """Of each library: its version and the names of its environments, here or in another interpreter."""
     if not python:
         return guest.installed()
-    other = Guest(python)
+    try:
+        other = Guest(python)
+    except JobError as error:
+        raise JobError(str(error).replace("tasks.args.python", "--python", 1)) from None
     try:
         found: dict[str, guest.Found] = other.ask("installed")
         return found
+    except RuntimeError as error:
+        raise JobError(f"--python: {python} is no Python that lists its libraries: {error}; name another") from None
     finally:
         other.end()

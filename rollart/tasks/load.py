@@ -115,7 +115,10 @@ def _import(module: str, use: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise JobError(f"{use} needs the package {error.name}: pip install {error.name}") from error
-        raise JobError(f"{use}: no module {module} was found; give a module or the path of a .py file") from error
+        libraries = f", or LIBRARY:NAME with one of {', '.join(SCHEMES)}" if module == use.partition(":")[0] else ""
+        raise JobError(
+            f"{use}: no module {module} was found; give a module or the path of a .py file{libraries}"
+        ) from error
     except JobError:
         raise
     except (Exception, SystemExit) as error:  # the boundary to user code: whatever it raises is its author's to read
@@ -155,6 +158,8 @@ def _task_set_in(module: ModuleType, use: str) -> Any:
     found = [value for value in found if not any(value in other.__bases__ for other in found)]
     if len(found) == 1:
         return found[0]
+    if not found and use in SCHEMES:
+        raise JobError(f"tasks.use: {use} is a library; say which of its environments, as {use}:NAME (`rollart envs`)")
     if not found:
         raise JobError(f"tasks.use: {use} holds no class that derives from TaskSet and has draw() and environment()")
     names = ", ".join(sorted(value.__name__ for value in found))
@@ -210,7 +215,11 @@ def _fitting(parameter: inspect.Parameter | None, name: str, value: Any) -> Any:
 
 def _attribute(module: ModuleType, name: str, use: str) -> Any:
     if not hasattr(module, name):
-        own = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        own = [
+            one
+            for one, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not one.startswith("_")
+        ]
         near = difflib.get_close_matches(name, own, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'no function or class of its own'}"
         raise JobError(f"{use}: {module.__name__.rpartition('.')[2]} has no {name}; {hint}")

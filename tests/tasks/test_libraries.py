@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import time
+import venv
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -117,6 +118,15 @@ def test_reasoning_gym_asks_and_scores(python: str) -> None:
             {"python": "/nowhere/python"},
             "tasks.args.python: /nowhere/python is not a program",
         ),
+        (
+            "gymnasium:FrozenLake-v1",
+            {"python": "true"},
+            "cannot be opened in true: the interpreter that has its library exited with status 0",
+        ),
+        ("gymnasium:nomodule:X-v0", {}, "tasks.use: gymnasium:nomodule:X-v0 needs the package nomodule: pip"),
+        ("gymnasium:Nope-v1", {}, "(`rollart envs` lists what there is)"),
+        ("gymnasium", {}, "tasks.use: gymnasium is a library; say which of its environments, as gymnasium:NAME"),
+        ("gym:Nope-v1", {}, "; give a module or the path of a .py file, or LIBRARY:NAME with one of gymnasium, "),
         ("gymnasium:FrozenLake-v1", {"id": "x"}, "tasks.args.id: is 'FrozenLake-v1' already"),
         ("reasoning_gym:nope", {}, "tasks.use: reasoning_gym:nope cannot be reset (Dataset 'nope' not registered)"),
         (
@@ -239,6 +249,19 @@ def test_envs_lists_what_is_installed_here_and_there(python: str, capsys: pytest
     assert "chain_sum" in here["reasoning_gym"]["names"]
     assert main(["envs", "--python", python]) == 0
     assert "  gymnasium:FrozenLake-v1\n" in capsys.readouterr().out
+    assert main(["envs", "--python", "/nowhere"]) == 2
+    assert "--python: /nowhere is not a program that can be run here" in capsys.readouterr().err
+    assert main(["envs", "--python", "true"]) == 2
+    assert "--python: true is no Python that lists its libraries" in capsys.readouterr().err
+
+
+def test_another_interpreter_without_the_library_is_told_how_to_get_it(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = tmp_path / "bare" / "bin" / "python"
+    with pytest.raises(
+        JobError, match=r"No module named 'gymnasium'; install it there: .*python -m pip install gymnasium"
+    ):
+        load_task_set("gymnasium:FrozenLake-v1", {"python": str(python)}).prepare()
 
 
 def test_play_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
