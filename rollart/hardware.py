@@ -250,6 +250,10 @@ class EngineCosts:
     kv_tokens: int
     """Cached tokens that there is memory for."""
 
+    def holding(self, kv_tokens: int | None) -> "EngineCosts":
+        """The same, where the cache is bounded to this many tokens."""
+        return self if kv_tokens is None or kv_tokens >= self.kv_tokens else replace(self, kv_tokens=kv_tokens)
+
     def step_s(
         self, batch: float, cached: float, prefill: float = 0.0, seen: float = 0.0, prompts: float = 0.0
     ) -> float:

@@ -490,8 +490,8 @@ class EngineSettings(Settings):
     """Prefill on workers of its own. `rollart train` has it for `vllm` engines only, `rollart sim` for all. Not tried
     on real devices yet."""
     kv_tokens: Count | None = None
-    """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. Not read by
-    `rollart sim`, which has the hardware's memory."""
+    """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. `rollart sim`
+    has by default what the hardware's memory holds, where that is not `cpu`."""
     memory: Annotated[float, Field(gt=0, le=1)] | None = None
     """`embedded` on CUDA: the engine's share of the card's memory, weights included; the cache takes what they leave.
     Default: 0.6. Refused beside `kv_tokens`. Not read by `rollart sim`."""

@@ -79,6 +79,15 @@ def hardware_of(job: Job, pool: PoolSettings) -> Hardware:
     return hardware.part(pool.engines.share) if pool.engines and pool.engines.share else hardware
 
 
+def kv_bound(pool: PoolSettings) -> int | None:
+    """Tokens that the cache of each of its engines is bounded to; None: as many as there is memory for."""
+    engines = pool.engines
+    if engines is None or engines.type != "embedded":
+        return None
+    on_cpu = pool.hardware == "cpu" and engines.device == "cpu"
+    return engines.cpu_kv_tokens if on_cpu else engines.kv_tokens
+
+
 def task_shares(job: Job) -> dict[str, float]:
     return shares(
         {task.name: task.weight for task in job.tasks},
@@ -103,6 +112,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
             chunk_tokens=job.sim.engine.chunk_tokens,
             runtime=job.sim.engine.runtime(pool.engines.type),
             disaggregated=apart.get(pool.name),
+            kv_tokens=kv_bound(pool),
         )
         for pool in job.engine_pools
         if pool.engines

@@ -23,7 +23,7 @@ from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
-from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of
+from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of, kv_bound
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.sim.clock import VirtualLoop
 from rollart.sim.coordinators import SimCoordinators
@@ -165,6 +165,7 @@ def simulated_world(
         hardware={pool.name: hardware_of(job, pool) for pool in job.pools},
         settings=sim.engine,
         max_batch={pool.name: pool.engines.max_batch for pool in job.pools if pool.engines},
+        kv_tokens={pool.name: kv_bound(pool) for pool in job.pools},
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
         judges={name: known_shape(each.model) for name, each in judged.items()},

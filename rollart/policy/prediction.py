@@ -57,6 +57,8 @@ class PoolSpeed:
     """Tokens of one step, those of prompts included."""
     disaggregated: Disaggregated | None = None
     """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
+    kv_tokens: int | None = None
+    """Bound of an engine's cache; where none is given its memory is. With prefill apart, of a decode worker's."""
     learnt: Learnt = TABLE
     """How far its engines were seen to be from the table."""
 
@@ -73,7 +75,7 @@ class PoolSpeed:
     @property
     def table(self) -> EngineCosts:
         """`costs` by the hardware alone."""
-        return engine_costs(self.model, self.hardware, self.gpus, self.runtime)
+        return engine_costs(self.model, self.hardware, self.gpus, self.runtime).holding(self.kv_tokens)
 
     @property
     def prefill_table(self) -> EngineCosts:

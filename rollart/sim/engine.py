@@ -74,6 +74,8 @@ class EngineWorld:
     """Where their own time is charged."""
     counts_work: bool = True
     """Engines say what they have done, as some task's pool is chosen by how fast they are."""
+    kv_tokens: Mapping[str, int | None] = field(default_factory=dict)
+    """By pool, the bound of each worker's cache, where its memory is not."""
     judges: Mapping[str, ModelShape] = field(default_factory=dict)
     """By pool, where its engines serve a judge."""
 
@@ -83,6 +85,7 @@ class EngineWorld:
     def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> EngineCosts:
         """What steps of a worker of this pool cost; measured, where that is known."""
         costs = engine_costs(self.model_of(pool), hardware, gpus, self.settings.runtime(kind))
+        costs = costs.holding(self.kv_tokens.get(pool))
         measured = self.settings.measured.get(pool)
         return costs if measured is None else measured.costs(costs.kv_tokens)
 

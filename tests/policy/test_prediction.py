@@ -67,6 +67,14 @@ def test_caches_that_do_not_fit_are_paid_for() -> None:
     assert period_s(COMPUTE, uncached, 16.0) > 1.3 * period_s(COMPUTE, PREFILL_HEAVY, 16.0), "an engine without a cache"
 
 
+def test_caches_that_the_job_bounds_are_planned_for_as_such() -> None:
+    room = kv_capacity_tokens(COMPUTE.model, COMPUTE.hardware, 1)
+    fits = round(0.7 * 2 * room / PREFILL_HEAVY.context_tokens)
+    bounded = replace(COMPUTE, kv_tokens=room // 2)
+    assert period_s(bounded, PREFILL_HEAVY, fits) > 2 * period_s(COMPUTE, PREFILL_HEAVY, fits)
+    assert period_s(replace(COMPUTE, kv_tokens=2 * room), PREFILL_HEAVY, fits) == period_s(COMPUTE, PREFILL_HEAVY, fits)
+
+
 def test_caches_of_all_that_may_be_alive_must_fit_beside_each_other() -> None:
     """Two steps' worth may be alive. While they fit, the time grows as the work does; beyond, far faster."""
     room = 2 * kv_capacity_tokens(COMPUTE.model, COMPUTE.hardware, 1)

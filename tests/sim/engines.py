@@ -49,6 +49,7 @@ class Bench:
         apart: Disaggregated | None = None,
         kind: str = "embedded",
         control: SimControlSettings | None = None,
+        kv_tokens: int | None = None,
     ) -> None:
         self.log = EventLog(now)
         self.store = SimStore(self.log)
@@ -65,6 +66,7 @@ class Bench:
             blocking=False,
             log=self.log,
             faults=Faults((), self.log),
+            kv_tokens={"pool": kv_tokens},
             coordinators=None if control is None else SimCoordinators(control),
         )
         spec = replace(SPEC, type=kind, gpus=1 if apart is None else apart.decoders)

@@ -122,6 +122,18 @@ def test_requests_that_do_not_fit_in_memory_together_wait_and_one_that_never_fit
     run(work)
 
 
+def test_an_engine_holds_no_more_than_the_job_lets_it() -> None:
+    async def work() -> None:
+        alone_s = await seconds(Bench().engine, ask("x", 1000))
+        two = (ask("x", 1000), ask("y", 1000))
+        assert await seconds(Bench(kv_tokens=2300).engine, *two) < 1.5 * alone_s
+        assert await seconds(Bench(kv_tokens=2100).engine, *two) == pytest.approx(2 * alone_s, rel=0.02)
+        with pytest.raises(RequestError, match="does not fit in 1050"):
+            await Bench(kv_tokens=1050).engine.generate(ask("x", 1000))
+
+    run(work)
+
+
 def test_an_abort_frees_the_slot_and_the_memory_at_once() -> None:
     async def work() -> None:
         bench = Bench(max_batch=1)

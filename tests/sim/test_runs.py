@@ -17,12 +17,14 @@ from rollart.events.log import read_events
 from rollart.launch import chaos
 from rollart.launch.chaos import plan_job
 from rollart.launch.driver import RunResult
+from rollart.launch.pools import build_affinity, kv_bound
 from rollart.launch.simulation import simulate
 from rollart.report.summary import Summary
 from rollart.sim.faults import draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "jobs" / "chaos.yaml"
+MODES_JOB = ROOT / "jobs" / "modes.yaml"
 SMALL = ("train.steps=6", "checkpoint.every=3")
 
 
@@ -41,6 +43,20 @@ def finished(result: RunResult) -> Summary:
     assert result.summary.groups.lost == 0
     assert result.summary.groups.trained_twice == 0
     return result.summary
+
+
+def test_a_bound_on_an_engines_cache_holds_in_the_simulator_and_for_affinity() -> None:
+    """48 trajectories of about 2,700 tokens, and room for two."""
+    tokens = "sim.tasks={digits: {turns: 4, prompt_tokens: 1000, observation_tokens: 500, answer_tokens: 32}}"
+    changes = ["mode=sync+", "train.steps=3", "model.context_tokens=4096", "pools.0.hardware=h20", tokens]
+    free, bounded = (load_job(MODES_JOB, [*changes, f"pools.0.engines.kv_tokens={room}"]) for room in (65_536, 6000))
+    assert build_affinity(bounded, bounded.sim.shape).pools[0].costs.kv_tokens == 6000
+    assert kv_bound(load_job(MODES_JOB).pools[0]) == 65_536
+    assert kv_bound(load_job(ROOT / "jobs" / "sim_3072.yaml").pools[0]) is None, "as much as there is memory for"
+    busy_s = [
+        one.pools["cpu"].utilisation * one.time_s for one in (finished(simulate(job, None)) for job in (free, bounded))
+    ]
+    assert busy_s[1] > 1.3 * busy_s[0], "prompts are computed again"
 
 
 # --- determinism --------------------------------------------------------------------------------------------------
