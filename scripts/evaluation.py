@@ -34,11 +34,14 @@ def experiment(name: str) -> str:
     """One experiment of docs/evaluation/paper.json as a table."""
     rows: list[dict[str, Any]] = json.loads(FIGURES.read_text())["experiments"][name]
     if not any("paper" in row for row in rows):
-        last = "times the step" if any("times_the_step" in row for row in rows) else ""
-        lines = [f"| | ours | {last} |", "|---|---|---|"]
-        return "\n".join(
-            [*lines, *(f"| {row['what']} | {row['ours']} | {row.get('times_the_step', '')} |" for row in rows)]
-        )
+        more = {"times_the_step": "times the step", "by_seed": "by seed"}
+        key = next((key for key in more if any(key in row for row in rows)), "")
+        lines = [f"| | ours | {more.get(key, '')} |", "|---|---|---|"]
+        for row in rows:
+            told = row.get(key, "")
+            words = ", ".join(map(str, told)) if isinstance(told, list) else told
+            lines.append(f"| {row['what']} | {row['ours']} | {words} |")
+        return "\n".join(lines)
     lines = ["| | paper | ours | ours / paper | |", "|---|---|---|---|---|"]
     for row in rows:
         paper = row.get("paper", "")
