@@ -1,6 +1,8 @@
 """Child processes: a slot is never lost with who waited for it, nor with the child that had it."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -74,6 +76,8 @@ def test_a_child_that_is_given_back_in_the_middle_of_a_call_is_not_given_out_aga
     async def work() -> None:
         async with pool(tmp_path) as children:
             child = await soon(children)
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGSTOP)  # so it cannot answer in between
             calling = asyncio.ensure_future(child.ask("reset"))
             await asyncio.sleep(0)
             calling.cancel()
