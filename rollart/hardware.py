@@ -18,10 +18,8 @@ from functools import lru_cache
 
 ACTIVATION_PASSES = 44.0
 """Times that prefill reads or writes the hidden state of a token in one layer, beside the matrix products."""
-ATTENTION = 0.5
-"""Share of peak matrix throughput that attention over a prompt reaches."""
 TRAIN_ATTENTION = 0.35
-"""The same forward and backward."""
+"""Share of peak matrix throughput that attention reaches in training, forward and backward."""
 ATTENTION_BACKWARD = 2.5
 """What the backward pass of attention computes, in forward passes."""
 TRAIN_FORWARDS = 4.0
@@ -56,6 +54,8 @@ class Hardware:
     """Relative price of one device-hour."""
     matmul: float = 0.7
     """Share of peak that large matrix products reach (H200: measured)."""
+    attention: float = 0.5
+    """Share of peak matrix throughput that attention over a prompt reaches."""
     read: float = 0.84
     """Share of peak bandwidth at which a decode step reads weights (H100: vLLM's public figures)."""
     row_gb_s: float = 1e9
@@ -351,7 +351,7 @@ def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runt
         passed_s=ACTIVATION_PASSES * model.layers * hidden_bytes / (bytes_s * hardware.read_kv) + reduced_s,
         reduced_s=reduced_s,
         kv_token_s=model.kv_bytes_per_token / (bytes_s * hardware.read_kv * spread),
-        attention_s=4 * model.layers * model.attention_width / (flops * ATTENTION),
+        attention_s=4 * model.layers * model.attention_width / (flops * hardware.attention),
         kv_tokens=kv_capacity_tokens(model, hardware, gpus),
     )
 

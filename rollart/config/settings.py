@@ -103,6 +103,8 @@ class HardwareSettings(Settings):
     """Price of an hour, that of an H20 being 1; `pools.cost` wins."""
     matmul: Part = 0.7
     """Share of the peak that large matrix products reach."""
+    attention: Part = 0.5
+    """The same of attention over a prompt."""
     read: Part = 0.84
     """Share of the memory's peak at which a step reads weights."""
     read_kv: Part = 0.84

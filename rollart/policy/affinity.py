@@ -8,7 +8,7 @@ starts new groups by it; trajectories under way stay where they are.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollart.policy.planning import Plan, Problem, best_plan, spread
+from rollart.policy.planning import ALIKE, Plan, Problem, best_plan, spread
 from rollart.policy.prediction import NEVER_S, WAVE, PoolSpeed
 from rollart.policy.profile import Meter, TaskProfile
 from rollart.policy.speeds import Gauge, Rate, is_news, learnt
@@ -16,6 +16,8 @@ from rollart.types import EngineWork
 
 CLEAR_GAIN = 0.05
 """A new assignment must be predicted to be faster by this share to be taken: noise must not move tasks."""
+CLEARLY_CHEAPER = 0.1
+"""Or, where it is about as fast, its work must cost less by this share."""
 FIRST_LOOK = 8
 """Trajectories of each free task before the first assignment by measurement."""
 REPLAN_EVERY = 64
@@ -188,7 +190,10 @@ class Affinity:
         now_s, then_s = problem.step_s(self.plan), problem.step_s(best)
         gain = 1.0 - then_s / now_s if now_s else 0.0
         share = f"{gain:.0%} faster" if now_s < NEVER_S else "the one that can be served"
-        if gain <= CLEAR_GAIN:
+        saved = 1.0 - problem.price(best) / max(1e-12, problem.price(self.plan))
+        if gain > -ALIKE and gain <= CLEAR_GAIN and saved > CLEARLY_CHEAPER:
+            share = f"about as fast, and its work {saved:.0%} cheaper"
+        elif gain <= CLEAR_GAIN:
             kept = (
                 f"the best other assignment is {share}, and {CLEAR_GAIN:.0%} is asked for"
                 if gain > 0

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.policy.prediction import Forecast, PoolSpeed, forecast
+from rollart.policy.prediction import Forecast, PoolSpeed, forecast, price
 from rollart.policy.profile import TaskProfile
 
 EXHAUSTIVE = 256
@@ -18,8 +18,8 @@ PARTS = (2, 4, 8, 16)
 CLEARLY = 0.005
 """A move that gains less than this share is not made: predictions are not finer."""
 ALIKE = 0.03
-"""Assignments of whole tasks whose steps differ by less than this share are alike: of these the one is taken that keeps
-the pools busy for the shortest time in all."""
+"""Assignments whose steps differ by less than this share are alike: of these one of whole tasks is taken, whose work
+costs least."""
 SPLIT_COST = 0.05
 """Added to the predicted step where a task is split: its groups come in lumps, and small parts are served unevenly."""
 
@@ -42,6 +42,7 @@ class Problem:
     ahead: float
     """Steps that a group may take."""
     _known: dict[tuple[str, tuple[tuple[str, float], ...]], Forecast] = field(default_factory=dict)
+    _prices: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def serving(self) -> list[str]:
@@ -74,9 +75,21 @@ class Problem:
         split = any(len(shares) > 1 for shares in plan.values())
         return max(self.periods(plan).values()) * (1.0 + SPLIT_COST * split)
 
-    def value(self, plan: Plan) -> tuple[float, float]:
-        """Less is better: the last pool first, then all of them together."""
-        return self.step_s(plan), sum(self.periods(plan).values())
+    def price(self, plan: Plan) -> float:
+        """What the work of a step costs, each task on engines that are full: least where each is on the hardware that
+        suits it."""
+        return sum(
+            share * self.demand[task] * self._price(pool, task)
+            for task, shares in plan.items()
+            for pool in self.pools
+            if (share := shares.get(pool.name, 0.0))
+        )
+
+    def _price(self, pool: PoolSpeed, task: str) -> float:
+        key = (pool.name, task)
+        if key not in self._prices:
+            self._prices[key] = price(pool, self.profiles[task])
+        return self._prices[key]
 
 
 def best_plan(problem: Problem) -> dict[str, dict[str, float]]:
@@ -84,7 +97,7 @@ def best_plan(problem: Problem) -> dict[str, dict[str, float]]:
     split = whole = _whole_tasks(problem)
     for parts in PARTS:
         split = _improved(problem, split, part=1.0 / parts)
-    return split if problem.step_s(split) < problem.step_s(whole) else whole
+    return split if problem.step_s(split) < (1.0 - ALIKE) * problem.step_s(whole) else whole
 
 
 def spread(problem: Problem) -> dict[str, dict[str, float]]:
@@ -109,10 +122,7 @@ def _whole_tasks(problem: Problem) -> dict[str, dict[str, float]]:
     if len(names) ** len(free) <= EXHAUSTIVE:
         plans = [placed(chosen) for chosen in itertools.product(names, repeat=len(free))]
         limit_s = (1.0 + ALIKE) * min(problem.step_s(plan) for plan in plans)
-        return min(
-            (plan for plan in plans if problem.step_s(plan) <= limit_s),
-            key=lambda plan: sum(problem.periods(plan).values()),
-        )
+        return min((plan for plan in plans if problem.step_s(plan) <= limit_s), key=problem.price)
     by_name = {pool.name: pool for pool in problem.pools}
     best = placed([min(names, key=lambda name: problem.on(by_name[name], {task: 1.0}).period_s) for task in free])
     return _improved(problem, best, part=1.0)

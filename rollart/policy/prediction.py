@@ -140,6 +140,17 @@ def forecast(
     )
 
 
+def price(pool: PoolSpeed, one: TaskProfile) -> float:
+    """What the engine time of one trajectory costs there, on engines that are full: device seconds times their relative
+    price. Unlike a forecast it does not depend on who else is there."""
+    apart, costs = pool.disaggregated, pool.costs
+    batch = max(1.0, min(float(pool.max_batch), costs.kv_tokens / max(1.0, one.context_tokens)))
+    decode_s = one.decode_tokens * costs.step_s(batch, batch * one.context_tokens) / batch
+    prefill_s = one.new_tokens * pool.prefill_costs.prefill_token_s(one.context_tokens)
+    prefills = (apart.gpus, apart.hardware) if apart is not None else (pool.gpus, pool.hardware)
+    return decode_s * pool.gpus * pool.hardware.cost + prefill_s * prefills[0] * prefills[1].cost
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
     """A pool and its work: the tasks that it has any of."""

@@ -97,6 +97,20 @@ def test_a_task_leaves_its_favourite_where_the_whole_is_faster_so() -> None:
     assert used == {"compute", "bandwidth"}
 
 
+SLOW = replace(profile(400_000, 20_000, 4_000, 40), elsewhere_s=60.0)
+"""What a step waits for, wherever the others are."""
+SUITED = {"slow": {"compute": 1.0}, "game": {"compute": 1.0}, "maths": {"bandwidth": 1.0}}
+
+
+def test_where_one_task_decides_the_step_the_others_go_where_their_work_costs_least() -> None:
+    tasks = {"slow": SLOW, "game": PREFILL_HEAVY, "maths": DECODE_HEAVY}
+    one = problem(tasks, [COMPUTE.with_engines(4), BANDWIDTH.with_engines(8)], {"slow": "compute"})
+    swapped = {"slow": {"compute": 1.0}, "game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
+    assert one.step_s(swapped) == pytest.approx(one.step_s(SUITED), rel=planning.ALIKE)
+    assert one.price(SUITED) < 0.8 * one.price(swapped)
+    assert best_plan(one) == SUITED, "and not split for a gain that predictions cannot tell"
+
+
 def test_with_many_tasks_one_at_a_time_is_moved_until_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = drawn(3, 6)
     exact = problem(tasks, [COMPUTE, BANDWIDTH])
@@ -213,6 +227,27 @@ def test_a_gain_below_the_margin_moves_nothing() -> None:
     decisions = [one.seen("a", PREFILL_HEAVY) for _ in range(3 * REPLAN_EVERY)]
     assert any(decision is not None for decision in decisions)
     assert one.plan == {"a": {"slower": 1.0}}
+
+
+def test_tasks_move_where_the_step_is_as_long_and_their_work_is_clearly_cheaper() -> None:
+    tasks = {"slow": SLOW, "game": PREFILL_HEAVY, "maths": DECODE_HEAVY}
+    one = Affinity(
+        {"slow": "compute", "game": "auto", "maths": "auto"},
+        dict.fromkeys(tasks, 16.0),
+        dict.fromkeys(tasks, 4),
+        [COMPUTE.with_engines(4), BANDWIDTH.with_engines(8)],
+        ORDER,
+    )
+    decisions = []
+    for number in range(4 * REPLAN_EVERY):
+        for task, needed in tasks.items():
+            if (decision := one.seen(task, needed)) is not None:
+                decisions.append(decision)
+        if number == FIRST_LOOK:  # as a plan made from the first, short trajectories may be
+            one.plan = {"slow": {"compute": 1.0}, "game": {"bandwidth": 1.0}, "maths": {"compute": 1.0}}
+    (moved,) = (decision for decision in decisions[1:] if decision.moves)
+    assert "about as fast, and its work" in moved.reason
+    assert one.plan == SUITED
 
 
 def test_declared_tasks_stay_where_the_user_wants_them() -> None:
