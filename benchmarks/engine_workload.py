@@ -10,6 +10,8 @@ PROMPT_TOKENS = 64
 """New prompt tokens of each turn."""
 ANSWER_TOKENS = (16, 128)
 """Shortest and longest answer."""
+STEP_TOKENS = 2_048
+"""Tokens of one step, at the most, where a side takes such a setting. Ours is its default."""
 
 Answers = list[list[list[int]]]
 """By session and turn: the tokens sampled."""
