@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
 from rollart.store.digests import digest_of, name_of, new_digest
-from rollart.store.format import Bytes, laid_out, sliced, tensors_of
+from rollart.store.format import Bytes, Weight, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
@@ -88,7 +88,7 @@ class BucketStore:
         self._patience_s = patience_s
         self._claim: Claim | None = None
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
 
         Raises StoreFull, and then removes what it has written: a part of a version would take the room that is missing.
@@ -176,7 +176,7 @@ class BucketStore:
         """Write what else the version's folder holds, before its manifest. `places`: the file of each tensor."""
         return
 
-    def _write(self, path: Path, members: Mapping[str, Tensor]) -> Iterator[Bucket]:
+    def _write(self, path: Path, members: Mapping[str, Weight]) -> Iterator[Bucket]:
         """Write one file; each of its buckets as it is whole."""
         head, ordered = laid_out(members)
         name = f"{path.parent.name}/{path.name}"
@@ -228,10 +228,10 @@ class BucketStore:
                 os.listdir((self.directory / name).parent)  # or a client's cache may go on without it
 
 
-def split(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+def split(tensors: Mapping[str, Weight], bucket_bytes: int) -> Iterator[dict[str, Weight]]:
     """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
     huggingface_hub wants all sizes first, which needs all tensors."""
-    members: dict[str, Tensor] = {}
+    members: dict[str, Weight] = {}
     size = 0
     for name, tensor in tensors.items():
         if members and size + tensor.nbytes > bucket_bytes:
@@ -254,7 +254,7 @@ class LaidOut(NamedTuple):
     """Of its bytes, each with its place in the file. Read them before the next bucket is asked for."""
 
 
-def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[LaidOut]:
+def buckets_of(tensors: Mapping[str, Weight], bucket_bytes: int) -> Iterator[LaidOut]:
     """For stores whose buckets travel one by one instead of being written to a file."""
     for number, members in enumerate(split(tensors, bucket_bytes), 1):
         head, ordered = laid_out(members)

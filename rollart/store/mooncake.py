@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from rollart.errors import BoundaryError, StoreFull, WeightError, boundary
 from rollart.store.buckets import buckets_of
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
 from rollart.store.digests import name_of, new_digest
-from rollart.store.format import Bytes
+from rollart.store.format import Bytes, Weight
 from rollart.store.host import LINGER_S, HostSetup
 from rollart.store.index import MANIFESTS, folder_name
 from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, Pushed, bucket_key
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """After a push that failed; doubled up to ten times of it."""
-STEP_BYTES = 64 * 1024 * 1024
+STEP_BYTES = 1024 * 1024
 """Buffers grow by multiples of this: a model that is smaller than a bucket needs no bucket of memory."""
 HEARD_S = 1.0
 """How long a run's end stays written in the store for the hosts to see."""
@@ -69,7 +68,7 @@ class MooncakeStore(CopiedStore):
             self._client = MooncakeClient(self._client_setup)
         return self._client
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         """Put all buckets, then the manifest. Where the store does not answer, again from the beginning, under other
         keys: what was half put may still have the old ones. Raises StoreFull, and then removes what was put of it."""
         until_s, wait_s = time.monotonic() + self._waits_s, RETRY_S
@@ -83,7 +82,7 @@ class MooncakeStore(CopiedStore):
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 10 * RETRY_S)
 
-    def _push_once(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None) -> WeightManifest:
+    def _push_once(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None) -> WeightManifest:
         push, folder = secrets.token_hex(8), folder_name(version)
         with boundary(WeightError, f"push of version {version} to Mooncake"):
             client = self.connect()
@@ -115,7 +114,7 @@ class MooncakeStore(CopiedStore):
                 client.remove(f"{folder}/{before['push']}/.*")
         return manifest
 
-    def _put_all(self, put: Callable[[Bucket, Bytes, int], None], folder: str, tensors: Mapping[str, Tensor]) -> None:
+    def _put_all(self, put: Callable[[Bucket, Bytes, int], None], folder: str, tensors: Mapping[str, Weight]) -> None:
         """One bucket is laid out while the one before it is put; who follows hears of that one meanwhile."""
         under_way: Future[None] | None = None
         try:
@@ -129,7 +128,7 @@ class MooncakeStore(CopiedStore):
             if under_way is not None:
                 wait([under_way])  # nothing may use the buffer any more
 
-    def _laid_out(self, folder: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Bucket, Bytes, int]]:
+    def _laid_out(self, folder: str, tensors: Mapping[str, Weight]) -> Iterator[tuple[Bucket, Bytes, int]]:
         """Buckets in registered memory, in two buffers by turns, each with the size of its file."""
         for turn, one in enumerate(buckets_of(tensors, self.bucket_bytes)):
             raw, digest = self._buffer(turn % 2, one.num_bytes)[: one.num_bytes], new_digest()
