@@ -23,7 +23,7 @@ from rollart.engines.embedded.segments import EngineSeconds, Piece, RequestProgr
 from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.engines.staged import StagedFiles
 from rollart.engines.stops import StopFinder
-from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
+from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, StoreFull, WeightError, boundary
 from rollart.types import (
     Completion,
     Finish,
@@ -163,7 +163,11 @@ class RemoteEngine:
             await self._end_staging()
             self._awaited = version
             self._staging = asyncio.create_task(self._prepare(version))
-        await asyncio.wait([self._staging])
+        staging = self._staging
+        await asyncio.wait([staging])
+        if not staging.cancelled() and (full := staging.exception()) is not None:
+            self._awaited = None  # so that it is begun again
+            raise full
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         async with self._swapping:
@@ -302,11 +306,16 @@ class RemoteEngine:
     # --- weights
 
     async def _prepare(self, version: WeightVersion) -> None:
-        with contextlib.suppress(BoundaryError):  # the swap stages again, and says what is wrong
+        """Raises StoreFull."""
+        try:
             await asyncio.shield(asyncio.wrap_future(self.files.begin(version)))
             manifest = await asyncio.to_thread(self.files.manifest, version)
             if manifest is not None:  # or it is not awaited any more
                 await self._stage_in_server(manifest)
+        except StoreFull:
+            raise
+        except BoundaryError:
+            pass  # the swap stages again, and says what is wrong
 
     async def _stage_in_server(self, manifest: WeightManifest) -> None:
         self._staged = manifest

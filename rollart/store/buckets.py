@@ -136,7 +136,7 @@ class BucketStore:
         return found.buckets if found is not None else ()
 
     def may_come(self, version: WeightVersion) -> bool:
-        """Whether a version that is not complete may still become so here, without another push."""
+        """Whether a version that is not complete may still become so here, without another push. Raises StoreFull."""
         return True
 
     def map_file(self, name: str) -> MappedFile:

@@ -106,7 +106,7 @@ def _pieces(head: bytes, tensors: Sequence[Weight], limit: int) -> Iterator[tupl
     for raw in chain((np.frombuffer(bytearray(head), dtype=np.uint8),), *map(_parts, tensors)):
         done = 0
         while done < len(raw):
-            size = min(CHUNK_BYTES, len(raw) - done, limit - at % limit)
+            size = min(CHUNK_BYTES - at % CHUNK_BYTES, len(raw) - done, limit - at % limit)
             yield at, raw[done : done + size]
             at, done = at + size, done + size
 

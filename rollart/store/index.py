@@ -8,6 +8,7 @@ Invariant: what a line of the index names does not change any more. A version th
 whose first line is another.
 """
 
+import errno
 import json
 import os
 import re
@@ -80,10 +81,13 @@ class Writer:
             os.replace(hidden, folder / INDEX)
 
     def add(self, bucket: Bucket) -> None:
-        """It is whole."""
+        """It is whole. Raises OSError, and then the index is as it was: a part of a line would spoil the next one."""
+        with open(self._folder / INDEX, "ab", buffering=0) as file:
+            size, line = os.fstat(file.fileno()).st_size, json.dumps(bucket).encode() + b"\n"
+            if file.write(line) != len(line):
+                os.truncate(file.fileno(), size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._folder / INDEX)
         self.buckets.append(bucket)
-        with open(self._folder / INDEX, "a") as file:
-            file.write(json.dumps(bucket) + "\n")
 
     def complete(self, manifest: WeightManifest) -> None:
         """All of it is whole."""

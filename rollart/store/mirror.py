@@ -13,10 +13,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rollart.errors import WeightError
+from rollart.errors import FULL, WeightError
 from rollart.store.digests import digest_of
 from rollart.store.index import (
     INDEX,
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 STATE = "state.json"
 """How it goes: bytes that came, and what is wrong. Rewritten while something happens."""
+STATE_BYTES = 4096
 STATE_S = 0.25
 RETRY_S = 0.2
 """After trouble; doubled up to ten times of it."""
@@ -101,6 +103,8 @@ class State(NamedTuple):
 
     bytes: int = 0
     trouble: str = ""
+    full: bool = False
+    """The trouble is that this host has no room."""
 
 
 def read_state(directory: Path) -> State:
@@ -128,6 +132,7 @@ class Mirror:
         self._trouble = ""
         self._noted_s = 0.0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._state = os.open(directory / STATE, os.O_RDWR | os.O_CREAT, 0o600)
         for version in versions_in(directory):
             folder = directory / folder_name(version)
             if (found := read_index(folder)) is not None:
@@ -141,6 +146,7 @@ class Mirror:
             self._run()
         finally:
             self._source.close()
+            os.close(self._state)
 
     def _run(self) -> None:
         wait_s = RETRY_S
@@ -151,7 +157,8 @@ class Mirror:
                     return
                 self._follow(news)
             except (OSError, WeightError) as error:
-                self._note(f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error))
+                text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+                self._note(text, full=getattr(error, "errno", None) in FULL)
                 self.stopped.wait(wait_s)
                 wait_s = min(2 * wait_s, 10 * RETRY_S)
             else:
@@ -257,17 +264,14 @@ class Mirror:
             self.received_bytes += num_bytes
             self._note("")
 
-    def _note(self, trouble: str) -> None:
-        """For engines that wait, and for people."""
+    def _note(self, trouble: str, *, full: bool = False) -> None:
+        """For engines that wait, and for people. Into a page that is there already: the host may be full."""
         if trouble and trouble != self._trouble:
             log.warning("weights: %s", trouble)
         now_s = time.monotonic()
         if trouble == self._trouble and now_s - self._noted_s < STATE_S:
             return
         self._trouble, self._noted_s = trouble, now_s
-        hidden = self._directory / f".{STATE}"
-        try:
-            hidden.write_text(json.dumps({"bytes": self.received_bytes, "trouble": trouble}))
-            os.replace(hidden, self._directory / STATE)
-        except OSError:
-            pass  # it is for information
+        state = State(self.received_bytes, trouble[: STATE_BYTES // 2], full)
+        with suppress(OSError):  # it is for information
+            os.pwrite(self._state, json.dumps(state._asdict()).encode().ljust(STATE_BYTES), 0)

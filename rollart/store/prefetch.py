@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
@@ -52,12 +52,14 @@ class FetchAhead:
     def stage(self, version: WeightVersion) -> "Future[WeightManifest | None]":
         """Begin to map what appears of this version, and let go of any other. Returns at once. What it returns is done
         when all of the version is here: its manifest. None where a bucket is lost or damaged, which is the swap's to
-        find, or where the version is not awaited any more."""
+        find, or where the version is not awaited any more. StoreFull where this host has no room for it: ask again."""
         with self._changed:
             if self._version != version:
                 self._version, self._held, self._wrong, self._spent_s = version, {}, set(), {}
                 self._settle()
-                self._here, self._missing_since_s = Future(), 0.0
+                self._begin()
+            elif self._here.done() and self._here.exception() is not None:
+                self._begin()
             if self._here.done():
                 return self._here
             self._awaited = True
@@ -84,12 +86,20 @@ class FetchAhead:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited)
-                step = self._map_one()
+                try:
+                    step = self._map_one()
+                except StoreFull as error:
+                    self._awaited = False
+                    self._here.set_exception(error)
+                    continue
                 if not isinstance(step, _Step):
                     self._awaited = False
                     self._settle(step)
             if step is _Step.NOTHING_YET:
                 time.sleep(POLL_S)
+
+    def _begin(self) -> None:
+        self._here, self._missing_since_s = Future(), 0.0
 
     def _settle(self, whole: WeightManifest | None = None) -> None:
         if not self._here.done():

@@ -1,7 +1,7 @@
 """A store has no room for the next version: a job waits, warns, and goes on or stops with the reason; nothing leaks.
 
 `shm` and `tcp`: the host's shared memory is a small file system of the run's own. `mooncake`: most of the store's
-memory is taken by somebody else.
+memory is taken by somebody else. `copy`: that has room, and the engine's host has none for its copy.
 """
 
 import subprocess
@@ -21,7 +21,14 @@ from tests.contracts.test_store import Mooncake
 from tests.real.harness import SOON_S, Run, job, running
 from tests.small_disk import small_disk
 
-STORES = ["shm", "tcp", "mooncake"]
+STORES = ["shm", "tcp", "mooncake", "copy"]
+SAYS = {
+    "shm": "push of version",
+    "tcp": "push of version",
+    "mooncake": "push of version",
+    "copy": "has no room for a copy of the weights",
+}
+"""In the event, and in what the job says when it stops."""
 SMALL_MB, LEFT_KB = 64, 2400
 """Of shared memory: enough for the job to start; and what is left when it has: one version of the model (1.43 MB) has
 room, two have not."""
@@ -51,6 +58,14 @@ class SmallMemory:
 
     def left(self) -> list[str]:
         return [path.name for path in self.folder.glob("rollart-*")]
+
+
+class SmallCopy(SmallMemory):
+    """Of an engine's host; the store is elsewhere."""
+
+    def __init__(self, folder: Path, service: Mooncake) -> None:
+        super().__init__(folder, "mooncake")
+        self.settings |= {"master": service.address}
 
 
 class SmallMooncake:
@@ -93,15 +108,19 @@ class SmallMooncake:
 
 @contextmanager
 def small(store: str, folder: Path) -> Iterator[SmallMemory | SmallMooncake]:
-    if store != "mooncake":
+    if store in ("shm", "tcp"):
         with small_disk(folder / "shm", f"{SMALL_MB}m"):
             yield SmallMemory(folder / "shm", store)
         return
     if find_spec("mooncake") is None:
         pytest.skip("needs the extra mooncake")
-    service = Mooncake(folder, 16 << 20)
+    service = Mooncake(folder, 64 << 20 if store == "copy" else 16 << 20)
     try:
-        yield SmallMooncake(service)
+        if store == "mooncake":
+            yield SmallMooncake(service)
+        else:
+            with small_disk(folder / "shm", f"{SMALL_MB}m"):
+                yield SmallCopy(folder / "shm", service)
     finally:
         service.close()
 
@@ -131,7 +150,7 @@ def test_a_full_store_costs_a_job_time_and_nothing_else(store: str, model: Path,
             memory.make_room()
             assert run.wait() == 0, run.said
             run.ended_well(8)
-            assert all("push of version" in event.reason for event in full(run))
+            assert all(SAYS[store] in event.reason for event in full(run))
             room = [event for event in run.events() if isinstance(event, schema.StoreRoom)]
             assert len(room) == len(full(run))
             lost = schema.TrainerDown | schema.EngineDown | schema.Replay
@@ -141,7 +160,7 @@ def test_a_full_store_costs_a_job_time_and_nothing_else(store: str, model: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["tcp"])
+@pytest.mark.parametrize("store", STORES)
 def test_a_store_that_stays_full_stops_the_job_which_can_be_resumed(store: str, model: Path, tmp_path: Path) -> None:
     with small(store, tmp_path) as memory:
         raw = job(
@@ -152,6 +171,7 @@ def test_a_store_that_stays_full_stops_the_job_which_can_be_resumed(store: str, 
             memory.take_room()
             assert run.wait() == 1, run.said
             assert "no room to write for 6 s (limits.store_full_s)" in run.said
+            assert SAYS[store] in run.said
             run.nothing_remains()
             assert memory.left() == []
             memory.make_room()
