@@ -87,18 +87,20 @@ class SmallMooncake:
                 self._chunks += 1
         for number in range(LEFT_CHUNKS):
             self._other.remove(f"chunk{number:03d}")
+        self._free = LEFT_CHUNKS
 
     def take_room(self) -> None:
         """It is taken already."""
 
     def make_room(self) -> None:
         self._other.remove("chunk.*")
+        self._free = self._chunks
 
     def left(self) -> list[str]:
         """What of the run is in the store: its room can be filled again. But for one chunk, in which Mooncake keeps a
         small value for ten minutes after it was replaced by a larger one."""
         try:
-            for number in range(self._chunks - 1):
+            for number in range(self._free - 1):
                 self._other.put(f"again{number:03d}", self._raw)
         except StoreFull as error:
             return [str(error)]
