@@ -680,6 +680,8 @@ def _refuse_devices(job: Job) -> None:
             raise JobError(
                 f"weights.type: {kind} is for embedded engines, and {place}.type is {own.type}; take shm or tcp"
             )
+        if own.stage == "device":
+            raise JobError(f"{place}.stage: with weights.type {kind} versions wait on the GPU in any case; remove it")
         if kind == "cuda_ipc" and (own.device != trainer or not trainer.startswith("cuda:") or job.train.gpus > 1):
             raise JobError(
                 f"weights.type: cuda_ipc is for one GPU; {place}.device is {own.device} and train.device {trainer} "
