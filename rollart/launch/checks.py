@@ -731,7 +731,7 @@ def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Ro
     if job.weights.type == "files" and job.weights.path is not None:
         fix = "free some, or set weights.path to another disk"
         rooms.append(_Room(place=Path(job.weights.path), need_bytes=versions, key="weights.path", fix=fix))
-    elif job.weights.type == "shm" and job.cluster.type != "ray" and SHARED_MEMORY.exists():
+    elif job.weights.type in ("shm", "tcp", "mooncake") and job.cluster.type != "ray" and SHARED_MEMORY.exists():
         fix = "enlarge it, or set weights.type to files"
         rooms.append(_Room(place=SHARED_MEMORY, need_bytes=versions, key="weights.type", fix=fix))
     return rooms
