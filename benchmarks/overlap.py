@@ -143,7 +143,7 @@ async def serve(place: Place, num_bytes: int, link: Connection) -> None:
     store = place.open(engine=True)
     store.appeared(0)  # who keeps the host's copy is there from now on
     ahead = FetchAhead(store)
-    own = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s, adopt=store.in_memory)
+    own = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=store.in_memory)
     flips: list[float] = []
     put_in = core.put_in
 
@@ -201,7 +201,12 @@ async def serve(place: Place, num_bytes: int, link: Connection) -> None:
             exposed_s = time.perf_counter() - began_s
             goes.set()
             step_s = core.stats.step_s / max(core.stats.steps, 1)
-            link.send(("swapped", (exposed_s, report.pull_s, store.pulled_s(given.version), flips.pop(), step_s)))
+            link.send(
+                (
+                    "swapped",
+                    (exposed_s, report.pulled.seconds, store.pulled(given.version).seconds, flips.pop(), step_s),
+                )
+            )
     for task in tasks:
         task.cancel()
     await own.close()

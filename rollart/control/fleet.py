@@ -415,7 +415,9 @@ class Fleet:
             schema.EngineSwap(
                 engine=slot.spec.id,
                 version=report.version,
-                pull_s=round(report.pull_s, 6),
+                pull_s=round(report.pulled.seconds, 6),
+                bytes=report.pulled.bytes,
+                density=report.pulled.density,
                 rebuilt=report.rebuilt_tokens,
                 in_flight=len(slot.calls),
             ),

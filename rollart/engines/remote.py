@@ -29,6 +29,7 @@ from rollart.types import (
     Finish,
     GenerateRequest,
     Probe,
+    Pulled,
     SwapReport,
     WeightManifest,
     WeightVersion,
@@ -177,7 +178,7 @@ class RemoteEngine:
                     "serves it; publish it with one (`rollart.model.network.probe`)"
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
-                pull_s = await self._make_ready(manifest)
+                came = await self._make_ready(manifest)
             await self.proven()
             self._open.clear()
             self._settled.clear()
@@ -192,7 +193,7 @@ class RemoteEngine:
                 raise
             finally:
                 self._open.set()
-        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+        return SwapReport(version=manifest.version, pulled=came, rebuilt_tokens=rebuilt)
 
     async def proven(self) -> None:
         """Wait until the server has shown all that it must of the weights it was last given. Raises EngineError where
@@ -328,14 +329,15 @@ class RemoteEngine:
             self._staged = None
             raise
 
-    async def _make_ready(self, manifest: WeightManifest) -> float:
-        """The server needs only to change to it. Returns the seconds that bringing it to this host took."""
+    async def _make_ready(self, manifest: WeightManifest) -> Pulled:
+        """The server needs only to change to it. Returns what bringing it to this host took."""
         if self._staging is not None and self._staged == manifest:
             await asyncio.wait([self._staging])
         await self._end_staging()
         if self._staged != manifest:
             await self._stage_in_server(manifest)
-        return self.files.spent_s(manifest.version) + self._fetched_s
+        came = self.files.pulled(manifest.version)
+        return came._replace(seconds=came.seconds + self._fetched_s)
 
     async def _end_staging(self) -> None:
         if self._staging is not None:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rollart.errors import writing
 from rollart.model.adapters import are_adapters, write_adapter_tensors
 from rollart.model.directory import unit_of
-from rollart.types import WeightManifest, WeightVersion
+from rollart.types import Pulled, WeightManifest, WeightVersion
 
 
 class Ahead(Protocol):
@@ -32,7 +32,7 @@ class Ahead(Protocol):
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
 
-    def spent_s(self, version: WeightVersion) -> float: ...
+    def pulled(self, version: WeightVersion) -> Pulled: ...
 
 
 class HostStore(Protocol):
@@ -65,8 +65,8 @@ class StagedFiles:
         """None while the version is not complete."""
         return self._store.manifest(version)
 
-    def spent_s(self, version: WeightVersion) -> float:
-        return self._ahead.spent_s(version)
+    def pulled(self, version: WeightVersion) -> Pulled:
+        return self._ahead.pulled(version)
 
     def initial(self) -> list[Path]:
         return sorted(self._model.glob("*.safetensors"))

@@ -29,13 +29,13 @@ from rollart.store.index import (
     Writer,
     drop_before,
     folder_name,
-    pulled_s,
+    pulled,
     read_index,
     read_manifest,
 )
 from rollart.store.media import Medium, SharedMemory
 from rollart.store.owner import Claim, claim
-from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
+from rollart.types import Bucket, Probe, Pulled, WeightManifest, WeightVersion
 
 FIRST_LOOK_S = 0.01
 """Until a bucket that is not seen is looked for again; doubled each time."""
@@ -152,9 +152,9 @@ class BucketStore:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(drop_before, self.directory, self.medium, version)
 
-    def pulled_s(self, version: WeightVersion) -> float:
-        """Seconds that its transfer to this host took; 0 where it is read where it was written."""
-        return pulled_s(self.folder(version))
+    def pulled(self, version: WeightVersion) -> Pulled:
+        """What it took to bring it to this host; nothing where it is read where it was written."""
+        return pulled(self.folder(version))
 
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""

@@ -20,11 +20,11 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from rollart.store.media import Medium
-from rollart.types import Bucket, WeightManifest, WeightVersion
+from rollart.types import Bucket, Pulled, WeightManifest, WeightVersion
 
 MANIFEST = "manifest.json"
 PULLED = "pulled.json"
-"""Where a version was brought from elsewhere: the seconds that its transfer took."""
+"""Where a version was brought from elsewhere: what that took."""
 INDEX = "buckets.jsonl"
 WEIGHTS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
@@ -52,12 +52,12 @@ def versions_in(directory: Path) -> list[WeightVersion]:
     return sorted(int(found[1]) for name in names if (found := VERSION.fullmatch(name)))
 
 
-def pulled_s(folder: Path) -> float:
-    """Seconds of transfer that brought this version to this host; 0 where it was written here."""
+def pulled(folder: Path) -> Pulled:
+    """How this version came to this host; it did not where it was written here."""
     try:
-        return float(json.loads((folder / PULLED).read_text()))
-    except (OSError, ValueError):
-        return 0.0
+        return Pulled(*json.loads((folder / PULLED).read_text()))
+    except (OSError, ValueError, TypeError):
+        return Pulled()
 
 
 def void(folder: Path) -> None:

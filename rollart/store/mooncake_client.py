@@ -213,13 +213,14 @@ class MooncakeSource:
                 changed[int(version)] = VersionNews(push, buckets, one["sizes"], [MANIFEST] if whole else [])
         return News([int(version) for version in state], changed)
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> float | None:
         self._client.register(into)
         try:
             self._client.get_into(bucket_key(push, bucket), into)
         finally:
             self._client.unregister(into)
         came(bucket.num_bytes)
+        return None
 
     def small(self, version: WeightVersion, name: str) -> bytes:
         one = self._head.get(str(version))

@@ -41,7 +41,7 @@ from rollart.store.index import MANIFESTS, folder_name
 from rollart.store.media import DiskMedium
 from rollart.store.mooncake_client import way_to
 from rollart.store.nccl_group import STALL_S, Group, GroupLost
-from rollart.types import Bucket, ParsedJson, Probe, WeightManifest, WeightVersion
+from rollart.types import Bucket, ParsedJson, Probe, Pulled, WeightManifest, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -308,10 +308,10 @@ class NcclStore(BucketStore):
         self._forget(manifest.version)
         return found
 
-    def pulled_s(self, version: WeightVersion) -> float:
+    def pulled(self, version: WeightVersion) -> Pulled:
         with self._lock:
-            found = self._versions.get(version)
-            return found.seconds if found is not None else 0.0
+            found = self._versions.get(version, Received())
+            return Pulled(found.seconds, sum(bucket.num_bytes for bucket in found.buckets))
 
     def _forget(self, before: WeightVersion) -> None:
         with self._lock:

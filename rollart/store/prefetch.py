@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollart.errors import StoreFull, WeightError
 from rollart.store.buckets import BucketStore, MappedFile
-from rollart.types import Bucket, WeightManifest, WeightVersion
+from rollart.types import Bucket, Pulled, WeightManifest, WeightVersion
 
 LATE_S = 5.0
 """How long a bucket may be missing from a version whose manifest is there, or nothing come of a version at all, before
@@ -78,9 +78,10 @@ class FetchAhead:
                 self._settle()
         return self.store.fetch(manifest, held)
 
-    def spent_s(self, version: WeightVersion) -> float:
-        """Seconds that went into bringing this version to this host, and into mapping it ahead."""
-        return self._spent_s.get(version, 0.0) + self.store.pulled_s(version)
+    def pulled(self, version: WeightVersion) -> Pulled:
+        """What went into bringing this version to this host, and into mapping it ahead."""
+        found = self.store.pulled(version)
+        return found._replace(seconds=found.seconds + self._spent_s.get(version, 0.0))
 
     def _run(self) -> None:
         while True:

@@ -190,7 +190,7 @@ class TensorStoreContract(ABC):
         try:
             ahead = FetchAhead(bench.engine)
             ahead.stage(1)
-            eventually(lambda: ahead.spent_s(1) > 0)
+            eventually(lambda: ahead.pulled(1).seconds > 0)
             assert bench.engine.manifest(1) is None
         finally:
             slow.gate.set()
