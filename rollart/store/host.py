@@ -212,7 +212,8 @@ class HostProcess:
                 break
             except OSError as error:
                 await self._server.stop()
-                self._say({"error": f"cannot listen at {host}:{port}: {error.strerror or error}"})
+                text = f"cannot listen at {host}:{port}: {error.strerror or error}"
+                self._say({"error": f"{text}; give another port or address (weights.address, weights.bind)"})
                 if time.monotonic() > until_s:
                     raise
             await asyncio.sleep(LOOK_S)

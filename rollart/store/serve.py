@@ -150,8 +150,8 @@ class StoreServer:
         key = (push, base, name, start)
         async with self._encoding:
             if key not in self._deltas:
-                pushes = {one for one, _, _ in self._state().values()}
-                self._deltas = {known: delta for known, delta in self._deltas.items() if known[0] in pushes}
+                # Of one version: who is late has it made once more.
+                self._deltas = {known: delta for known, delta in self._deltas.items() if known[0] == push}
                 self._deltas[key] = await asyncio.to_thread(self._encode, old, new)
         delta = self._deltas[key]
         if delta is None or delta.data is None:
