@@ -92,8 +92,8 @@ class CopiedStore(BucketStore):
                 whole = [at for at in versions_in(self._copy) if read_manifest(self.folder(at)) is not None]
                 raise WeightError(
                     f"version {manifest.version}: nothing of it came from {self._copying.setup.source} for "
-                    f"{self._waits_s:g} s ({state.trouble or 'it is not there'}); whole on this host: {whole or 'none'}. "
-                    "See whether this machine reaches that address"
+                    f"{self._waits_s:g} s ({state.trouble or 'it is not there'}); whole here: {whole or 'none'}; "
+                    "see whether this machine reaches that address"
                 )
             time.sleep(LOOK_S)
 
