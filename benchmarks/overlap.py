@@ -10,7 +10,8 @@ The network is a loopback device of its own (`unshare --net`), shaped by `tc tbf
 no link; Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
 resume; in it the end of the step under way (one takes `engine_step_s`) and the exchange itself (`flip_s`). `pull_s`:
 all that was spent to bring the version to the engine, hidden or not: over the link (`link_s`), checked and mapped, made
-ready, put in. `exposed_of_read`: of the same without the link. `memory`: the most that was seen beside the model, in
+ready, put in. `exposed_of_read`: of the same without the link; `exposed_of_blocking_pull`: of the pull while the engine
+stands still and nothing competes with it. `memory`: the most that was seen beside the model, in
 models: of each process (`keeper`: the engines' host), and of the store's files on the trainer's side (`here`), on the
 engines' (`there`) or for both (`store`).
 """
@@ -50,6 +51,7 @@ from rollart.store.files import FileStore
 from rollart.store.host import read_ready
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
+from rollart.train.offload import HostCopy, HostMemory
 from rollart.types import GenerateRequest, Sampling, SwapReport, WeightManifest, WeightVersion
 
 STORES = ("shm", "files", "tcp", "delta", "mooncake")
@@ -346,12 +348,11 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             trainer.serve()  # type: ignore[attr-defined]
         both = Engines(place, num_bytes, engines)
         pids = {"trainer": os.getpid(), **{f"engine{n}": each.pid or 0 for n, each in enumerate(both.processes)}}
-        version = 0
+        version, memory = 0, HostMemory()
 
         def push() -> WeightManifest:
-            """Of a copy on the host: the model changes meanwhile."""
-            copy = {name: tensor.clone() for name, tensor in model.items()}
-            return trainer.push(version, copy)
+            """Of a copy on the host, as trainers take it: the model changes meanwhile."""
+            return trainer.push(version, HostCopy.of(model, memory).whole())
 
         def swap(manifest: WeightManifest, row: dict[str, float]) -> None:
             both.tell("swap", manifest)
@@ -448,6 +449,7 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         "host_read_s": round(read, 4),
         **{mode: {key: round(value, 4) for key, value in found.items()} for mode, found in middle.items()},
         "exposed_of_pull": round(fast["exposed_s"] / fast["pull_s"], 3),
+        "exposed_of_blocking_pull": round(fast["exposed_s"] / middle["blocking"]["pull_s"], 3),
         "exposed_of_read": round(fast["exposed_s"] / (fast["pull_s"] - fast["link_s"]), 3),
         "blocking_of_overlapped": round(statistics.median(ratios), 3),
         "spread": [round(min(ratios), 3), round(max(ratios), 3)],
