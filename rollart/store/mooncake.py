@@ -8,6 +8,7 @@ it is on its way: two buckets, whatever the model's size. Mooncake knows no toke
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +25,7 @@ from rollart.store.digests import name_of, new_digest
 from rollart.store.format import Bytes, Weight
 from rollart.store.host import LINGER_S, HostSetup
 from rollart.store.index import MANIFESTS, folder_name
-from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, Pushed, bucket_key
+from rollart.store.mooncake_client import ALIVE_S, MooncakeClient, MooncakeSetup, Pushed, bucket_key
 from rollart.store.owner import ROOT, is_owned, remove_store
 from rollart.store.shm import folder_of
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
@@ -61,6 +62,21 @@ class MooncakeStore(CopiedStore):
         self._old: set[WeightVersion] = set()
         """Versions that are dropped, and may still be in the store."""
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rollart-put")
+        self._ended = threading.Event()
+
+    def serve(self) -> None:
+        """Be the trainer's: what is in the store is somebody's while this process lives. Raises WeightError."""
+        threading.Thread(target=self._live, args=(self.connect(),), name="rollart-alive", daemon=True).start()
+
+    def _live(self, client: MooncakeClient) -> None:
+        number = time.time_ns()  # another than that of a trainer that was killed
+        while not self._ended.is_set():
+            with suppress(BoundaryError, OSError):
+                if client.noted("closed"):
+                    return
+                client.note("alive", number)
+            number += 1
+            self._ended.wait(ALIVE_S)
 
     def connect(self) -> MooncakeClient:
         """This process's own client. Raises WeightError."""
@@ -162,6 +178,7 @@ class MooncakeStore(CopiedStore):
 
     def close(self) -> None:
         """The run is over: nothing of it stays in the store or on this host; the other hosts see that it is."""
+        self._ended.set()
         with suppress(BoundaryError, OSError):
             client = self.connect()
             client.note("closed", True)
