@@ -68,6 +68,10 @@ class MooncakeStore(CopiedStore):
         """Be the trainer's: what is in the store is somebody's while this process lives. Raises WeightError."""
         threading.Thread(target=self._live, args=(self.connect(),), name="rollart-alive", daemon=True).start()
 
+    def begin(self) -> None:
+        """Be an engine's: this host adds its memory to the store now, and not when the first push needs it."""
+        self._settle()
+
     def _live(self, client: MooncakeClient) -> None:
         number = time.time_ns()  # another than that of a trainer that was killed
         while not self._ended.is_set():

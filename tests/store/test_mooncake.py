@@ -3,14 +3,20 @@
 import asyncio
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollart.config.settings import WeightSettings
+from rollart.errors import StoreFull
+from rollart.store.open import open_store
+from rollart.types import WeightManifest
+from rollart.workers.setup import StoreSetup
 from tests.contracts.store import eventually, is_version, tensors
 from tests.contracts.test_store import Mooncake
 
@@ -97,6 +103,28 @@ def test_the_memory_of_the_store_is_killed_and_another_comes(mooncake: Mooncake,
     assert is_version(engine.fetch(second), 2)
     for store in (engine, trainer):
         store.close()
+
+
+def test_an_engines_host_gives_its_memory_before_the_first_push(mooncake: Mooncake, tmp_path: Path) -> None:
+    """Or that push finds no room, and is tried again later."""
+    mooncake.kill_memory()
+    weights = WeightSettings(type="mooncake", master=mooncake.address, segment_mb=64, bucket_mb=1)
+    where = StoreSetup(weights=weights, run_id=f"test-{uuid.uuid4().hex}", model=str(tmp_path))
+    trainer, engine = open_store(where, "trainer"), open_store(where, "engine")
+    made: list[WeightManifest] = []
+
+    def pushed() -> bool:
+        with suppress(StoreFull):
+            made.append(trainer.push(1, tensors(1)))
+        return bool(made)
+
+    try:
+        eventually(pushed)
+        assert is_version(engine.fetch(made[0]), 1)
+    finally:
+        for store in (trainer, engine):
+            store.close()
+        mooncake.start_memory(16 << 20)
 
 
 PLAYER = """
