@@ -1,18 +1,20 @@
 """Weights beside a step against weights between steps, in one run: `python -m benchmarks.overlap --json` (needs root).
 
-A trainer computes a fixed amount for each step and pushes a version of the model; engines, each a process of its own
-with a real embedded engine, answer requests all the time (the rollout's load), stage what comes and swap. Blocks of
-steps alternate:
+A trainer takes a fixed time for each step, as one does whose GPU computes (it sleeps: the cores here are the hosts'),
+and pushes a version of the model; engines, each a process of its own with a real embedded engine, answer requests all
+the time (the rollout's load), stage what comes and swap. Blocks of steps alternate:
 - `overlapped`: the version of the step before crosses while the next one is trained, and is swapped in after it;
 - `blocking`: engines stand still from the push until they have swapped, then the next step is trained.
 The network is a loopback device of its own (`unshare --net`), shaped by `tc tbf` so that the way over it takes
-`PUSH_OF_PULL` times what it takes to read the version on a host and to copy it, as in the paper. `shm`, `files` cross
-no link; Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
+`PUSH_OF_PULL` times what an engine that stands still takes to bring a version from its host into use (`host_pull_s`,
+measured first), as in the paper; a step of training takes `TRAIN_OF_PUSH` times that. `shm`, `files` cross no link;
+Mooncake's memory is on the engines' side, in the process that keeps their copy. `exposed_s`: from suspend to
 resume; in it the end of the step under way (one takes `engine_step_s`) and the exchange itself (`flip_s`). `pull_s`:
 all that was spent to bring the version to the engine, hidden or not: over the link (`link_s`), checked and mapped, made
-ready, put in. `exposed_of_read`: of the same without the link. `memory`: the most that was seen beside the model, in
-models: of each process (`keeper`: the engines' host), and of the store's files on the trainer's side (`here`), on the
-engines' (`there`) or for both (`store`).
+ready, put in; it includes waiting for a core that the engines compute on. `exposed_of_blocking_pull`: of the pull while
+they stand still. `arrival_s`: from the begin of the push until all engines have the version on their host, and ready.
+`memory`: the most that was seen beside the model, in models: of each process (`keeper`: the engines' host), and of the
+store's files on the trainer's side (`here`), on the engines' (`there`) or for both (`store`).
 """
 
 import argparse
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,7 +41,7 @@ import orjson
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.weights import _free_port, change, mooncake_service, small_step_density, weights
+from benchmarks.weights import _free_port, change, mooncake_service, small_step_density
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.backend import Ready
 from rollart.engines.embedded.engine import EmbeddedEngine
@@ -50,6 +52,7 @@ from rollart.store.files import FileStore
 from rollart.store.host import read_ready
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
+from rollart.train.offload import HostCopy, HostMemory
 from rollart.types import GenerateRequest, Sampling, SwapReport, WeightManifest, WeightVersion
 
 STORES = ("shm", "files", "tcp", "delta", "mooncake")
@@ -57,11 +60,13 @@ PUSH_OF_PULL = 4.6
 """The paper: 32.4, 67.8, 127.3 s to push, 6.2, 16.3, 29.7 s to pull."""
 TRAIN_OF_PUSH = 1.5
 """A step is longer than a push, as in the paper."""
+LINKLESS = ("shm", "files")
 BUCKET_BYTES = 32_000_000
 BLOCKS, STEPS = 3, 3
 """Blocks of each kind, and steps in each; the first step of a block is not counted."""
 WARM = 3
-"""Versions before the first block: memory is touched for the first time."""
+"""Versions before the first block, over a link without a limit: memory is touched for the first time. The last two say
+what a pull takes."""
 REQUESTS, PROMPT, ANSWER = 4, 16, 48
 """In each engine, all the time; tokens of each."""
 INSIDE = "ROLLART_BENCH_OVERLAP"
@@ -98,19 +103,6 @@ class Place:
         )
 
 
-def work(count: int) -> None:
-    """Of a trainer: this many matrix products."""
-    matrix = torch.ones(384, 384)
-    for _ in range(count):
-        matrix @ matrix
-
-
-def seconds(call: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    call()
-    return time.perf_counter() - began_s
-
-
 def network(num_bytes: int) -> PreTrainedModel:
     """A Qwen3 of about this size in bfloat16, with random weights."""
     config = Qwen3Config(
@@ -143,7 +135,7 @@ async def serve(place: Place, num_bytes: int, link: Connection) -> None:
     store = place.open(engine=True)
     store.appeared(0)  # who keeps the host's copy is there from now on
     ahead = FetchAhead(store)
-    own = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s, adopt=store.in_memory)
+    own = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=store.in_memory)
     flips: list[float] = []
     put_in = core.put_in
 
@@ -179,7 +171,7 @@ async def serve(place: Place, num_bytes: int, link: Connection) -> None:
 
     async def stage(version: WeightVersion) -> None:
         await own.stage(version)
-        link.send(("staged", version))
+        link.send(("staged", time.perf_counter()))
 
     running: set[str] = set()
     tasks = [asyncio.ensure_future(load(session)) for session in range(REQUESTS)]
@@ -201,7 +193,12 @@ async def serve(place: Place, num_bytes: int, link: Connection) -> None:
             exposed_s = time.perf_counter() - began_s
             goes.set()
             step_s = core.stats.step_s / max(core.stats.steps, 1)
-            link.send(("swapped", (exposed_s, report.pull_s, store.pulled_s(given.version), flips.pop(), step_s)))
+            link.send(
+                (
+                    "swapped",
+                    (exposed_s, report.pulled.seconds, store.pulled(given.version).seconds, flips.pop(), step_s),
+                )
+            )
     for task in tasks:
         task.cancel()
     await own.close()
@@ -301,36 +298,19 @@ def keeper_of(place: Place) -> int:
     return next((ready["pid"] for ready in found if "pid" in ready), 0)
 
 
-def shape(gb_s: float) -> None:
+def shape(gb_s: float | None) -> None:
+    """Of the link; None for no limit."""
+    if gb_s is None:
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=False, capture_output=True)
+        return
     rate = ["rate", f"{gb_s * 8000:.0f}mbit", "burst", "2m", "latency", "50ms"]
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *rate], check=True)
 
 
-def read_s(num_bytes: int) -> float:
-    """What an engine takes to check a version on its host and to copy it."""
-    model, target = weights(num_bytes), weights(num_bytes)
-    with opened("shm", num_bytes, None) as place:
-        store = place.open(engine=False)
-        taken = []
-        for version in range(1, 6):
-            manifest = store.push(version, model)
-
-            def once(wanted: WeightManifest = manifest) -> None:
-                for name, tensor in store.fetch(wanted).items():
-                    target[name].copy_(tensor)
-
-            taken.append(seconds(once))
-            asyncio.run(store.drop_before(version))
-        store.close()
-    return statistics.median(taken[2:])
-
-
 def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) -> dict[str, Any]:
     torch.set_num_threads(1)
-    read = read_s(num_bytes)
-    shape(num_bytes / 1e9 / (PUSH_OF_PULL * read))
-    each_s = statistics.median(seconds(lambda: work(200)) for _ in range(5)) / 200
-    products = int(TRAIN_OF_PUSH * PUSH_OF_PULL * read / each_s)
+    shape(None)
+    train_s = 0.0
     density = small_step_density() if kind == "delta" else 1.0
     model = {name: tensor.clone() for name, tensor in named_weights(network(num_bytes)).items()}
     num_bytes = sum(tensor.nbytes for tensor in model.values())
@@ -341,12 +321,11 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             trainer.serve()  # type: ignore[attr-defined]
         both = Engines(place, num_bytes, engines)
         pids = {"trainer": os.getpid(), **{f"engine{n}": each.pid or 0 for n, each in enumerate(both.processes)}}
-        version = 0
+        version, memory = 0, HostMemory()
 
         def push() -> WeightManifest:
-            """Of a copy on the host: the model changes meanwhile."""
-            copy = {name: tensor.clone() for name, tensor in model.items()}
-            return trainer.push(version, copy)
+            """Of a copy on the host, as trainers take it: the model changes meanwhile."""
+            return trainer.push(version, HostCopy.of(model, memory).whole())
 
         def swap(manifest: WeightManifest, row: dict[str, float]) -> None:
             both.tell("swap", manifest)
@@ -361,7 +340,7 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         def step(row: dict[str, float]) -> None:
             if kind == "delta":
                 change(model, density, version)
-            row["train_s"] = seconds(lambda: work(products))
+            time.sleep(train_s)
 
         def blocking() -> dict[str, float]:
             nonlocal version
@@ -386,15 +365,16 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             nonlocal version
             found: list[dict[str, float]] = []
             under_way: threading.Thread | None = None
+            push_began_s = 0.0
             pushed: list[WeightManifest] = []
             for _ in range(count + 1):
                 row: dict[str, float] = {}
                 began_s = time.perf_counter()
                 if under_way is not None:
                     under_way.join()
-                    both.told("staged")
+                    row["arrival_s"] = max(both.told("staged")) - push_began_s
                     swap(pushed.pop(), row)
-                version += 1
+                version, push_began_s = version + 1, time.perf_counter()
                 both.tell("stage", version)
                 under_way = threading.Thread(target=lambda: pushed.append(push()))
                 under_way.start()
@@ -410,8 +390,10 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         try:
             while kind == "mooncake" and not keeper_of(place):  # its memory is the store's
                 time.sleep(0.1)
-            for _ in range(WARM):
-                blocking()
+            warm = [blocking() for _ in range(WARM)]
+            host_pull_s = statistics.median(row["pull_s"] - row["link_s"] for row in warm[-2:])
+            shape(num_bytes / 1e9 / (PUSH_OF_PULL * host_pull_s))
+            train_s = TRAIN_OF_PUSH * PUSH_OF_PULL * host_pull_s
             if keeper := keeper_of(place):
                 pids["keeper"] = keeper
             peak = Peak(place.root, pids)
@@ -439,11 +421,14 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
         "gb": round(num_bytes / 1e9, 3),
         "engines": engines,
         "density": round(density, 4),
-        "link_gb_s": round(num_bytes / 1e9 / (PUSH_OF_PULL * read), 3) if kind not in ("shm", "files") else None,
-        "host_read_s": round(read, 4),
+        "link_gb_s": round(num_bytes / 1e9 / (PUSH_OF_PULL * host_pull_s), 3) if kind not in LINKLESS else None,
+        "host_pull_s": round(host_pull_s, 4),
+        "train_s": round(train_s, 4),
         **{mode: {key: round(value, 4) for key, value in found.items()} for mode, found in middle.items()},
+        "arrival_of_train": round(fast["arrival_s"] / train_s, 2),
         "exposed_of_pull": round(fast["exposed_s"] / fast["pull_s"], 3),
-        "exposed_of_read": round(fast["exposed_s"] / (fast["pull_s"] - fast["link_s"]), 3),
+        "exposed_of_blocking_pull": round(fast["exposed_s"] / middle["blocking"]["pull_s"], 3),
+        "exposed_of_host_pull": round(fast["exposed_s"] / host_pull_s, 3),
         "blocking_of_overlapped": round(statistics.median(ratios), 3),
         "spread": [round(min(ratios), 3), round(max(ratios), 3)],
         "memory": {name: round(value / num_bytes, 2) for name, value in most.items()},

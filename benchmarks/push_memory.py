@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from benchmarks.weights import mooncake_service
 from rollart.store.buckets import BucketStore
 from rollart.store.files import FileStore
 from rollart.store.shm import ShmStore
-from rollart.train.gathering import Gathered, Shard, follow, own_rows
+from rollart.train.gathering import Gathered, Shard, copied, follow, own_rows
+from rollart.train.offload import HostMemory
 
 STORES = ("shm", "files", "mooncake")
 RANKS = 2
@@ -74,7 +75,9 @@ def opened(kind: str, folder: Path, address: str, bucket_bytes: int) -> BucketSt
     from rollart.store.mooncake import MooncakeStore
     from rollart.store.mooncake_client import MooncakeSetup
 
-    return MooncakeStore(MooncakeSetup(master=address, run_id=uuid.uuid4().hex), bucket_bytes=bucket_bytes)
+    store = MooncakeStore(MooncakeSetup(master=address, run_id=uuid.uuid4().hex), bucket_bytes=bucket_bytes)
+    store.connect()  # its client has memory of its own, as libraries do
+    return store
 
 
 def rank_of(
@@ -95,18 +98,19 @@ def rank_of(
     }
     own_bytes = sum(shard.local.nbytes for shard in live.values())
     store = opened(kind, folder, address, bucket_bytes) if rank == 0 else None
+    memory = HostMemory()
     copies, most, seconds, base = [], 0, [], 0
     for version in range(1, PUSHES + 1):
         with Peak() as copying:
-            held = {name: shard.copied() for name, shard in live.items()}
+            held = copied(live, memory)
         dist.barrier()
         base = base or private_bytes()
         began_s = time.perf_counter()
         with Peak() as pushing:
             if store is not None:
-                tensors = Gathered(held, group)
-                store.push(version, tensors)
-                tensors.close()
+                with closing(Gathered(held, group)) as tensors:
+                    store.push(version, tensors.in_parts())
+                del tensors
             else:
                 follow(held, group)
         seconds.append(time.perf_counter() - began_s)

@@ -7,8 +7,9 @@ interleaved; ratios are of medians.
 `delta` is `tcp` where few weights change from version to version, as many as in a step of AdamW at `LEARNING_RATE`
 (measured first, on a million bfloat16 weights with float32 masters), against the same socket carrying all of it.
 `push_s`: until the version is whole in the store. `pull_s`: all of it brought to this host and checked, as if nothing
-hid it. `exposed_s`: what is left of that at a swap, when it was staged before. The first push of each store is not
-counted: it touches memory for the first time (`first_push_s`).
+hid it. `exposed_s`: what is left of that at a swap, when it was staged before. `files` are read twice: from the page
+cache of the system, and, `cold`, from the disk. The first push of each store is not counted: it touches memory for
+the first time (`first_push_s`). `of_limit` is of the medians; `spread` has the ratios of single rounds.
 """
 
 import argparse
@@ -90,6 +91,8 @@ class Limited(NamedTuple):
     sides: "Sides"
     push_limit: Callable[[], float]
     pull_limit: Callable[[], float]
+    forget: Callable[[], None] | None = None
+    """Where the system keeps what was read: have it forget that."""
 
 
 class Sides:
@@ -164,8 +167,16 @@ def files(folder: Path, model: dict[str, torch.Tensor]) -> Iterator[Limited]:
 
             return seconds(work)
 
+    def forget() -> None:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+
     try:
-        yield Limited(Sides(trainer, engine, None, None), write, read)
+        yield Limited(Sides(trainer, engine, None, None), write, read, forget)
     finally:
         trainer.close()
 
@@ -325,9 +336,10 @@ def _free_port() -> int:
 def measure_store(name: str, num_bytes: int, folder: Path, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = weights(num_bytes)
-    taken: dict[str, list[float]] = {key: [] for key in ("push", "push_limit", "pull", "pull_limit", "exposed")}
+    keys = ("push", "push_limit", "pull", "pull_limit", "cold_pull", "cold_pull_limit", "exposed")
+    taken: dict[str, list[float]] = {key: [] for key in keys}
     density = small_step_density() if name == "delta" else 1.0
-    with MAKERS[name](folder, model) as (sides, push_limit, pull_limit):
+    with MAKERS[name](folder, model) as (sides, push_limit, pull_limit, forget):
         first_s = 0.0
         for version in range(1, rounds + WARM + 1):
             if name == "delta":
@@ -338,13 +350,22 @@ def measure_store(name: str, num_bytes: int, folder: Path, rounds: int) -> dict[
             push_s = seconds(lambda v=version, into=manifests: into.append(sides.trainer.push(v, model)))  # type: ignore[misc]
             read_s = pull_limit()
             pull_s = seconds(lambda found=manifests: sides.pull(found[0]))  # type: ignore[misc]
+            cold_s: list[float] = []
+            if forget is not None:
+                for work in (pull_limit, partial(sides.pull, manifests[0])):
+                    forget()
+                    cold_s.append(seconds(work))
             exposed_s = sides.exposed_s(manifests[0])
             sides.drop(version)
             first_s = first_s or push_s
             if version > WARM:
-                for key, value in zip(taken, (push_s, limit_s, pull_s, read_s, exposed_s), strict=True):
+                row = {"push": push_s, "push_limit": limit_s, "pull": pull_s, "pull_limit": read_s}
+                row |= dict(zip(("cold_pull_limit", "cold_pull"), cold_s, strict=False)) | {"exposed": exposed_s}
+                for key, value in row.items():
                     taken[key].append(value)
+    taken = {key: values for key, values in taken.items() if values}
     middle = {key: statistics.median(values) for key, values in taken.items()}
+    paced = [key for key in ("push", "pull", "cold_pull") if key in taken]
     total = manifests[0].num_bytes
     return {
         "store": name,
@@ -355,8 +376,11 @@ def measure_store(name: str, num_bytes: int, folder: Path, rounds: int) -> dict[
         "first_push_s": round(first_s, 3),
         **{f"{key}_s": round(value, 4) for key, value in middle.items()},
         **{f"{key}_gb_s": round(total / value / 1e9, 2) for key, value in middle.items() if key != "exposed"},
-        "push_of_limit": round(middle["push_limit"] / middle["push"], 2),
-        "pull_of_limit": round(middle["pull_limit"] / middle["pull"], 2),
+        **{f"{key}_of_limit": round(middle[f"{key}_limit"] / middle[key], 2) for key in paced},
+        "spread": {
+            key: [round(limit / own, 2) for own, limit in zip(taken[key], taken[f"{key}_limit"], strict=True)]
+            for key in paced
+        },
         "exposed_of_pull": round(middle["exposed"] / middle["pull"], 3),
         "goal": GOALS.get(name),
         "rounds": {key: [round(value, 4) for value in values] for key, values in taken.items()},
@@ -391,7 +415,8 @@ def main() -> int:
     for one in figures["stores"]:
         print(
             f"{one['store']:>9} {one['gb']:5.2f} GB  push {one['push_gb_s']:5.2f} GB/s ({one['push_of_limit']:.0%} of "
-            f"its medium)  pull {one['pull_gb_s']:5.2f} GB/s ({one['pull_of_limit']:.0%})  "
+            f"its medium)  pull {one['pull_gb_s']:5.2f} GB/s ({one['pull_of_limit']:.0%}"
+            f"{', from the disk {:.0%}'.format(one['cold_pull_of_limit']) if 'cold_pull_of_limit' in one else ''})  "
             f"exposed {one['exposed_s']:.3f} s"
         )
     return 0

@@ -51,11 +51,12 @@ class Engine(Protocol):
 
     async def stage(self, version: WeightVersion) -> None:
         """Fetch the buckets of a coming version as they appear. Returns when they are on this engine's host, or when
-        another version is staged or swapped to instead; a damaged bucket is for `swap` to find."""
+        another version is staged or swapped to instead; a damaged bucket is for `swap` to find. Raises StoreFull where
+        that host has no room for them; ask again."""
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
-        """Serve these weights from now on. Raises WeightError if a bucket is missing or damaged; the
-        engine then still serves the version it had."""
+        """Serve these weights from now on. Raises WeightError if a bucket is missing or damaged, StoreFull where the
+        host has no room for them; the engine then still serves the version it had."""
 
 
 class FrozenModel(Protocol):

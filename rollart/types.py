@@ -519,13 +519,23 @@ class WeightManifest:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
+class Pulled(NamedTuple):
+    """How a version came to an engine, or to its host."""
+
+    seconds: float = 0.0
+    """That went into it, hidden or not."""
+    bytes: int = 0
+    """That crossed to the host; 0 where the version is read where it was written."""
+    density: float | None = None
+    """The part of the weights (of their 16-bit words) that differ from the version before; None where nobody looked."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
     """What a swap did on one engine."""
 
     version: WeightVersion
-    pull_s: float = 0.0
-    """Seconds of transfer from the store to this engine's host, hidden or not."""
+    pulled: Pulled = field(default_factory=Pulled)
     rebuilt_tokens: int = 0
     """KV tokens of in-flight work to be computed again."""
 

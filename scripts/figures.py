@@ -42,6 +42,8 @@ COMMANDS = {
     "chaos": ".venv/bin/rollart sim jobs/chaos.yaml --chaos 2000 --json",
     "rewards": ".venv/bin/python -m benchmarks.rewards --json",
     "envs": ".venv/bin/python -m benchmarks.envs --json",
+    "overlap": ".venv/bin/python -m benchmarks.overlap --gb 0.25 1 --json",
+    "stores": ".venv/bin/python -m benchmarks.weights --json",
     "soak": ".venv/bin/python -m benchmarks.soak --json",
     "affinity": ".venv/bin/python -m benchmarks.affinity --json",
     "trl": ".venv/bin/python -m benchmarks.trl_frozen_lake --rounds 3",
@@ -174,6 +176,30 @@ def envs(run: Run) -> str:
     )
 
 
+def one_gb(run: Run) -> dict[str, Any]:
+    """The rows of about 1 GB, by store."""
+    return {row["store"]: row for row in run.result["stores"] if 0.9 < row["gb"] < 1.1}
+
+
+def overlap(run: Run) -> str:
+    rows = one_gb(run)
+    parts = ", ".join(f"`{name}` {100 * row['exposed_of_pull']:.1f} %" for name, row in rows.items())
+    ratios = [row["blocking_of_overlapped"] for row in rows.values()]
+    return (
+        f"{parts}; steps take {min(ratios):.2f} to {max(ratios):.2f} times as long where engines wait for the transfer "
+        "([weights](docs/weights.md#beside-a-step))"
+    )
+
+
+def stores(run: Run) -> str:
+    parts = [
+        f"`{name}` {100 * row['push_of_limit']:.0f} / {100 * row['pull_of_limit']:.0f}"
+        for name, row in one_gb(run).items()
+        if name != "delta"
+    ]
+    return f"{', '.join(parts)} % ([weights](docs/weights.md#each-store-against-its-medium))"
+
+
 def soak(run: Run) -> str:
     found = run.result
     flat = all(row["flat"] for row in found["memory_mb"].values())
@@ -246,6 +272,18 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         "sick",
         "envs",
         envs,
+    ),
+    (
+        "1 GB of weights to two engines that serve all the time: how long they take no requests, of what it takes to "
+        "bring a version to them",
+        "overlap",
+        overlap,
+    ),
+    (
+        "each weight store against its medium (a copy of memory, a file, a socket, Mooncake's own put and get), 1 GB: "
+        "push / pull",
+        "stores",
+        stores,
     ),
     ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
     ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),

@@ -155,6 +155,18 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("no master", ["weights.type=mooncake"], "weights.master:", "as master: 10.0.0.1:50051"),
     ("master of shared memory", ["weights.master=a:1"], "weights.master:", "only with weights.type mooncake"),
     ("address of shared memory", ["weights.address=a:1"], "weights.address:", "only with weights.type tcp"),
+    (
+        "device without a GPU",
+        ["pools.0.engines.stage=device"],
+        "pools.0.engines.stage:",
+        "on a CPU a swap copies nothing",
+    ),
+    (
+        "stage of a server",
+        ["pools.0.engines={type: vllm, device: cuda:0, stage: device}"],
+        "pools.0.engines.stage:",
+        "only with engines.type embedded",
+    ),
     ("site without a network", ["pools.0.site=a"], "pools.0.site:", "only with weights.type tcp, and engines"),
     ("address without a port", ["weights={type: tcp, address: a}"], "weights.address:", "match"),
     ("wait without ray", ["cluster.wait_s=5"], "cluster.wait_s:", "only with cluster.type ray"),

@@ -13,6 +13,7 @@ from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch.simulation import simulate
 from rollart.report.explain import Explain, Placements, words
+from rollart.report.weights import EngineFigures, VersionFigures
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +121,17 @@ def test_each_version_has_its_push_its_arrival_and_what_every_engine_pulled_and_
             )
             before = [e for e in events if isinstance(e, schema.Suspend) and engine in e.engines and e.n < swap.n]
             after = [e for e in events if isinstance(e, schema.Resume) and engine in e.engines and e.n > swap.n]
+            assert figures.crossed_bytes == one.bytes, "each has a host of its own"
             if figures.exposed_s is not None:
                 assert figures.exposed_s == pytest.approx(after[0].t - before[-1].t, abs=1e-5)
                 assert figures.exposed_s < figures.pull_s, "it was staged: only the load is exposed"
     joined = [one.engines["bandwidth-0"] for one in result.weights if "bandwidth-0" in one.engines]
     assert [one.exposed_s is None for one in joined].count(True) == 1, "it died once, and loaded before it came back"
     assert "bandwidth-0" in words(result)
+
+
+def test_what_crossed_for_an_engine_and_what_had_changed_is_shown(result: Placements) -> None:
+    figures = EngineFigures(pull_s=1.0, exposed_s=0.1, crossed_bytes=2_000_000, density=0.018)
+    version = VersionFigures(version=3, bytes=37_000_000, engines={"a-0": figures})
+    shown = words(msgspec.structs.replace(result, weights=[version]))
+    assert shown.splitlines()[-1].endswith("a-0 1.00 / 0.10, 0.002 GB came, 1.8 % changed")

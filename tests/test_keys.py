@@ -72,7 +72,7 @@ REAL_ONLY = (
         "cluster",
     ),
     *("checkpoint.keep", "track", "trajectories", "pools.N.engines.kv_tokens", "pools.N.engines.step_tokens"),
-    *("pools.N.engines.memory", "pools.N.engines.share"),
+    *("pools.N.engines.memory", "pools.N.engines.stage", "pools.N.engines.share"),
     *("pools.N.engines.keep_kv", "pools.N.engines.draft_tokens", "pools.N.engines.device", "pools.N.engines.threads"),
     *("pools.N.engines.cores", "pools.N.engines.python", "pools.N.engines.url", "pools.N.engines.dtype"),
     *("pools.N.engines.args", "pools.N.engines.prefill.connector"),

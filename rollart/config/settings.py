@@ -497,6 +497,9 @@ class EngineSettings(Settings):
     memory: Annotated[float, Field(gt=0, le=1)] | None = None
     """`embedded` on CUDA: the engine's share of the card's memory, weights included; the cache takes what they leave.
     Default: 0.6. Refused beside `kv_tokens`. Not read by `rollart sim`."""
+    stage: Literal["host", "device"] = "host"
+    """`embedded` on CUDA: where a version waits for its swap. With `device` it is copied to the GPU beside the steps,
+    and the swap is a copy within the GPU; the cache gets less room by a second model. Not run on a GPU yet."""
     step_tokens: Count = 2048
     """`embedded`: tokens computed in one step: decode first, then prefill, then guesses."""
     keep_kv: bool = False
@@ -555,6 +558,8 @@ class EngineSettings(Settings):
             raise ValueError(".memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
         if self.share is not None and not on_cuda:
             raise ValueError(".share: is a share of a GPU's multiprocessors; name the GPU, as device: cuda:0")
+        if self.stage == "device" and not on_cuda:
+            raise ValueError(".stage: device is for engines on a GPU; on a CPU a swap copies nothing, so remove it")
         if self.memory is not None and self.kv_tokens is not None:
             raise ValueError(".memory: beside kv_tokens, which bounds the same cache; remove one of them")
         if self.type == "embedded" and self.step_tokens < self.max_batch:

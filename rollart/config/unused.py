@@ -83,7 +83,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             yield (
                 place,
                 engines,
-                "kv_tokens memory step_tokens draft_tokens cores",
+                "kv_tokens memory stage step_tokens draft_tokens cores",
                 embedded,
                 "engines.type embedded",
             )

@@ -11,9 +11,11 @@ An engine is judged by its progress, never by how long one request takes: one th
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rollart.control.context import JobContext
+from rollart.control.room import Room
 from rollart.control.waits import Signal
 from rollart.errors import (
     BoundaryError,
@@ -21,6 +23,7 @@ from rollart.errors import (
     EngineError,
     JobStopped,
     NoRoom,
+    StoreFull,
     VersionGone,
     WeightError,
     boundary,
@@ -38,6 +41,7 @@ REPAIRS = 3
 NOBODY = ""
 """The id of no request: aborting it stops nothing, and tells how far the engine has come."""
 
+T = TypeVar("T")
 Repair = Callable[[WeightVersion], Awaitable[WeightManifest]]
 
 
@@ -110,6 +114,7 @@ class Fleet:
         self._staging: WeightVersion = 0
         self._cluster = cluster
         self._supervisor = context.supervisor
+        self._room = Room(context)
         self._log = context.log
         self._swaps = waits.on("engine.swap", limits.swap_s)
         self._starts = waits.on("engine.start", limits.start_s)
@@ -286,9 +291,14 @@ class Fleet:
     async def _stage_one(self, slot: EngineSlot, version: WeightVersion) -> None:
         engine = slot.engine
         slot.staging += 1
+
+        async def stage() -> None:
+            if slot.engine is engine:
+                await self._stages.guard(slot.spec.id, engine.stage(version))
+
         try:
             with boundary(EngineError, f"{slot.spec.id} stage"):
-                await self._stages.guard(slot.spec.id, engine.stage(version))
+                await self._with_room(slot, stage)
         except BoundaryError as error:
             if slot.engine is engine:
                 self.down(slot, str(error))
@@ -298,6 +308,18 @@ class Fleet:
         if slot.engine is engine:
             slot.staged = max(slot.staged, version)
             self._staged.give()
+
+    async def _with_room(self, slot: EngineSlot, call: Callable[[], Awaitable[T]]) -> T:
+        """A call of an engine; again, where its host has no room for the weights. Raises StayedFull."""
+        what = f"weights on the host of {slot.spec.id}"
+        while True:
+            try:
+                result = await call()
+            except StoreFull as error:
+                await self._room.wait(what, error)
+            else:
+                self._room.found(what)
+                return result
 
     async def swap(self, manifest: WeightManifest, rolling: int) -> None:
         """Bring every engine to these weights; in-flight requests stay where they are and go on."""
@@ -339,7 +361,7 @@ class Fleet:
             slot.loading, repairs = manifest.version, self._repairs
             try:
                 with boundary(EngineError, f"{slot.spec.id} swap"):
-                    report = await self._swaps.guard(slot.spec.id, engine.swap(manifest))
+                    report = await self._with_room(slot, partial(self._swap_of, slot.spec.id, engine, manifest))
                 break
             except WeightError as error:
                 self._log.emit(schema.WeightsDamaged(engine=slot.spec.id, version=manifest.version, reason=str(error)))
@@ -352,6 +374,9 @@ class Fleet:
             slot.view.version = report.version
             self._staged.give()
         self._log_swap(slot, report)
+
+    async def _swap_of(self, name: str, engine: Engine, manifest: WeightManifest) -> SwapReport:
+        return await self._swaps.guard(name, engine.swap(manifest))
 
     async def _whole(self, version: WeightVersion, repairs: int) -> WeightManifest:
         """What an engine loads that found the served version damaged: the same, pushed again, or a newer one that is
@@ -390,7 +415,9 @@ class Fleet:
             schema.EngineSwap(
                 engine=slot.spec.id,
                 version=report.version,
-                pull_s=round(report.pull_s, 6),
+                pull_s=round(report.pulled.seconds, 6),
+                bytes=report.pulled.bytes,
+                density=report.pulled.density,
                 rebuilt=report.rebuilt_tokens,
                 in_flight=len(slot.calls),
             ),

@@ -5,10 +5,13 @@ being written either gets written or ends the job; the last checkpoint is whole 
 """
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from rollart.control.context import JobContext
 from rollart.errors import StayedFull, StoreFull
 from rollart.events import schema
+
+if TYPE_CHECKING:
+    from rollart.control.context import JobContext
 
 RETRY_S = 5.0
 """Between two tries."""
@@ -17,7 +20,7 @@ RETRY_S = 5.0
 class Room:
     """Shared by all that write. `what` names a thing that is being written."""
 
-    def __init__(self, context: JobContext) -> None:
+    def __init__(self, context: "JobContext") -> None:
         self._context = context
         self._limit_s = context.job.limits.store_full_s
         self._loop = asyncio.get_running_loop()

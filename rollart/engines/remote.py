@@ -23,12 +23,13 @@ from rollart.engines.embedded.segments import EngineSeconds, Piece, RequestProgr
 from rollart.engines.proof import PRECISIONS, Proven, judge
 from rollart.engines.staged import StagedFiles
 from rollart.engines.stops import StopFinder
-from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, WeightError, boundary
+from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError, StoreFull, WeightError, boundary
 from rollart.types import (
     Completion,
     Finish,
     GenerateRequest,
     Probe,
+    Pulled,
     SwapReport,
     WeightManifest,
     WeightVersion,
@@ -163,7 +164,11 @@ class RemoteEngine:
             await self._end_staging()
             self._awaited = version
             self._staging = asyncio.create_task(self._prepare(version))
-        await asyncio.wait([self._staging])
+        staging = self._staging
+        await asyncio.wait([staging])
+        if not staging.cancelled() and (full := staging.exception()) is not None:
+            self._awaited = None  # so that it is begun again
+            raise full
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         async with self._swapping:
@@ -173,7 +178,7 @@ class RemoteEngine:
                     "serves it; publish it with one (`rollart.model.network.probe`)"
                 )
             with boundary(WeightError, f"{self._id} swap to {manifest.version}"):
-                pull_s = await self._make_ready(manifest)
+                came = await self._make_ready(manifest)
             await self.proven()
             self._open.clear()
             self._settled.clear()
@@ -188,7 +193,7 @@ class RemoteEngine:
                 raise
             finally:
                 self._open.set()
-        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+        return SwapReport(version=manifest.version, pulled=came, rebuilt_tokens=rebuilt)
 
     async def proven(self) -> None:
         """Wait until the server has shown all that it must of the weights it was last given. Raises EngineError where
@@ -302,11 +307,16 @@ class RemoteEngine:
     # --- weights
 
     async def _prepare(self, version: WeightVersion) -> None:
-        with contextlib.suppress(BoundaryError):  # the swap stages again, and says what is wrong
+        """Raises StoreFull."""
+        try:
             await asyncio.shield(asyncio.wrap_future(self.files.begin(version)))
             manifest = await asyncio.to_thread(self.files.manifest, version)
             if manifest is not None:  # or it is not awaited any more
                 await self._stage_in_server(manifest)
+        except StoreFull:
+            raise
+        except BoundaryError:
+            pass  # the swap stages again, and says what is wrong
 
     async def _stage_in_server(self, manifest: WeightManifest) -> None:
         self._staged = manifest
@@ -319,14 +329,15 @@ class RemoteEngine:
             self._staged = None
             raise
 
-    async def _make_ready(self, manifest: WeightManifest) -> float:
-        """The server needs only to change to it. Returns the seconds that bringing it to this host took."""
+    async def _make_ready(self, manifest: WeightManifest) -> Pulled:
+        """The server needs only to change to it. Returns what bringing it to this host took."""
         if self._staging is not None and self._staged == manifest:
             await asyncio.wait([self._staging])
         await self._end_staging()
         if self._staged != manifest:
             await self._stage_in_server(manifest)
-        return self.files.spent_s(manifest.version) + self._fetched_s
+        came = self.files.pulled(manifest.version)
+        return came._replace(seconds=came.seconds + self._fetched_s)
 
     async def _end_staging(self) -> None:
         if self._staging is not None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollart.errors import writing
 from rollart.model.adapters import are_adapters, write_adapter_tensors
 from rollart.model.directory import unit_of
-from rollart.types import WeightManifest, WeightVersion
+from rollart.types import Pulled, WeightManifest, WeightVersion
 
 
 class Ahead(Protocol):
@@ -31,7 +32,7 @@ class Ahead(Protocol):
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
 
-    def spent_s(self, version: WeightVersion) -> float: ...
+    def pulled(self, version: WeightVersion) -> Pulled: ...
 
 
 class HostStore(Protocol):
@@ -64,26 +65,27 @@ class StagedFiles:
         """None while the version is not complete."""
         return self._store.manifest(version)
 
-    def spent_s(self, version: WeightVersion) -> float:
-        return self._ahead.spent_s(version)
+    def pulled(self, version: WeightVersion) -> Pulled:
+        return self._ahead.pulled(version)
 
     def initial(self) -> list[Path]:
         return sorted(self._model.glob("*.safetensors"))
 
     def of(self, manifest: WeightManifest) -> list[Path]:
         """The files of a version, digests checked; of adapters, their folder. They stay until another one is asked
-        for. Raises WeightError."""
+        for. Raises WeightError, or StoreFull where there is no room for files of other names."""
         tensors = self._held = self._ahead.fetch(manifest)
         shutil.rmtree(self._own, ignore_errors=True)
-        if are_adapters(tensors):
-            folder = self._folder(manifest.version)
-            write_adapter_tensors(folder, tensors, str(self._model))
-            return [folder]
-        if not self._renamed(tensors):
+        if not are_adapters(tensors) and not self._renamed(tensors):
             folder = self._store.folder(manifest.version)
             return [folder / Path(name).name for name, _ in groupby(bucket.name for bucket in manifest.buckets)]
-        folder = self._folder(manifest.version)
-        return [_write(folder / f"model-{at:05d}.safetensors", part) for at, part in enumerate(self._parts(tensors), 1)]
+        with writing(f"version {manifest.version} for the server, in {self._own}"):
+            folder = self._folder(manifest.version)
+            if are_adapters(tensors):
+                write_adapter_tensors(folder, tensors, str(self._model))
+                return [folder]
+            parts = enumerate(self._parts(tensors), 1)
+            return [_write(folder / f"model-{at:05d}.safetensors", part) for at, part in parts]
 
     def close(self) -> None:
         shutil.rmtree(self._own, ignore_errors=True)

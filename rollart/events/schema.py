@@ -1137,8 +1137,12 @@ class EngineSwap(Event, tag="engine.swap", kw_only=True):
     version: int
     """That it serves."""
     pull_s: float
-    """Seconds of transfer from the store to the engine's host, hidden or not. What is exposed of it, and the load, lies
-    between `suspend` and `resume`."""
+    """Seconds that went into bringing it to the engine, hidden or not: the transfer to its host, the check of its bytes
+    and what the engine makes of them. What is exposed of it lies between `suspend` and `resume`."""
+    bytes: int = 0
+    """That crossed to the engine's host; 0 where the version is read where it was written."""
+    density: float | None = None
+    """The part of the weights (of their 16-bit words) that differ from the version before; none where nobody looked."""
     rebuilt: int
     """KV tokens to compute again."""
     in_flight: int

@@ -680,6 +680,8 @@ def _refuse_devices(job: Job) -> None:
             raise JobError(
                 f"weights.type: {kind} is for embedded engines, and {place}.type is {own.type}; take shm or tcp"
             )
+        if own.stage == "device":
+            raise JobError(f"{place}.stage: with weights.type {kind} versions wait on the GPU in any case; remove it")
         if kind == "cuda_ipc" and (own.device != trainer or not trainer.startswith("cuda:") or job.train.gpus > 1):
             raise JobError(
                 f"weights.type: cuda_ipc is for one GPU; {place}.device is {own.device} and train.device {trainer} "
@@ -729,7 +731,7 @@ def _rooms(job: Job, out: Path | None, params: int, *, resume: bool) -> list[_Ro
     if job.weights.type == "files" and job.weights.path is not None:
         fix = "free some, or set weights.path to another disk"
         rooms.append(_Room(place=Path(job.weights.path), need_bytes=versions, key="weights.path", fix=fix))
-    elif job.weights.type == "shm" and job.cluster.type != "ray" and SHARED_MEMORY.exists():
+    elif job.weights.type in ("shm", "tcp", "mooncake") and job.cluster.type != "ray" and SHARED_MEMORY.exists():
         fix = "enlarge it, or set weights.type to files"
         rooms.append(_Room(place=SHARED_MEMORY, need_bytes=versions, key="weights.type", fix=fix))
     return rooms

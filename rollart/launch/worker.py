@@ -146,7 +146,7 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
             stop_tokens=stop_tokens,
         )
         ahead = FetchAhead(store)
-        return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s, adopt=store.in_memory)
+        return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=store.in_memory)
     from rollart.engines.launch import ServerSettings, launch
 
     server = ServerSettings(

@@ -11,7 +11,7 @@ import msgspec
 from rollart.events import schema
 from rollart.events.log import Fold
 from rollart.events.schema import attempt_of, task_set
-from rollart.report.weights import VersionFigures, VersionFold
+from rollart.report.weights import EngineFigures, VersionFigures, VersionFold
 
 
 class Reassignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,12 +136,16 @@ def words(result: Placements) -> str:
     if result.weights:
         lines += ["", "weights, by version, in seconds: push, arrival, GB; each engine: pull / exposed"]
     for figures in result.weights:
-        engines = ", ".join(
-            f"{name} {one.pull_s:.2f} / {_plain(one.exposed_s)}" for name, one in figures.engines.items()
-        )
+        engines = "; ".join(f"{name} {_brought(one)}" for name, one in figures.engines.items())
         parts = f"{_plain(figures.push_s):>8} {_plain(figures.arrival_s):>8} {figures.bytes / 1e9:>8.3f}"
         lines.append(f"  {figures.version:>6} {parts}  {engines}")
     return "\n".join(lines)
+
+
+def _brought(one: EngineFigures) -> str:
+    came = f", {one.crossed_bytes / 1e9:.3f} GB came" if one.crossed_bytes else ""
+    changed = f", {one.density:.1%} changed".replace("%", " %") if one.density is not None else ""
+    return f"{one.pull_s:.2f} / {_plain(one.exposed_s)}{came}{changed}"
 
 
 def _profile(profile: schema.Profile | None) -> str:

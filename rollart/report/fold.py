@@ -486,5 +486,7 @@ def _weights(fold: VersionFold) -> summary.Weights:
         pull_s=fold.pull_s.value(),
         exposed_s=fold.exposed_s.value(),
         version_bytes=fold.bytes.value(),
+        crossed_bytes=fold.crossed.value(),
+        density=fold.density.value() if fold.density.count else None,
         swaps=fold.pull_s.count,
     )

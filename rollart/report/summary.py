@@ -113,11 +113,16 @@ class Weights(Figures, frozen=True):
     """Mean, from the begin of a push until every engine in rotation has the version on its host. What is longer than
     training and rollout is what a step takes."""
     pull_s: Seconds
-    """Mean per engine and swap: transfer from the store to its host, hidden or not."""
+    """Mean per engine and swap: what went into bringing the version to it, hidden or not."""
     exposed_s: Seconds
     """Mean per engine and swap, from `suspend` to `resume`: so long it took no requests."""
     version_bytes: Annotated[float, Meta(title="bytes")]
     """Mean, of all buckets of a version."""
+    crossed_bytes: Annotated[float, Meta(title="bytes")]
+    """Mean per engine and swap: came to its host for it. 0 where engines read what the trainer wrote."""
+    density: Share | None
+    """Mean per engine and swap: the part of the weights that differ from the version before. null where nobody looked:
+    only weights `tcp` with deltas does."""
     swaps: Annotated[int, Meta(title="swaps")]
     """Of single engines."""
 

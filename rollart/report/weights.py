@@ -2,7 +2,9 @@
 
     push      from the begin of the push until all of the version is in the store
     arrival   from the begin of the push until every engine in rotation has it on its host
-    pull      what one engine's host took to fetch it, hidden or not, as the engine reports it
+    pull      what went into bringing it to one engine, hidden or not, as the engine reports it
+    crossed   bytes that came to the engine's host for it: with deltas less than it has
+    density   the part of the weights that differ from the version before, where somebody looked
     exposed   from one engine's `suspend` to its `resume`: for as long it takes no requests
 
 The same events come from every kind of engine, and from the simulator. One that joins or comes back loads before it
@@ -21,6 +23,8 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     pull_s: float = 0.0
     exposed_s: float | None = None
     """None where it was not suspended: it joined."""
+    crossed_bytes: int = 0
+    density: float | None = None
 
 
 class VersionFigures(msgspec.Struct, kw_only=True):
@@ -57,6 +61,7 @@ class VersionFold(Fold):
         """In the order they were first heard of."""
         self.push_s, self.arrival_s, self.bytes = RunningMean(), RunningMean(), RunningMean()
         self.pull_s, self.exposed_s = RunningMean(), RunningMean()
+        self.crossed, self.density = RunningMean(), RunningMean()
         self.in_flight = 0
         """Calls that went on over a swap."""
         self._keep = keep
@@ -87,7 +92,10 @@ class VersionFold(Fold):
 
     def _on_engine_swap(self, event: schema.EngineSwap) -> None:
         self.in_flight += event.in_flight
-        figures = EngineFigures(pull_s=self.pull_s.add(event.pull_s))
+        figures = EngineFigures(pull_s=self.pull_s.add(event.pull_s), crossed_bytes=event.bytes, density=event.density)
+        self.crossed.add(event.bytes)
+        if event.density is not None:
+            self.density.add(event.density)
         self._loaded[event.engine] = figures
         self._row(event.version).engines[event.engine] = figures
 

@@ -32,6 +32,7 @@ from rollart.types import (
     Finish,
     GenerateRequest,
     Logprobs,
+    Pulled,
     Span,
     SwapReport,
     Tokens,
@@ -302,7 +303,8 @@ class SimEngine:
             self._plan()
         self._staged_s = {version: at_s for version, at_s in self._staged_s.items() if version > manifest.version}
         world.log.emit(schema.Loaded(engine=self.spec.id, version=manifest.version, of=sorted(set(versions))))
-        return SwapReport(version=manifest.version, pull_s=pull_s, rebuilt_tokens=rebuilt)
+        came = Pulled(pull_s, manifest.num_bytes)
+        return SwapReport(version=manifest.version, pulled=came, rebuilt_tokens=rebuilt)
 
     def _load_s(self, manifest: WeightManifest) -> float:
         settings = self._world.settings

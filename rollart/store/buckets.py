@@ -23,19 +23,19 @@ from torch import Tensor
 
 from rollart.errors import WeightError, boundary, writing
 from rollart.store.digests import digest_of, name_of, new_digest
-from rollart.store.format import Bytes, laid_out, sliced, tensors_of
+from rollart.store.format import Bytes, Weight, laid_out, sliced, tensors_of
 from rollart.store.index import (
     WEIGHTS,
     Writer,
     drop_before,
     folder_name,
-    pulled_s,
+    pulled,
     read_index,
     read_manifest,
 )
 from rollart.store.media import Medium, SharedMemory
 from rollart.store.owner import Claim, claim
-from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
+from rollart.types import Bucket, Probe, Pulled, WeightManifest, WeightVersion
 
 FIRST_LOOK_S = 0.01
 """Until a bucket that is not seen is looked for again; doubled each time."""
@@ -88,7 +88,7 @@ class BucketStore:
         self._patience_s = patience_s
         self._claim: Claim | None = None
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         """Write all buckets, then the manifest. Pushing a version again replaces it; old mappings stay valid.
 
         Raises StoreFull, and then removes what it has written: a part of a version would take the room that is missing.
@@ -136,7 +136,7 @@ class BucketStore:
         return found.buckets if found is not None else ()
 
     def may_come(self, version: WeightVersion) -> bool:
-        """Whether a version that is not complete may still become so here, without another push."""
+        """Whether a version that is not complete may still become so here, without another push. Raises StoreFull."""
         return True
 
     def map_file(self, name: str) -> MappedFile:
@@ -152,9 +152,9 @@ class BucketStore:
         """Forget all versions older than this one. Mappings that engines hold stay valid until they let go."""
         await asyncio.to_thread(drop_before, self.directory, self.medium, version)
 
-    def pulled_s(self, version: WeightVersion) -> float:
-        """Seconds that its transfer to this host took; 0 where it is read where it was written."""
-        return pulled_s(self.folder(version))
+    def pulled(self, version: WeightVersion) -> Pulled:
+        """What it took to bring it to this host; nothing where it is read where it was written."""
+        return pulled(self.folder(version))
 
     def claim(self) -> bool:
         """Own the store for as long as this process lives. False where another live run does."""
@@ -176,7 +176,7 @@ class BucketStore:
         """Write what else the version's folder holds, before its manifest. `places`: the file of each tensor."""
         return
 
-    def _write(self, path: Path, members: Mapping[str, Tensor]) -> Iterator[Bucket]:
+    def _write(self, path: Path, members: Mapping[str, Weight]) -> Iterator[Bucket]:
         """Write one file; each of its buckets as it is whole."""
         head, ordered = laid_out(members)
         name = f"{path.parent.name}/{path.name}"
@@ -228,10 +228,10 @@ class BucketStore:
                 os.listdir((self.directory / name).parent)  # or a client's cache may go on without it
 
 
-def split(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+def split(tensors: Mapping[str, Weight], bucket_bytes: int) -> Iterator[dict[str, Weight]]:
     """Consecutive tensors, as many as fit in a bucket. Each is asked for once, when its turn comes: the splitter of
     huggingface_hub wants all sizes first, which needs all tensors."""
-    members: dict[str, Tensor] = {}
+    members: dict[str, Weight] = {}
     size = 0
     for name, tensor in tensors.items():
         if members and size + tensor.nbytes > bucket_bytes:
@@ -254,7 +254,7 @@ class LaidOut(NamedTuple):
     """Of its bytes, each with its place in the file. Read them before the next bucket is asked for."""
 
 
-def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[LaidOut]:
+def buckets_of(tensors: Mapping[str, Weight], bucket_bytes: int) -> Iterator[LaidOut]:
     """For stores whose buckets travel one by one instead of being written to a file."""
     for number, members in enumerate(split(tensors, bucket_bytes), 1):
         head, ordered = laid_out(members)

@@ -5,18 +5,19 @@ what a trainer of this host wrote.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.store.host import HostSetup, HostUser
 from rollart.store.index import read_index, read_manifest, versions_in, void
 from rollart.store.media import SharedMemory
-from rollart.store.mirror import read_state
+from rollart.store.mirror import State, read_state
 from rollart.types import Bucket, WeightManifest, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,12 @@ class CopiedStore(BucketStore):
             self._wait_for(manifest)
             return super().fetch(manifest)
 
+    def may_come(self, version: WeightVersion) -> bool:
+        """Raises StoreFull where this host has no room for it."""
+        if self.directory == self._copy:
+            self._refuse_full(read_state(self._copy))
+        return super().may_come(version)
+
     def claim(self) -> bool:
         """It is the process on each host that owns what is there."""
         return True
@@ -71,18 +78,28 @@ class CopiedStore(BucketStore):
         self._copying.ensure()
 
     def _wait_for(self, manifest: WeightManifest) -> None:
-        """Until all of the version has come. Raises WeightError when nothing comes any more."""
+        """Until all of the version has come. Raises WeightError when nothing comes any more, StoreFull where this host
+        has no room for it."""
         self._copying.wait()
         state, until_s = read_state(self._copy), time.monotonic() + self._waits_s
         while (found := read_index(self.folder(manifest.version))) is None or found.buckets != manifest.buckets:
             self._copying.ensure()
             before, state = state, read_state(self._copy)
+            self._refuse_full(state)
             if state.bytes != before.bytes:
                 until_s = time.monotonic() + self._waits_s
             if time.monotonic() > until_s:
                 whole = [at for at in versions_in(self._copy) if read_manifest(self.folder(at)) is not None]
                 raise WeightError(
                     f"version {manifest.version}: nothing of it came from {self._copying.setup.source} for "
-                    f"{self._waits_s:g} s ({state.trouble or 'it is not there'}); whole on this host: {whole or 'none'}"
+                    f"{self._waits_s:g} s ({state.trouble or 'it is not there'}); whole here: {whole or 'none'}; "
+                    "see whether this machine reaches that address"
                 )
             time.sleep(LOOK_S)
+
+    def _refuse_full(self, state: State) -> None:
+        if state.full:
+            raise StoreFull(
+                f"{socket.gethostname()} has no room for a copy of the weights in {self._copy} ({state.trouble}); it "
+                "takes two versions of the model there, one that is served and one that comes"
+            )

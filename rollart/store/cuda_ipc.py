@@ -21,7 +21,7 @@ from torch import Tensor
 from rollart.errors import StoreFull, WeightError
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.store.device import DeviceFile, digest_on_device
-from rollart.store.format import laid_out, sliced
+from rollart.store.format import Weight, laid_out, sliced
 from rollart.store.media import DiskMedium, Lease, leased
 from rollart.store.owner import ROOT
 from rollart.store.shm import folder_of
@@ -182,7 +182,7 @@ class CudaIpcStore(BucketStore):
         mapped.lease = lease
         return DeviceFile(mapped.tensor())
 
-    def _write(self, path: Path, members: Mapping[str, Tensor]) -> Iterator[Bucket]:
+    def _write(self, path: Path, members: Mapping[str, Weight]) -> Iterator[Bucket]:
         head, ordered = laid_out(members)
         memory = self._memory(len(head) + sum(tensor.nbytes for tensor in ordered))
         path.unlink(missing_ok=True)  # of a push before: who reads that goes on

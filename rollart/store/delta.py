@@ -27,6 +27,8 @@ BLOCK_WORDS = 1 << 22
 """8 MB at a time: what encoding and applying need of memory beside the bucket."""
 PAYS = 0.5
 """A delta larger than this part of the bucket is not made: the time to encode and apply it is worth something too."""
+DENSITY = "X-Rollart-Density"
+"""The header of an answer that says the part of a bucket's words that changed."""
 SAMPLES = 64
 SAMPLE_WORDS = 1 << 12
 HEAD = struct.Struct("<BI")

@@ -8,9 +8,9 @@ item's size.
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,24 @@ Bytes = npt.NDArray[np.uint8]
 """One dimension."""
 
 
+class Parted(Protocol):
+    """A tensor that is not in one place: its bytes are brought here a part at a time."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+    part_bytes: int
+    """The most that may be read at once."""
+
+    @property
+    def read(self) -> Callable[[int, int], Tensor]:
+        """Bytes from here to there. They are good until any other tensor's, or other ones, are read."""
+
+
+Weight = Tensor | Parted
+
+
 class _Entry(TypedDict):
     """A tensor, in the header."""
 
@@ -54,7 +72,7 @@ class _Entry(TypedDict):
     data_offsets: list[int]
 
 
-def laid_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+def laid_out(tensors: Mapping[str, Weight]) -> tuple[bytes, list[Weight]]:
     """What a file of these tensors begins with, and the tensors in the order in which their bytes follow."""
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # as safetensors does: then all are aligned
     entries: dict[str, Json] = {"__metadata__": {"format": "pt"}}
@@ -71,30 +89,35 @@ def laid_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
 
 
 def sliced(
-    head: bytes, tensors: Sequence[Tensor], bucket_bytes: int
+    head: bytes, tensors: Sequence[Weight], bucket_bytes: int
 ) -> Iterator[tuple[int, Iterator[tuple[int, Bytes]]]]:
     """The bytes of a file, bucket by bucket: where each begins, and its bytes in pieces that a processor's cache can
-    hold, each with its place in the file. A file is one bucket unless its tensors are larger than that."""
+    hold, each with its place in the file. A file is one bucket unless its tensors are larger than that. A piece is good
+    until the next one is asked for."""
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     limit = bucket_bytes if num_bytes > bucket_bytes else len(head) + num_bytes
     for number, parts in groupby(_pieces(head, tensors, limit), lambda part: part[0] // limit):
         yield number * limit, parts
 
 
-def _pieces(head: bytes, tensors: Sequence[Tensor], limit: int) -> Iterator[tuple[int, Bytes]]:
+def _pieces(head: bytes, tensors: Sequence[Weight], limit: int) -> Iterator[tuple[int, Bytes]]:
     """None crosses a multiple of `limit`."""
     at = 0
-    for raw in (np.frombuffer(bytearray(head), dtype=np.uint8), *map(_raw, tensors)):
+    for raw in chain((np.frombuffer(bytearray(head), dtype=np.uint8),), *map(_parts, tensors)):
         done = 0
         while done < len(raw):
-            size = min(CHUNK_BYTES, len(raw) - done, limit - at % limit)
+            size = min(CHUNK_BYTES - at % CHUNK_BYTES, len(raw) - done, limit - at % limit)
             yield at, raw[done : done + size]
             at, done = at + size, done + size
 
 
-def _raw(tensor: Tensor) -> Bytes:
-    raw: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return raw
+def _parts(weight: Weight) -> Iterator[Bytes]:
+    """Its bytes: all at once where they are here."""
+    if isinstance(weight, Tensor):
+        yield weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return
+    for at in range(0, weight.nbytes, weight.part_bytes):
+        yield weight.read(at, min(at + weight.part_bytes, weight.nbytes)).numpy()
 
 
 def tensors_of(whole: Tensor) -> dict[str, Tensor]:

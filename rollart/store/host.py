@@ -174,6 +174,7 @@ class HostProcess:
         self._directory = Path(setup.directory)
         self._over = asyncio.Event()
         self._mirror: Mirror | None = None
+        self._shared: MooncakeSource | None = None
         self._memory = SharedMemory(self._directory)
         self._server = StoreServer(
             self._directory, setup.token, drop=self._drop, closing=self._over.set, coming=self._coming
@@ -201,7 +202,8 @@ class HostProcess:
     async def _serve(self) -> None:
         setup = self._setup
         if setup.mooncake is not None:
-            self._follow(MooncakeSource(MooncakeClient(setup.mooncake)))
+            self._shared = MooncakeSource(MooncakeClient(setup.mooncake))
+            self._follow(self._shared)
             self._say({"pid": os.getpid(), "port": 0})
             return
         host, _, port = (setup.bind or f"{way_to(setup.source)}:0").rpartition(":")
@@ -212,7 +214,8 @@ class HostProcess:
                 break
             except OSError as error:
                 await self._server.stop()
-                self._say({"error": f"cannot listen at {host}:{port}: {error.strerror or error}"})
+                text = f"cannot listen at {host}:{port}: {error.strerror or error}"
+                self._say({"error": f"{text}; give another port or address (weights.address, weights.bind)"})
                 if time.monotonic() > until_s:
                     raise
             await asyncio.sleep(LOOK_S)
@@ -238,6 +241,10 @@ class HostProcess:
 
     async def _watch(self) -> None:
         """Return when the run is over, or nobody has used this for a while."""
+        while not await self._unused_or_over():
+            pass
+
+    async def _unused_or_over(self) -> bool:
         used_s = time.monotonic()
         while time.monotonic() - used_s < self._setup.linger_s:
             if is_used(self._directory):
@@ -245,7 +252,11 @@ class HostProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), LOOK_S)
                 await self._server.all_told()
-                return
+                return True
+        if self._shared is not None:
+            with suppress(OSError, WeightError):
+                await asyncio.to_thread(self._shared.remove_if_dead)
+        return not is_used(self._directory)
 
     def _drop(self, before: int) -> None:
         drop_before(self._directory, self._memory, before)

@@ -8,6 +8,7 @@ Invariant: what a line of the index names does not change any more. A version th
 whose first line is another.
 """
 
+import errno
 import json
 import os
 import re
@@ -19,11 +20,11 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from rollart.store.media import Medium
-from rollart.types import Bucket, WeightManifest, WeightVersion
+from rollart.types import Bucket, Pulled, WeightManifest, WeightVersion
 
 MANIFEST = "manifest.json"
 PULLED = "pulled.json"
-"""Where a version was brought from elsewhere: the seconds that its transfer took."""
+"""Where a version was brought from elsewhere: what that took."""
 INDEX = "buckets.jsonl"
 WEIGHTS = "model-*.safetensors"
 VERSION = re.compile(r"v(\d{8,})")
@@ -51,12 +52,12 @@ def versions_in(directory: Path) -> list[WeightVersion]:
     return sorted(int(found[1]) for name in names if (found := VERSION.fullmatch(name)))
 
 
-def pulled_s(folder: Path) -> float:
-    """Seconds of transfer that brought this version to this host; 0 where it was written here."""
+def pulled(folder: Path) -> Pulled:
+    """How this version came to this host; it did not where it was written here."""
     try:
-        return float(json.loads((folder / PULLED).read_text()))
-    except (OSError, ValueError):
-        return 0.0
+        return Pulled(*json.loads((folder / PULLED).read_text()))
+    except (OSError, ValueError, TypeError):
+        return Pulled()
 
 
 def void(folder: Path) -> None:
@@ -80,10 +81,13 @@ class Writer:
             os.replace(hidden, folder / INDEX)
 
     def add(self, bucket: Bucket) -> None:
-        """It is whole."""
+        """It is whole. Raises OSError, and then the index is as it was: a part of a line would spoil the next one."""
+        with open(self._folder / INDEX, "ab", buffering=0) as file:
+            size, line = os.fstat(file.fileno()).st_size, json.dumps(bucket).encode() + b"\n"
+            if file.write(line) != len(line):
+                os.truncate(file.fileno(), size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._folder / INDEX)
         self.buckets.append(bucket)
-        with open(self._folder / INDEX, "a") as file:
-            file.write(json.dumps(bucket) + "\n")
 
     def complete(self, manifest: WeightManifest) -> None:
         """All of it is whole."""

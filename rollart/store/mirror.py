@@ -13,10 +13,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rollart.errors import WeightError
+from rollart.errors import FULL, WeightError
 from rollart.store.digests import digest_of
 from rollart.store.index import (
     INDEX,
@@ -33,12 +35,13 @@ from rollart.store.index import (
     void,
 )
 from rollart.store.media import Bytes, SharedMemory
-from rollart.types import Bucket, WeightVersion
+from rollart.types import Bucket, Pulled, WeightVersion
 
 log = logging.getLogger(__name__)
 
 STATE = "state.json"
 """How it goes: bytes that came, and what is wrong. Rewritten while something happens."""
+STATE_BYTES = 4096
 STATE_S = 0.25
 RETRY_S = 0.2
 """After trouble; doubled up to ten times of it."""
@@ -65,6 +68,22 @@ class News(NamedTuple):
     """The run is over."""
 
 
+@dataclass
+class _Pull:
+    """What a version has taken so far."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    looked_bytes: int = 0
+    """Of the buckets that were compared with a version before,"""
+    changed_bytes: float = 0.0
+    """and what of that had changed."""
+
+    def result(self) -> Pulled:
+        density = round(self.changed_bytes / self.looked_bytes, 6) if self.looked_bytes else None
+        return Pulled(round(self.seconds, 6), self.bytes, density)
+
+
 Have = dict[WeightVersion, tuple[str, int, bool]]
 """By version: its push, how many of its buckets are here, and whether all of it."""
 
@@ -86,9 +105,9 @@ class Source(Protocol):
     def news(self, have: Have) -> News:
         """Waits some seconds until there is something new."""
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> float | None:
         """Fetch a bucket's bytes; says how many have come, as they do. Where there is a base, what changed since that
-        will do."""
+        will do. Returns the part that differs from the base, where somebody looked."""
 
     def small(self, version: WeightVersion, name: str) -> bytes:
         """A small file, whole."""
@@ -101,6 +120,8 @@ class State(NamedTuple):
 
     bytes: int = 0
     trouble: str = ""
+    full: bool = False
+    """The trouble is that this host has no room."""
 
 
 def read_state(directory: Path) -> State:
@@ -120,7 +141,7 @@ class Mirror:
         self._memory = SharedMemory(directory)
         self._writers: dict[WeightVersion, Writer] = {}
         self._whole: set[WeightVersion] = set()
-        self._spent_s: dict[str, float] = {}
+        self._pulls: dict[str, _Pull] = {}
         """By push that is on its way."""
         self.stopped = threading.Event()
         self.received_bytes = 0
@@ -128,6 +149,7 @@ class Mirror:
         self._trouble = ""
         self._noted_s = 0.0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._state = os.open(directory / STATE, os.O_RDWR | os.O_CREAT, 0o600)
         for version in versions_in(directory):
             folder = directory / folder_name(version)
             if (found := read_index(folder)) is not None:
@@ -141,6 +163,7 @@ class Mirror:
             self._run()
         finally:
             self._source.close()
+            os.close(self._state)
 
     def _run(self) -> None:
         wait_s = RETRY_S
@@ -151,7 +174,8 @@ class Mirror:
                     return
                 self._follow(news)
             except (OSError, WeightError) as error:
-                self._note(f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error))
+                text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+                self._note(text, full=getattr(error, "errno", None) in FULL)
                 self.stopped.wait(wait_s)
                 wait_s = min(2 * wait_s, 10 * RETRY_S)
             else:
@@ -203,16 +227,21 @@ class Mirror:
             if self.stopped.is_set():
                 return
             into = self._place(bucket, change.sizes[Path(bucket.name).name])
-            base, began_s = self._base(version, bucket), time.monotonic()
+            base, began_s, received = self._base(version, bucket), time.monotonic(), self.received_bytes
+            pull = self._pulls.setdefault(change.push, _Pull())
             try:
-                self._source.read(change.push, bucket, into, self._came, base)
-            finally:
-                self._spent_s[change.push] = self._spent_s.get(change.push, 0.0) + time.monotonic() - began_s
-            found = digest_of(into)
-            if found != bucket.digest and base is not None:
-                log.warning("weights: %s made from version %d is not what it should be", bucket.name, base.version)
-                self._source.read(change.push, bucket, into, self._came)
+                density = self._source.read(change.push, bucket, into, self._came, base)
                 found = digest_of(into)
+                if found != bucket.digest and base is not None:
+                    log.warning("weights: %s made from version %d is not what it should be", bucket.name, base.version)
+                    self._source.read(change.push, bucket, into, self._came)
+                    found = digest_of(into)
+            finally:
+                pull.seconds += time.monotonic() - began_s
+                pull.bytes += self.received_bytes - received
+            if density is not None:
+                pull.looked_bytes += bucket.num_bytes
+                pull.changed_bytes += density * bucket.num_bytes
             if found != bucket.digest:
                 raise WeightError(f"weight bucket {bucket.name}: came damaged, digest {found}")
             writer.add(bucket)
@@ -248,7 +277,7 @@ class Mirror:
         manifest = MANIFESTS.validate_json(self._source.small(version, MANIFEST))
         if manifest.buckets != tuple(writer.buckets):
             raise WeightError(f"version {version}: its manifest names other buckets than came; it was pushed again")
-        (folder / PULLED).write_text(json.dumps(round(self._spent_s.pop(writer.push, 0.0), 6)))
+        (folder / PULLED).write_text(json.dumps(self._pulls.pop(writer.push, _Pull()).result()))
         writer.complete(manifest)
         self._whole.add(version)
 
@@ -257,17 +286,14 @@ class Mirror:
             self.received_bytes += num_bytes
             self._note("")
 
-    def _note(self, trouble: str) -> None:
-        """For engines that wait, and for people."""
+    def _note(self, trouble: str, *, full: bool = False) -> None:
+        """For engines that wait, and for people. Into a page that is there already: the host may be full."""
         if trouble and trouble != self._trouble:
             log.warning("weights: %s", trouble)
         now_s = time.monotonic()
         if trouble == self._trouble and now_s - self._noted_s < STATE_S:
             return
         self._trouble, self._noted_s = trouble, now_s
-        hidden = self._directory / f".{STATE}"
-        try:
-            hidden.write_text(json.dumps({"bytes": self.received_bytes, "trouble": trouble}))
-            os.replace(hidden, self._directory / STATE)
-        except OSError:
-            pass  # it is for information
+        state = State(self.received_bytes, trouble[: STATE_BYTES // 2], full)
+        with suppress(OSError):  # it is for information
+            os.pwrite(self._state, json.dumps(state._asdict()).encode().ljust(STATE_BYTES), 0)

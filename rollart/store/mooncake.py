@@ -8,6 +8,7 @@ it is on its way: two buckets, whatever the model's size. Mooncake knows no toke
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,16 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from rollart.errors import BoundaryError, StoreFull, WeightError, boundary
 from rollart.store.buckets import buckets_of
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
 from rollart.store.digests import name_of, new_digest
-from rollart.store.format import Bytes
+from rollart.store.format import Bytes, Weight
 from rollart.store.host import LINGER_S, HostSetup
 from rollart.store.index import MANIFESTS, folder_name
-from rollart.store.mooncake_client import MooncakeClient, MooncakeSetup, Pushed, bucket_key
+from rollart.store.mooncake_client import ALIVE_S, MooncakeClient, MooncakeSetup, Pushed, bucket_key
 from rollart.store.owner import ROOT, is_owned, remove_store
 from rollart.store.shm import folder_of
 from rollart.types import Bucket, Probe, WeightManifest, WeightVersion
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """After a push that failed; doubled up to ten times of it."""
-STEP_BYTES = 64 * 1024 * 1024
+STEP_BYTES = 1024 * 1024
 """Buffers grow by multiples of this: a model that is smaller than a bucket needs no bucket of memory."""
 HEARD_S = 1.0
 """How long a run's end stays written in the store for the hosts to see."""
@@ -62,6 +62,25 @@ class MooncakeStore(CopiedStore):
         self._old: set[WeightVersion] = set()
         """Versions that are dropped, and may still be in the store."""
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rollart-put")
+        self._ended = threading.Event()
+
+    def serve(self) -> None:
+        """Be the trainer's: what is in the store is somebody's while this process lives. Raises WeightError."""
+        threading.Thread(target=self._live, args=(self.connect(),), name="rollart-alive", daemon=True).start()
+
+    def begin(self) -> None:
+        """Be an engine's: this host adds its memory to the store now, and not when the first push needs it."""
+        self._settle()
+
+    def _live(self, client: MooncakeClient) -> None:
+        number = time.time_ns()  # another than that of a trainer that was killed
+        while not self._ended.is_set():
+            with suppress(BoundaryError, OSError):
+                if client.noted("closed"):
+                    return
+                client.note("alive", number)
+            number += 1
+            self._ended.wait(ALIVE_S)
 
     def connect(self) -> MooncakeClient:
         """This process's own client. Raises WeightError."""
@@ -69,7 +88,7 @@ class MooncakeStore(CopiedStore):
             self._client = MooncakeClient(self._client_setup)
         return self._client
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         """Put all buckets, then the manifest. Where the store does not answer, again from the beginning, under other
         keys: what was half put may still have the old ones. Raises StoreFull, and then removes what was put of it."""
         until_s, wait_s = time.monotonic() + self._waits_s, RETRY_S
@@ -83,7 +102,7 @@ class MooncakeStore(CopiedStore):
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 10 * RETRY_S)
 
-    def _push_once(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None) -> WeightManifest:
+    def _push_once(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None) -> WeightManifest:
         push, folder = secrets.token_hex(8), folder_name(version)
         with boundary(WeightError, f"push of version {version} to Mooncake"):
             client = self.connect()
@@ -115,7 +134,7 @@ class MooncakeStore(CopiedStore):
                 client.remove(f"{folder}/{before['push']}/.*")
         return manifest
 
-    def _put_all(self, put: Callable[[Bucket, Bytes, int], None], folder: str, tensors: Mapping[str, Tensor]) -> None:
+    def _put_all(self, put: Callable[[Bucket, Bytes, int], None], folder: str, tensors: Mapping[str, Weight]) -> None:
         """One bucket is laid out while the one before it is put; who follows hears of that one meanwhile."""
         under_way: Future[None] | None = None
         try:
@@ -129,7 +148,7 @@ class MooncakeStore(CopiedStore):
             if under_way is not None:
                 wait([under_way])  # nothing may use the buffer any more
 
-    def _laid_out(self, folder: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Bucket, Bytes, int]]:
+    def _laid_out(self, folder: str, tensors: Mapping[str, Weight]) -> Iterator[tuple[Bucket, Bytes, int]]:
         """Buckets in registered memory, in two buffers by turns, each with the size of its file."""
         for turn, one in enumerate(buckets_of(tensors, self.bucket_bytes)):
             raw, digest = self._buffer(turn % 2, one.num_bytes)[: one.num_bytes], new_digest()
@@ -163,6 +182,7 @@ class MooncakeStore(CopiedStore):
 
     def close(self) -> None:
         """The run is over: nothing of it stays in the store or on this host; the other hosts see that it is."""
+        self._ended.set()
         with suppress(BoundaryError, OSError):
             client = self.connect()
             client.note("closed", True)

@@ -4,6 +4,7 @@
     RUN/head                       JSON, replaced after each bucket: what is there of each version, and whole manifests
     RUN/dropped                    the oldest version that stays, where the coordinator has dropped some
     RUN/closed                     the run is over
+    RUN/alive                      a number that the trainer's process raises again and again
 
 The small ones are a digest and JSON, filled up with spaces: Mooncake replaces a value by one of the same size in place,
 but keeps the room of one that had another size for ten minutes more. Buckets are pinned, so that the store never evicts
@@ -34,6 +35,8 @@ BUFFER_BYTES = 64 * 1024 * 1024
 NOTE_BYTES = 4096
 """Of a small value, or twice that, and so on."""
 DIGEST_BYTES = len(digest_of(b""))
+ALIVE_S = 2.0
+"""How often a trainer's process says that it is alive; one that did not for three times as long is dead."""
 TORN_S, TORN_TRIES = 0.005, 40
 """A value that is being replaced is read again: after how long, and how many times."""
 
@@ -213,19 +216,30 @@ class MooncakeSource:
                 changed[int(version)] = VersionNews(push, buckets, one["sizes"], [MANIFEST] if whole else [])
         return News([int(version) for version in state], changed)
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> float | None:
         self._client.register(into)
         try:
             self._client.get_into(bucket_key(push, bucket), into)
         finally:
             self._client.unregister(into)
         came(bucket.num_bytes)
+        return None
 
     def small(self, version: WeightVersion, name: str) -> bytes:
         one = self._head.get(str(version))
         if name != MANIFEST or one is None or one["manifest"] is None:
             raise WeightError(f"{folder_name(version)}/{name}: not in the store")
         return json.dumps(one["manifest"]).encode()
+
+    def remove_if_dead(self) -> bool:
+        """For a host of which nobody uses the copy: where the trainer is dead too, all of the run goes from the store,
+        which would keep it for ever. False where it lives; it pushes again what somebody misses."""
+        before = self._client.noted("alive")
+        time.sleep(3 * ALIVE_S)
+        if self._client.noted("alive") != before:
+            return False
+        self._client.remove(".*")
+        return True
 
     def close(self) -> None:
         self._client.close()

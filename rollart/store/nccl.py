@@ -36,11 +36,12 @@ from torch._C._distributed_c10d import TCPStore
 from rollart.errors import WeightError, boundary
 from rollart.store.buckets import BucketStore, LaidOut, MappedFile, buckets_of
 from rollart.store.device import DeviceFile, digest_on_device
+from rollart.store.format import Weight
 from rollart.store.index import MANIFESTS, folder_name
 from rollart.store.media import DiskMedium
 from rollart.store.mooncake_client import way_to
 from rollart.store.nccl_group import STALL_S, Group, GroupLost
-from rollart.types import Bucket, ParsedJson, Probe, WeightManifest, WeightVersion
+from rollart.types import Bucket, ParsedJson, Probe, Pulled, WeightManifest, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class NcclStore(BucketStore):
         joined = self._group.members if self._group is not None else []
         return [number for number in joined if number not in self._gone]
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         """Send all buckets, then the manifest. Where an engine is lost meanwhile, again to the others."""
         with boundary(WeightError, f"push of version {version} to the engines"):
             self.serve()
@@ -159,7 +160,7 @@ class NcclStore(BucketStore):
         return self._group
 
     def _send(
-        self, group: Group, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None
+        self, group: Group, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None
     ) -> WeightManifest:
         self._begin(version, group)
         buckets: list[Bucket] = []
@@ -307,10 +308,10 @@ class NcclStore(BucketStore):
         self._forget(manifest.version)
         return found
 
-    def pulled_s(self, version: WeightVersion) -> float:
+    def pulled(self, version: WeightVersion) -> Pulled:
         with self._lock:
-            found = self._versions.get(version)
-            return found.seconds if found is not None else 0.0
+            found = self._versions.get(version, Received())
+            return Pulled(found.seconds, sum(bucket.num_bytes for bucket in found.buckets))
 
     def _forget(self, before: WeightVersion) -> None:
         with self._lock:

@@ -86,6 +86,8 @@ def open_store(
             )
             in_mooncake = MooncakeStore(where, bucket_bytes=bucket_bytes)
             if part == "trainer":
-                in_mooncake.connect()
+                in_mooncake.serve()
+            elif part == "engine":
+                in_mooncake.begin()
             return in_mooncake
     raise ValueError(f"no such weight store: {setup.weights.type}")

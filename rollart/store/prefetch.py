@@ -13,9 +13,9 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.store.buckets import BucketStore, MappedFile
-from rollart.types import Bucket, WeightManifest, WeightVersion
+from rollart.types import Bucket, Pulled, WeightManifest, WeightVersion
 
 LATE_S = 5.0
 """How long a bucket may be missing from a version whose manifest is there, or nothing come of a version at all, before
@@ -52,12 +52,14 @@ class FetchAhead:
     def stage(self, version: WeightVersion) -> "Future[WeightManifest | None]":
         """Begin to map what appears of this version, and let go of any other. Returns at once. What it returns is done
         when all of the version is here: its manifest. None where a bucket is lost or damaged, which is the swap's to
-        find, or where the version is not awaited any more."""
+        find, or where the version is not awaited any more. StoreFull where this host has no room for it: ask again."""
         with self._changed:
             if self._version != version:
                 self._version, self._held, self._wrong, self._spent_s = version, {}, set(), {}
                 self._settle()
-                self._here, self._missing_since_s = Future(), 0.0
+                self._begin()
+            elif self._here.done() and self._here.exception() is not None:
+                self._begin()
             if self._here.done():
                 return self._here
             self._awaited = True
@@ -76,20 +78,29 @@ class FetchAhead:
                 self._settle()
         return self.store.fetch(manifest, held)
 
-    def spent_s(self, version: WeightVersion) -> float:
-        """Seconds that went into bringing this version to this host, and into mapping it ahead."""
-        return self._spent_s.get(version, 0.0) + self.store.pulled_s(version)
+    def pulled(self, version: WeightVersion) -> Pulled:
+        """What went into bringing this version to this host, and into mapping it ahead."""
+        found = self.store.pulled(version)
+        return found._replace(seconds=found.seconds + self._spent_s.get(version, 0.0))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited)
-                step = self._map_one()
+                try:
+                    step = self._map_one()
+                except StoreFull as error:
+                    self._awaited = False
+                    self._here.set_exception(error)
+                    continue
                 if not isinstance(step, _Step):
                     self._awaited = False
                     self._settle(step)
             if step is _Step.NOTHING_YET:
                 time.sleep(POLL_S)
+
+    def _begin(self) -> None:
+        self._here, self._missing_since_s = Future(), 0.0
 
     def _settle(self, whole: WeightManifest | None = None) -> None:
         if not self._here.done():

@@ -20,7 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollart.store.delta import Delta, encode
+from rollart.store.delta import DENSITY, Delta, encode
 from rollart.store.index import MANIFEST, VERSION, WEIGHTS, folder_name, read_index, versions_in
 from rollart.store.media import SharedMemory
 from rollart.types import Bucket, JsonObject
@@ -29,8 +29,6 @@ WAIT_S = 15.0
 """How long a question for news is left open, at most."""
 COMING_S = 2.0
 """How long one for a bucket that is on its way to this host."""
-DENSITY = "X-Rollart-Density"
-"""The part of a bucket's words that changed."""
 ASKS_S, TELL_S = 10.0, 3.0
 """A host that has not asked for so long is gone; and how long to stay at most to tell those that are not."""
 LOOK_S = 0.02
@@ -152,8 +150,8 @@ class StoreServer:
         key = (push, base, name, start)
         async with self._encoding:
             if key not in self._deltas:
-                pushes = {one for one, _, _ in self._state().values()}
-                self._deltas = {known: delta for known, delta in self._deltas.items() if known[0] in pushes}
+                # Of one version: who is late has it made once more.
+                self._deltas = {known: delta for known, delta in self._deltas.items() if known[0] == push}
                 self._deltas[key] = await asyncio.to_thread(self._encode, old, new)
         delta = self._deltas[key]
         if delta is None or delta.data is None:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor
-
 from rollart.errors import WeightError
 from rollart.store.copied import COPY, LOOK_S, PATIENCE_S, CopiedStore
+from rollart.store.format import Weight
 from rollart.store.host import LINGER_S, READY, HostSetup, HostUser, read_ready
 from rollart.store.index import drop_before
 from rollart.store.media import SharedMemory
@@ -63,7 +62,7 @@ class TcpStore(CopiedStore):
         self.serving.watch()
         return port
 
-    def push(self, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> WeightManifest:
+    def push(self, version: WeightVersion, tensors: Mapping[str, Weight], probe: Probe | None = None) -> WeightManifest:
         self.serve()
         return super().push(version, tensors, probe)
 

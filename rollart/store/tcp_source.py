@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rollart.errors import WeightError
-from rollart.store.delta import apply
+from rollart.store.delta import DENSITY, apply
 from rollart.store.index import folder_name
 from rollart.store.media import Bytes
 from rollart.store.mirror import Base, Came, Have, News, VersionNews
@@ -77,13 +77,14 @@ class TcpSource:
         }
         return News([int(version) for version in answer["versions"]], changed)
 
-    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> None:
+    def read(self, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None = None) -> float | None:
         failed = ""
         while True:
             asked = {"push": push, "name": bucket.name, "start": bucket.start, "failed": failed}
             where = self.post("/where", asked | {"site": self._site, "peer": self.peer})["peer"] if self.peer else ""
             try:
-                if not self._read_delta(where or self._address, push, bucket, into, came, base):
+                made, density = self._read_delta(where or self._address, push, bucket, into, came, base)
+                if not made:
                     self._read_from(where or self._address, push, bucket, into, came)
             except (OSError, NotThere):
                 if not where:
@@ -91,10 +92,10 @@ class TcpSource:
                 failed = where
             else:
                 self.from_peers_bytes += bucket.num_bytes if where else 0
-                return
+                return density
 
     def small(self, version: WeightVersion, name: str) -> bytes:
-        status, body = self._ask(self._address, "GET", f"/files/{folder_name(version)}/{quote(name)}")
+        status, body, _ = self._ask(self._address, "GET", f"/files/{folder_name(version)}/{quote(name)}")
         if status != 200:
             raise NotThere(f"{self._address}: version {version} has no {name} any more")
         return body
@@ -109,7 +110,7 @@ class TcpSource:
 
     def post(self, path: str, value: Any, *, timeout_s: float = STALL_S) -> Any:
         """Raises OSError where nobody answers."""
-        status, body = self._ask(self._address, "POST", path, json.dumps(value).encode(), timeout_s)
+        status, body, _ = self._ask(self._address, "POST", path, json.dumps(value).encode(), timeout_s)
         if status != 200:
             raise WeightError(f"{self._address}: answered {status} to {path}: {body.decode(errors='replace').strip()}")
         return json.loads(body)
@@ -118,12 +119,12 @@ class TcpSource:
 
     def _ask(
         self, address: str, method: str, path: str, body: bytes | None = None, timeout_s: float = STALL_S
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
         connection = http.client.HTTPConnection(address, timeout=timeout_s)
         try:
             connection.request(method, path, body, self._headers())
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, response.read(), response.headers
         except http.client.HTTPException as error:
             raise OSError(f"{address}: {type(error).__name__} {error}") from error
         except OSError as error:
@@ -134,28 +135,32 @@ class TcpSource:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
 
-    def _read_delta(self, address: str, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None) -> bool:
-        """Make the bucket from its base and what changed. False where the other side has nothing that would pay."""
+    def _read_delta(
+        self, address: str, push: str, bucket: Bucket, into: Bytes, came: Came, base: Base | None
+    ) -> tuple[bool, float | None]:
+        """Make the bucket from its base and what changed: whether the other side had what would pay, and the part that
+        it says has changed."""
         if base is None or not self._deltas:
-            return False
+            return False, None
         name, until_s = Path(bucket.name), time.monotonic() + PEER_S
         query = f"version={int(name.parent.name[1:])}&push={push}&start={bucket.start}"
         query += f"&base_version={base.version}&base={base.push}"
         path = f"/deltas/{name.parent}/{quote(name.name)}?{query}"
         while True:
-            status, body = self._ask(address, "GET", path, timeout_s=DELTA_S)
+            status, body, headers = self._ask(address, "GET", path, timeout_s=DELTA_S)
             if status != 202 or time.monotonic() > until_s:
                 break
+        density = float(headers[DENSITY]) if headers.get(DENSITY) else None
         if status != 200:
-            return False
+            return False, density
         try:
             apply(base.raw, body, into)
         except ValueError:
-            return False
+            return False, density
         self.delta_bytes += len(body)
         self.saved_bytes += bucket.num_bytes - len(body)
         came(len(body))
-        return True
+        return True, density
 
     def _read_from(self, address: str, push: str, bucket: Bucket, into: Bytes, came: Came) -> None:
         first, name = bucket.start, Path(bucket.name)

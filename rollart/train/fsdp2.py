@@ -50,11 +50,11 @@ from rollart.train.checkpoints import (
     write_json,
     write_state,
 )
-from rollart.train.gathering import Gathered, Shard, follow, own_rows, spread
+from rollart.train.gathering import Gathered, PartTarget, Shard, copied, follow, own_rows, spread
 from rollart.train.memory import compiles, recomputed_layers
+from rollart.train.offload import HostMemory
 from rollart.train.optimizer import MASTER, MasterAdamW
 from rollart.train.settings import TrainerSettings
-from rollart.train.single import PushTarget
 from rollart.train.step import RankWork, UpdateReport
 from rollart.train.updater import PackedScorer, Updater
 from rollart.train.versions import Versions
@@ -123,6 +123,7 @@ class ShardedTrainer:
         self._to_publish = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._to_save = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
+        self._memory = HostMemory()
         self.versions = Versions(self._copy)
         self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
@@ -147,7 +148,7 @@ class ShardedTrainer:
         self._live = live._replace(probe=self._probe_of(live.sharded))
         self.versions.advance()
 
-    def publish(self, version: WeightVersion, store: PushTarget) -> WeightManifest | None:
+    def publish(self, version: WeightVersion, store: PartTarget) -> WeightManifest | None:
         """Push a version: all ranks together, rank 0 to the store. None where one of them does not hold it any more."""
         try:
             shards, probe = self.versions.of(version)
@@ -159,7 +160,9 @@ class ShardedTrainer:
             return None
         manifest: list[WeightManifest] = []
         self._gather(
-            lambda: shards, self._to_publish, lambda tensors: manifest.append(store.push(version, tensors, probe))
+            lambda: shards,
+            self._to_publish,
+            lambda tensors: manifest.append(store.push(version, tensors.in_parts(), probe)),
         )
         return manifest[0] if manifest else None
 
@@ -289,7 +292,7 @@ class ShardedTrainer:
 
     def _copy(self) -> tuple[dict[str, Shard], Probe | None]:
         dtype = torch.bfloat16 if self._train.uses_bf16 else None
-        return {name: shard.copied(dtype) for name, shard in self._shards().items()}, self._held().probe
+        return copied(self._shards(), self._memory, dtype), self._held().probe
 
     def _shards(self) -> dict[str, Shard]:
         return {name: Shard.of(tensor) for name, tensor in named_weights(self.sharded.network).items()}

@@ -20,8 +20,8 @@ from rollart.errors import BoundaryError, StartAgain, StoreFull, TrainerError, b
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
+from rollart.train.gathering import PartTarget
 from rollart.train.settings import TrainerSettings, learning_rate
-from rollart.train.single import PushTarget
 from rollart.train.step import RankWork, Step, UpdateReport, check_step
 from rollart.train.versions import not_held
 from rollart.types import Batch, StepResult, WeightManifest, WeightVersion
@@ -199,7 +199,7 @@ async def _found_no_room(calls: Sequence["asyncio.Future[Any]"]) -> StoreFull | 
 class AsyncRank:
     """What runs in a rank's process, behind its link. One thread trains, saves and restores; another publishes."""
 
-    def __init__(self, core: ShardedTrainer, store: PushTarget) -> None:
+    def __init__(self, core: ShardedTrainer, store: PartTarget) -> None:
         self.core = core
         self._store = store
         self._work = ThreadPoolExecutor(1, thread_name_prefix="train")

@@ -44,7 +44,7 @@ from rollart.train.checkpoints import (
     write_state,
 )
 from rollart.train.memory import compiles, keep_to_share, recomputed_layers
-from rollart.train.offload import HostCopy
+from rollart.train.offload import HostCopy, HostMemory
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.settings import TrainerSettings, learning_rate
 from rollart.train.step import Step, check_step
@@ -79,6 +79,7 @@ class SingleTrainer:
         keep_to_share(self._train, self._device)
         self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
+        self._memory = HostMemory()
         self.versions = Versions(self._copy)
         self._reference: PackedScorer | None = None
         if (path := settings.reference_path) is not None:
@@ -198,7 +199,7 @@ class SingleTrainer:
 
     def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
-        return HostCopy.of(self.named_tensors()), probe(self.network) if self.settings.probe else None
+        return HostCopy.of(self.named_tensors(), self._memory), probe(self.network) if self.settings.probe else None
 
     def _hold_back(self) -> None:
         """The weights are about to change: not before they are copied."""

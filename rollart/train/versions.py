@@ -35,8 +35,8 @@ class Versions(Generic[T]):
             if version not in self._held:
                 if version != self._current:
                     raise not_held(version, sorted({self._current, *self._held}))
-                kept = {at: weights for at, weights in self._held.items() if at >= version - 1}
-                self._held = kept | {version: self._copy()}
+                self._held = {at: weights for at, weights in self._held.items() if at >= version - 1}
+                self._held[version] = self._copy()  # into the room of the one that was let go of
             return self._held[version]
 
     def advance(self) -> WeightVersion:

@@ -132,6 +132,23 @@ class Gated(dict[str, Tensor]):
             yield item
 
 
+class InParts:
+    """A tensor whose bytes come a part at a time, always in the same piece of memory, as a sharded trainer's do."""
+
+    part_bytes = 1000
+    memory = torch.zeros(part_bytes, dtype=torch.uint8)
+
+    def __init__(self, whole: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(whole.shape)
+        self.dtype, self.itemsize, self.nbytes = whole.dtype, whole.itemsize, whole.nbytes
+        self._raw = whole.contiguous().reshape(-1).view(torch.uint8)
+
+    def read(self, begin: int, end: int) -> Tensor:
+        assert end - begin <= self.part_bytes
+        self.memory.fill_(0xAA)
+        return self.memory[: end - begin].copy_(self._raw[begin:end])
+
+
 class TensorStoreContract(ABC):
     @abstractmethod
     def opened(self) -> AbstractContextManager[TensorBench]:
@@ -154,6 +171,11 @@ class TensorStoreContract(ABC):
         assert manifest.probe == probe
         assert bench.engine.manifest(4) is None
 
+    def test_tensors_that_come_in_parts_are_pushed_bit_by_bit(self, bench: TensorBench) -> None:
+        for version in (1, 2):
+            parted = {name: InParts(tensor) for name, tensor in tensors(version).items()}
+            assert is_version(bench.engine.fetch(bench.trainer.push(version, parted)), version)
+
     def test_a_large_tensor_is_split_and_its_file_is_whole(self, bench: TensorBench) -> None:
         manifest = bench.trainer.push(1, tensors(1))
         slices = [bucket for bucket in manifest.buckets if bucket.start]
@@ -168,7 +190,7 @@ class TensorStoreContract(ABC):
         try:
             ahead = FetchAhead(bench.engine)
             ahead.stage(1)
-            eventually(lambda: ahead.spent_s(1) > 0)
+            eventually(lambda: ahead.pulled(1).seconds > 0)
             assert bench.engine.manifest(1) is None
         finally:
             slow.gate.set()

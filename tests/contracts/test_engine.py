@@ -123,7 +123,7 @@ class TestThreadedEngine(EngineContract):
             if self.ahead:
                 fetched = FetchAhead(store)
                 engine = ThreadedEngine(
-                    core, fetch=fetched.fetch, stage=fetched.stage, spent_s=fetched.spent_s, adopt=True
+                    core, fetch=fetched.fetch, stage=fetched.stage, pulled=fetched.pulled, adopt=True
                 )
             else:
                 engine = ThreadedEngine(core, fetch=store.fetch)

@@ -7,7 +7,7 @@ import pytest
 from rollart.errors import StayedFull, StoreFull
 from rollart.events import schema
 from rollart.types import Batch, Checkpoint, WeightVersion
-from tests.control.scene import RecordingJournal, Scene, ScriptedTrainer, scene_job
+from tests.control.scene import RecordingJournal, Scene, ScriptedEngine, ScriptedTrainer, scene_job
 
 
 class FullDisk:
@@ -89,6 +89,43 @@ def test_a_store_that_stays_full_stops_the_job_with_the_reason_and_a_whole_check
     full = played.of(schema.StoreFull)[0]
     assert played.events[-1].t - full.t == pytest.approx(60.0, abs=1.0)
     assert scene.journal.latest() is not None
+
+
+@pytest.mark.parametrize("call", ["stage", "swap"])
+def test_an_engines_host_without_room_for_the_weights_is_waited_for(call: str) -> None:
+    """One of two hosts: nobody is restarted, and the version goes in when there is room."""
+    scene = Scene(scene_job(train__steps=6, limits__store_full_s=300.0))
+    disk = FullDisk(scene, first_s=10.0, lasts_s=100.0)
+
+    async def fetch(engine: ScriptedEngine, what: object) -> None:
+        if engine.spec.id == "fast-0":
+            disk.write()
+
+    setattr(scene, f"on_{call}", fetch)
+    played = scene.play()
+    assert played.finished, played.error
+    assert not played.violations
+    assert disk.refused > 1, "it was tried again and again"
+    assert not played.of(schema.EngineDown)
+    assert not played.of(schema.WeightsDamaged)
+    full, room = played.one(schema.StoreFull), played.one(schema.StoreRoom)
+    assert full.what == room.what == "weights on the host of fast-0"
+    assert "no space left on device" in full.reason
+    assert room.t - full.t == pytest.approx(100.0, abs=10.0)
+
+
+def test_an_engines_host_that_stays_full_stops_the_job_with_the_reason() -> None:
+    scene = Scene(scene_job(train__steps=6, limits__store_full_s=60.0))
+    disk = FullDisk(scene, first_s=10.0, lasts_s=10_000.0)
+
+    async def stage(engine: ScriptedEngine, version: WeightVersion) -> None:
+        disk.write()
+
+    scene.on_stage = stage
+    played = scene.play()
+    assert isinstance(played.error, StayedFull)
+    assert "weights on the host of fast-" in str(played.error)
+    assert "no room to write for 60 s (limits.store_full_s)" in str(played.error)
 
 
 def test_a_checkpoint_that_waited_is_of_what_there_is_then() -> None:

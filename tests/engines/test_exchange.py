@@ -51,7 +51,7 @@ async def engine_over(store: BucketStore, kind: str = "qwen3") -> AsyncIterator[
     own = type(store)("exchange", BUCKET_BYTES, root=store.directory.parent) if store.in_memory else store  # type: ignore[call-arg,arg-type]
     ahead = FetchAhead(own)
     core = make_engine(plain_model(kind), eos=NO_EOS)
-    engine = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, spent_s=ahead.spent_s, adopt=own.in_memory)
+    engine = ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=own.in_memory)
     try:
         yield engine
     finally:
@@ -111,7 +111,7 @@ def test_a_swap_of_a_staged_version_copies_nothing(
             report = await engine.swap(manifest)
             monkeypatch.undo()
             assert report.version == 1
-            assert report.pull_s > 0
+            assert report.pulled.seconds > 0
             assert is_of(engine.core, kind, 1)
             places = mapped_at(store.folder(1))
             fused = kind != "qwen3-moe" and not packed

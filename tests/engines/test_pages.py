@@ -7,12 +7,26 @@ import pytest
 import torch
 
 from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.engine import EmbeddedEngine, kv_tokens_of
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
+from rollart.errors import WeightError
+from rollart.model.network import named_weights
 from rollart.types import Finish, Tokens
-from tests.engines.reference import EOS, check, drain, make_engine, plain_model, random_tokens, request
+from tests.engines.reference import (
+    EOS,
+    KINDS,
+    NO_EOS,
+    check,
+    drain,
+    make_engine,
+    our_model,
+    plain_model,
+    random_tokens,
+    request,
+)
 
 PAGE = 4
 
@@ -179,3 +193,68 @@ def test_a_gpu_computes_in_bfloat16_by_default() -> None:
     assert EngineSettings(device="cuda:1").dtype == "bfloat16"
     assert EngineSettings(device="cuda", dtype="float32").dtype == "float32"
     assert EngineSettings().dtype == "float32"
+
+
+# --- versions that wait on the device: the paths that a CPU has too
+
+
+def staging_engine(kind: str = "qwen3") -> EmbeddedEngine:
+    settings = EngineSettings(device="cuda", stage="device", kv_tokens=4096, max_batch=64, step_tokens=64)
+    return EmbeddedEngine(our_model(plain_model(kind)), settings, eos=NO_EOS, paged=True)
+
+
+def served(engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
+    return named_weights(engine.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_staged_is_a_copy_beside_the_store(kind: str) -> None:
+    engine, second = staging_engine(kind), plain_model(kind, seed=1)
+    given = {name: weight.double() for name, weight in named_weights(second).items()}
+    ready = engine.prepare(given)
+    for weight in given.values():
+        weight.zero_()  # the store's memory is used again
+    assert all(torch.equal(served(engine)[name], held) for name, held in named_weights(plain_model(kind)).items())
+    engine.put_in(1, ready)
+    ready.let_go()
+    assert all(torch.equal(served(engine)[name], held) for name, held in named_weights(second).items())
+    asked = request([10, 11, 12], max_tokens=20)
+    engine.add(asked)
+    check(asked, drain(engine)[asked.id], {1: second})
+
+
+def test_what_is_not_of_the_model_is_refused_when_it_is_staged() -> None:
+    engine = staging_engine()
+    with pytest.raises(WeightError, match="tensors are missing"):
+        engine.prepare({})
+
+
+def test_a_device_without_room_gets_the_copy_at_the_swap(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, second = staging_engine(), plain_model("qwen3", seed=1)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no more of it")
+
+    given = named_weights(second)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", full)
+        ready = engine.prepare(given)
+    assert "no room to stage weights" in caplog.text
+    engine.put_in(1, ready)
+    assert all(torch.equal(served(engine)[name], held) for name, held in given.items())
+
+
+def test_the_cache_leaves_room_for_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_model("qwen3")
+    shape = KvShape(layers=2, heads=1, head_size=16, dtype=torch.bfloat16, device=torch.device("cuda:0"))
+    for name, value in (("mem_get_info", (60 << 30, 80 << 30)), ("memory_reserved", 0), ("memory_allocated", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    settings = {
+        stage: EngineSettings.model_validate({"device": "cuda", "stage": stage}) for stage in ("host", "device")
+    }
+    tokens = {stage: kv_tokens_of(model, shape, one) for stage, one in settings.items()}
+    kept = 2 * 2 * 1 * 16 * 2
+    weights = sum(weight.nbytes for weight in named_weights(model).values())
+    assert tokens["host"] - tokens["device"] == pytest.approx(weights / kept, abs=1)

@@ -18,9 +18,9 @@ from rollart.engines.embedded.segments import RequestProgress
 from rollart.engines.http import Http
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import AT_ONCE, RemoteEngine
-from rollart.errors import AnswerError, EngineError, RequestError, WeightError
+from rollart.errors import AnswerError, EngineError, RequestError, StoreFull, WeightError
 from rollart.store.prefetch import FetchAhead
-from rollart.types import Completion, Finish
+from rollart.types import Completion, Finish, WeightManifest
 from tests.engines.fake_sglang import KEY, FakeSglang
 from tests.engines.reference import request
 from tests.engines.remote import CONTEXT_TOKENS, Versions
@@ -299,6 +299,26 @@ def test_weights_in_shared_memory_are_loaded_from_there(tmp_path: Path, monkeypa
         play(versions, work)
     finally:
         versions.store.close()
+
+
+def test_a_host_without_room_is_told_and_the_version_staged_when_it_is_asked_for_again(versions: Versions) -> None:
+    async def work(engine: RemoteEngine, server: FakeSglang) -> None:
+        manifest, of = versions.put(1), engine.files.of
+        full = iter([True])
+
+        def files(wanted: WeightManifest) -> list[Path]:
+            if next(full, False):
+                raise StoreFull("no space left on device")
+            return of(wanted)
+
+        engine.files.of = files  # type: ignore[method-assign,assignment]
+        with pytest.raises(StoreFull, match="no space left"):
+            await engine.stage(1)
+        await engine.stage(1)
+        await engine.swap(manifest)
+        assert engine.version == 1
+
+    play(versions, work)
 
 
 def test_a_version_is_staged_in_the_server_before_its_swap(versions: Versions) -> None:

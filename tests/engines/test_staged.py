@@ -1,17 +1,22 @@
 """What a server is given to load: the store's own files, the names of a checkpoint, or adapters."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollart.engines.staged import StagedFiles
+from rollart.errors import StoreFull
 from rollart.model.adapters import read_adapters
 from rollart.model.network import load_weights_
 from rollart.store.prefetch import FetchAhead
 from tests.engines.reference import our_model
 from tests.engines.remote import LORA, Versions
+from tests.small_disk import small_disk
 
 
 def staged(versions: Versions) -> StagedFiles:
@@ -47,6 +52,22 @@ def test_experts_are_given_under_the_names_of_a_checkpoint(tmp_path: Path) -> No
         assert not (versions.store.directory / "for-e0").exists()
     finally:
         versions.store.close()
+
+
+def test_no_room_for_files_of_other_names_is_said_as_such(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "weights", "16m"):
+        versions = Versions(tmp_path, experts=True)
+        manifest, files = versions.put(1), staged(versions)
+        own = sum(path.stat().st_size for path in files.of(manifest))
+        files.close()
+        room = os.statvfs(tmp_path / "weights")
+        taken = (room.f_blocks - room.f_bfree) * room.f_bsize
+        remount = ["mount", "-o", f"remount,size={taken + own // 2}", str(tmp_path / "weights")]
+        subprocess.run(remount, check=True)
+        with pytest.raises(StoreFull, match=r"version 1 for the server, in .*for-e0"):
+            files.of(manifest)
+        subprocess.run(["mount", "-o", "remount,size=16m", str(tmp_path / "weights")], check=True)
+        assert sum(path.stat().st_size for path in files.of(manifest)) == own
 
 
 def test_adapters_are_given_as_peft_writes_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import shutil
 import socket
 import sys
@@ -513,6 +514,21 @@ def test_check_looks_at_a_run_directory_that_is_named(
     assert said.startswith(f"rollart: --out: {here} has 0.06 GB free")
 
 
+@pytest.mark.parametrize("weights", ["shm", "tcp", "files"])
+def test_shared_memory_without_room_for_two_versions_is_refused(
+    weights: str, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage
+    full = {"free": 1000}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: real(path)._replace(**(full if "shm" in str(path) else {})))
+    found = problems(build_job(job(model, weights={"type": weights})), here / "run")
+    if weights == "files":
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert found[0].startswith("weights.type: /dev/shm has 0.00 GB free, and this job writes at least 0.0")
+
+
 def test_room_for_weights_in_the_run_directory_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = sum(math.prod(one.shape) for one in safetensors.numpy.load_file(model / "model.safetensors").values())
     real = shutil.disk_usage
@@ -546,3 +562,36 @@ def test_a_disk_that_fills_up_later_is_one_line(
     (here / "job.yaml").write_text(yaml.safe_dump(job(here)))
     assert main(["sim", str(here / "job.yaml")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("rollart: stopped: events.jsonl: No space left")
+
+
+@pytest.mark.parametrize(
+    ("weights", "engines", "train", "said"),
+    [
+        (
+            "nccl",
+            {"type": "vllm"},
+            {},
+            r"weights\.type: nccl is for embedded engines, and pools\.0\.engines\.type is vllm",
+        ),
+        ("nccl", {"device": "cuda:0"}, {}, r"nccl is between devices of one kind; pools\.0\.engines\.device is cuda:0"),
+        ("nccl", {"device": "cuda:0"}, {"device": "cuda:0"}, r"pools\.0\.engines shares cuda:0 with the trainer"),
+        (
+            "nccl",
+            {"device": "cuda:1", "stage": "device"},
+            {"device": "cuda:0"},
+            r"stage: with weights\.type nccl versions",
+        ),
+        (
+            "cuda_ipc",
+            {"device": "cuda:1"},
+            {"device": "cuda:0"},
+            r"cuda_ipc is for one GPU; pools\.0\.engines\.device is",
+        ),
+    ],
+)
+def test_weights_that_go_from_device_to_device_are_refused_where_they_cannot(
+    weights: str, engines: dict[str, Any], train: dict[str, Any], said: str, model: Path
+) -> None:
+    raw = job(model, weights={"type": weights}, train={"pool": "cpu", "steps": 1, **train})
+    raw["pools"] = [{"name": "cpu", "engines": engines}, {"name": "environments", "slots": 3}]
+    assert any(re.search(said, problem) for problem in problems(build_job(raw), None))

@@ -1,7 +1,7 @@
 """A store has no room for the next version: a job waits, warns, and goes on or stops with the reason; nothing leaks.
 
 `shm` and `tcp`: the host's shared memory is a small file system of the run's own. `mooncake`: most of the store's
-memory is taken by somebody else.
+memory is taken by somebody else. `copy`: that has room, and the engine's host has none for its copy.
 """
 
 import subprocess
@@ -21,7 +21,14 @@ from tests.contracts.test_store import Mooncake
 from tests.real.harness import SOON_S, Run, job, running
 from tests.small_disk import small_disk
 
-STORES = ["shm", "tcp", "mooncake"]
+STORES = ["shm", "tcp", "mooncake", "copy"]
+SAYS = {
+    "shm": "push of version",
+    "tcp": "push of version",
+    "mooncake": "push of version",
+    "copy": "has no room for a copy of the weights",
+}
+"""In the event, and in what the job says when it stops."""
 SMALL_MB, LEFT_KB = 64, 2400
 """Of shared memory: enough for the job to start; and what is left when it has: one version of the model (1.43 MB) has
 room, two have not."""
@@ -53,6 +60,14 @@ class SmallMemory:
         return [path.name for path in self.folder.glob("rollart-*")]
 
 
+class SmallCopy(SmallMemory):
+    """Of an engine's host; the store is elsewhere."""
+
+    def __init__(self, folder: Path, service: Mooncake) -> None:
+        super().__init__(folder, "mooncake")
+        self.settings |= {"master": service.address}
+
+
 class SmallMooncake:
     """A Mooncake store in which somebody else has filled most of the memory."""
 
@@ -72,18 +87,20 @@ class SmallMooncake:
                 self._chunks += 1
         for number in range(LEFT_CHUNKS):
             self._other.remove(f"chunk{number:03d}")
+        self._free = LEFT_CHUNKS
 
     def take_room(self) -> None:
         """It is taken already."""
 
     def make_room(self) -> None:
         self._other.remove("chunk.*")
+        self._free = self._chunks
 
     def left(self) -> list[str]:
         """What of the run is in the store: its room can be filled again. But for one chunk, in which Mooncake keeps a
         small value for ten minutes after it was replaced by a larger one."""
         try:
-            for number in range(self._chunks - 1):
+            for number in range(self._free - 1):
                 self._other.put(f"again{number:03d}", self._raw)
         except StoreFull as error:
             return [str(error)]
@@ -93,15 +110,19 @@ class SmallMooncake:
 
 @contextmanager
 def small(store: str, folder: Path) -> Iterator[SmallMemory | SmallMooncake]:
-    if store != "mooncake":
+    if store in ("shm", "tcp"):
         with small_disk(folder / "shm", f"{SMALL_MB}m"):
             yield SmallMemory(folder / "shm", store)
         return
     if find_spec("mooncake") is None:
         pytest.skip("needs the extra mooncake")
-    service = Mooncake(folder, 16 << 20)
+    service = Mooncake(folder, 64 << 20 if store == "copy" else 16 << 20)
     try:
-        yield SmallMooncake(service)
+        if store == "mooncake":
+            yield SmallMooncake(service)
+        else:
+            with small_disk(folder / "shm", f"{SMALL_MB}m"):
+                yield SmallCopy(folder / "shm", service)
     finally:
         service.close()
 
@@ -131,7 +152,7 @@ def test_a_full_store_costs_a_job_time_and_nothing_else(store: str, model: Path,
             memory.make_room()
             assert run.wait() == 0, run.said
             run.ended_well(8)
-            assert all("push of version" in event.reason for event in full(run))
+            assert all(SAYS[store] in event.reason for event in full(run))
             room = [event for event in run.events() if isinstance(event, schema.StoreRoom)]
             assert len(room) == len(full(run))
             lost = schema.TrainerDown | schema.EngineDown | schema.Replay
@@ -141,7 +162,7 @@ def test_a_full_store_costs_a_job_time_and_nothing_else(store: str, model: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["tcp"])
+@pytest.mark.parametrize("store", STORES)
 def test_a_store_that_stays_full_stops_the_job_which_can_be_resumed(store: str, model: Path, tmp_path: Path) -> None:
     with small(store, tmp_path) as memory:
         raw = job(
@@ -152,6 +173,7 @@ def test_a_store_that_stays_full_stops_the_job_which_can_be_resumed(store: str, 
             memory.take_room()
             assert run.wait() == 1, run.said
             assert "no room to write for 6 s (limits.store_full_s)" in run.said
+            assert SAYS[store] in run.said
             run.nothing_remains()
             assert memory.left() == []
             memory.make_room()

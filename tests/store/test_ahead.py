@@ -80,7 +80,7 @@ def test_what_is_staged_is_mapped_when_it_appears_and_the_swap_maps_nothing(coun
     eventually(lambda: len(counting.early) == len(manifest.buckets))
     assert is_version(ahead.fetch(manifest), 1)
     assert (counting.early, counting.late) == ([bucket.name for bucket in manifest.buckets], [])
-    assert ahead.spent_s(1) > 0
+    assert ahead.pulled(1).seconds > 0
     assert is_version(ahead.fetch(manifest), 1), "a second engine's, or a second try: from the store itself"
     assert counting.late == counting.early
 

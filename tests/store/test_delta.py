@@ -10,6 +10,7 @@ import torch
 from rollart.store import delta
 from rollart.store.delta import apply, encode
 from rollart.store.mirror import Mirror
+from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.store.tcp_source import TcpSource
 from rollart.types import WeightManifest
@@ -107,8 +108,10 @@ def test_small_steps_change_few_bfloat16_weights_and_only_those_cross(tmp_path: 
     mirror = Mirror(copy.directory, link)
     thread = threading.Thread(target=mirror.run, daemon=True)
     thread.start()
+    weights: dict[str, torch.Tensor] | None = None
     try:
         crossed: list[float] = []
+        engine = FetchAhead(copy)
         for version in range(1, 6):
             if version == 4:
                 with torch.no_grad():
@@ -116,12 +119,20 @@ def test_small_steps_change_few_bfloat16_weights_and_only_those_cross(tmp_path: 
             else:
                 master.grad = torch.randn(master.shape, generator=generator)
                 optimizer.step()
-            before = served.server.sent_bytes
+            before, sent = weights, served.server.sent_bytes
             weights = {"w": master.detach().bfloat16(), "flags": torch.tensor([True, False, version % 2 == 0])}
             manifest: WeightManifest = trainer.push(version, weights)
             eventually(lambda at=version, found=manifest: copy.manifest(at) == found)  # type: ignore[misc]
             assert torch.equal(copy.fetch(manifest)["w"], weights["w"])
-            crossed.append((served.server.sent_bytes - before) / manifest.num_bytes)
+            came = engine.pulled(version)
+            assert came.bytes == served.server.sent_bytes - sent
+            assert came.seconds > 0
+            crossed.append(came.bytes / manifest.num_bytes)
+            if before is None:
+                assert came.density is None, "there is nothing to compare it with"
+            else:
+                differs = weights["w"].view(torch.int16) != before["w"].view(torch.int16)
+                assert came.density == pytest.approx(float(differs.float().mean()), abs=0.01)
         assert crossed[0] == 1.0, "the first has nothing to be made from"
         assert crossed[3] > 0.99, "all of it changed"
         assert all(part < 0.2 for part in (crossed[1], crossed[2], crossed[4]))

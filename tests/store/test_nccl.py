@@ -93,7 +93,7 @@ def test_one_push_reaches_every_engine(address: str, trainer: NcclStore) -> None
         for version in (1, 2):
             manifest = trainer.push(version, tensors(version))
             assert all(is_version(engine.fetch(manifest), version) for engine in engines)
-            assert all(engine.pulled_s(version) > 0 for engine in engines)
+            assert all(engine.pulled(version).seconds > 0 for engine in engines)
 
 
 def test_a_trainer_that_is_killed_in_a_push(address: str) -> None:
@@ -108,7 +108,7 @@ def test_a_trainer_that_is_killed_in_a_push(address: str) -> None:
         eventually(lambda: all(engine.appeared(2) for engine in engines))
         ahead = FetchAhead(engines[0])
         ahead.stage(2)
-        eventually(lambda: ahead.spent_s(2) > 0)
+        eventually(lambda: ahead.pulled(2).seconds > 0)
         dying.kill()
         dying.wait()
         eventually(lambda: not any(engine.appeared(2) for engine in engines))

@@ -21,7 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollart.errors import StoreFull, WeightError
 from rollart.store import index
 from rollart.store.buckets import BucketStore
+from rollart.store.digests import CHUNK_BYTES
 from rollart.store.files import FileStore
+from rollart.store.format import laid_out, sliced
 from rollart.store.media import Medium, Put
 from rollart.store.shm import ShmStore
 from rollart.types import Bucket, Probe
@@ -166,6 +168,18 @@ def test_a_tensor_larger_than_a_bucket_is_slices_of_one_file(store: BucketStore)
     path.write_bytes(data)
     with pytest.raises(WeightError, match=r"model-00002.safetensors at 2048: damaged, digest"):
         store.fetch(manifest)
+
+
+def test_pieces_of_a_file_end_at_multiples_of_their_size() -> None:
+    """But for the ends of tensors and of buckets. The cache of the system has a file in pages as it was written."""
+    head, ordered = laid_out({"a": torch.zeros(CHUNK_BYTES + 3), "b": torch.zeros(5 * CHUNK_BYTES // 4)})
+    bounds = {len(head), len(head) + ordered[0].nbytes, len(head) + ordered[0].nbytes + ordered[1].nbytes}
+    pieces = [(at, len(piece)) for _, parts in sliced(head, ordered, 1 << 30) for at, piece in parts]
+    assert [at for at, _ in pieces] == [0, *(at + size for at, size in pieces[:-1])]
+    ends = {at + size for at, size in pieces}
+    assert bounds < ends
+    assert all(end % CHUNK_BYTES == 0 for end in ends - bounds)
+    assert max(size for _, size in pieces) == CHUNK_BYTES
 
 
 def test_push_cut_short_shows_no_version(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,27 +7,31 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollart.errors import WeightError
+from rollart.errors import StoreFull, WeightError
 from rollart.store import tcp_source
 from rollart.store.host import read_ready
-from rollart.store.index import drop_before, read_manifest
+from rollart.store.index import Writer, drop_before, read_index, read_manifest
 from rollart.store.media import SharedMemory
-from rollart.store.mirror import Mirror
+from rollart.store.mirror import Mirror, read_state
 from rollart.store.owner import is_owned, is_used, users_file
+from rollart.store.prefetch import FetchAhead
 from rollart.store.serve import StoreServer
 from rollart.store.shm import ShmStore
 from rollart.store.tcp import TcpStore
 from rollart.store.tcp_source import TcpSource
-from rollart.types import WeightManifest
+from rollart.types import Bucket, WeightManifest
+from tests.small_disk import small_disk
 
 TOKEN = "the token of this run"
 
@@ -164,6 +168,25 @@ def test_a_version_pushed_again_replaces_what_came(hosts: TwoHosts) -> None:
     eventually(lambda: hosts.came(second))
     assert is_version(hosts.copy.fetch(second), 1)
     assert is_version(held, 7), "whoever still reads the first has it as it was"
+
+
+def test_a_line_of_the_index_that_finds_no_room_spoils_nothing(tmp_path: Path) -> None:
+    first, second = Bucket("v1/a", 7, "x"), Bucket("v1/b", 8, "y")
+    with small_disk(tmp_path / "small", "64k"):
+        folder = tmp_path / "small" / "v1"
+        folder.mkdir()
+        writer = Writer(folder)
+        filler, large = folder / "filler", Bucket("v1/" + "z" * 5000, 9, "z")
+        writer.add(first)
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        with pytest.raises(OSError, match="No space left"):
+            writer.add(large)  # its beginning has room in the last page
+        filler.unlink()
+        writer.add(second)
+        assert read_index(folder) == (writer.push, (first, second))
+        assert writer.buckets == [first, second]
 
 
 def test_the_link_is_cut_and_comes_back(hosts: TwoHosts) -> None:
@@ -383,6 +406,30 @@ def test_processes_serve_survive_and_clean_up(shm: Path) -> None:
     trainer.serving.stop()
     trainer.close()
     engine.close()
+
+
+def test_a_host_without_room_for_a_copy_says_so_and_goes_on_when_there_is_some(shm: Path) -> None:
+    """It has room for one version, and not for two."""
+    port = free_port()
+    with small_disk(shm / "b", "96k"):
+        trainer, engine = store_on(shm / "a", port), store_on(shm / "b", port, linger_s=30.0)
+        ahead = FetchAhead(engine)
+        held = dict[int, dict[str, torch.Tensor]]()
+        for version in (1, 2):
+            manifest = trainer.push(version, {"large": torch.full((12_000,), float(version))})
+            if version == 2:
+                with pytest.raises(StoreFull, match=r"has no room for a copy of the weights in .*No space left"):
+                    ahead.stage(2).result(20)
+                subprocess.run(["mount", "-o", "remount,size=8m", str(shm / "b")], check=True)
+                eventually(lambda: not read_state(engine.directory).full)
+            assert ahead.stage(version).result(20) == manifest
+            held[version] = ahead.fetch(manifest)
+        assert [float(one["large"][-1]) for one in held.values()] == [1.0, 2.0]
+        del held
+        trainer.serving.stop()
+        for store in (trainer, engine):
+            store.close()
+        eventually(lambda: not engine.directory.exists())
 
 
 def test_engines_of_the_trainers_host_map_what_it_wrote(shm: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rollart.config.settings import TrainSettings
 from rollart.train.adamw import joined, noise, rounded, split
-from rollart.train.offload import HostCopy, stream
+from rollart.train.offload import HostCopy, HostMemory, stream
 from rollart.train.optimizer import MasterAdamW
 
 
@@ -140,7 +140,7 @@ def test_gradients_add_up_in_float32() -> None:
 
 def test_a_copy_is_of_the_weights_as_they_were() -> None:
     tensors = {"a": torch.ones(3)}
-    copy = HostCopy.of(tensors)
+    copy = HostCopy.of(tensors, HostMemory())
     copy.hold_back()
     tensors["a"].zero_()
     assert copy.whole()["a"].tolist() == [1, 1, 1]

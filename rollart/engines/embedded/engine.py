@@ -34,7 +34,7 @@ from rollart.engines.embedded.slabs import SlabBackend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture, refuse_windows
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, JobError, RequestError
-from rollart.model.network import device_named, load_model
+from rollart.model.network import device_named, load_model, named_weights
 from rollart.types import Completion, Finish, GenerateRequest, StepSums, SwapReport, WeightVersion, WorkMeter
 
 GUESSED_LOGITS = 2**26
@@ -401,7 +401,14 @@ def make_backend(
     kv_tokens = settings.kv_tokens or (
         kv_tokens_of(model, shape, settings) if shape.device.type == "cuda" else settings.cpu_kv_tokens
     )
-    return PagedBackend(model, shape, kv_tokens=kv_tokens, max_context=most, max_batch=settings.max_batch)
+    return PagedBackend(
+        model,
+        shape,
+        kv_tokens=kv_tokens,
+        max_context=most,
+        max_batch=settings.max_batch,
+        stages=settings.stage == "device",
+    )
 
 
 def kv_tokens_of(model: PreTrainedModel, shape: KvShape, settings: EngineSettings) -> int:
@@ -416,11 +423,13 @@ def kv_tokens_of(model: PreTrainedModel, shape: KvShape, settings: EngineSetting
     kept = 2 * shape.layers * shape.heads * shape.head_size * size
     share = settings.memory_share * total - torch.cuda.memory_allocated(shape.device)
     room = min(share, free + torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device))
-    tokens = int(room - activations - logits - WORKSPACE) // kept
+    staged = sum(weight.nbytes for weight in named_weights(model).values()) if settings.stage == "device" else 0
+    tokens = int(room - activations - logits - WORKSPACE - staged) // kept
     if tokens < 1:
         raise JobError(
             f"engines.memory: {settings.memory_share:g} of this card ({total / 2**30:.0f} GiB, {others / 2**30:.1f} of "
-            "them held by others) leaves no room for a cache beside the weights; raise it, or choose a smaller model"
+            "them held by others) leaves no room for a cache beside the weights"
+            f"{' and those that are staged' if staged else ''}; raise it, or choose a smaller model"
         )
     logger.info(
         "cache: %d tokens, %.1f GiB of %.0f GiB (engines.memory %g)",

@@ -21,15 +21,15 @@ from torch import Tensor
 from rollart.engines.embedded.backend import Ready
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.errors import BoundaryError, EngineError, WeightError, boundary
-from rollart.types import Completion, GenerateRequest, SwapReport, WeightManifest, WeightVersion
+from rollart.types import Completion, GenerateRequest, Pulled, SwapReport, WeightManifest, WeightVersion
 
 Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
 """Gets a version's tensors, by name, from wherever the manifest says they are. Raises WeightError."""
 Stage = Callable[[WeightVersion], "Future[WeightManifest | None]"]
 """Begins to fetch a coming version, and returns at once. Done when it is here, with its manifest; None where it is not
 whole, or not awaited any more."""
-Spent = Callable[[WeightVersion], float]
-"""Seconds that went into fetching a version before its swap."""
+Pulls = Callable[[WeightVersion], Pulled]
+"""What went into fetching a version before its swap."""
 
 Result = TypeVar("Result")
 
@@ -52,14 +52,14 @@ class ThreadedEngine:
         *,
         fetch: Fetch,
         stage: Stage | None = None,
-        spent_s: Spent | None = None,
+        pulled: Pulls | None = None,
         adopt: bool = False,
     ) -> None:
         """`adopt`: what is fetched may be served from where it is."""
         self.core = core
         self.fetch = fetch
         self._stage = stage
-        self._spent_s = spent_s
+        self._pulled = pulled
         self._adopt = adopt
         self.made: Made | None = None
         """The version that is ready to be put in."""
@@ -119,8 +119,8 @@ class ThreadedEngine:
             made = await self._ready_of(manifest)
         self.made = None
         report = await self.call(lambda: self._put_in(made))
-        pull_s = made.took_s + (self._spent_s(manifest.version) if self._spent_s is not None else 0.0)
-        return replace(report, pull_s=pull_s)
+        came = self._pulled(manifest.version) if self._pulled is not None else Pulled()
+        return replace(report, pulled=came._replace(seconds=made.took_s + came.seconds))
 
     async def _ready_of(self, manifest: WeightManifest) -> Made:
         """These weights, ready: those that were made so when they were staged, if they are the same."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,8 +27,9 @@ from rollart.engines.embedded.paged.ops import CHUNK_ROWS, Draws, Where
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.sampler import draw
 from rollart.engines.embedded.sequence import Sequence
+from rollart.model.adapters import are_adapters
 from rollart.model.agreement import LENGTHS
-from rollart.model.network import forward_hidden, load_weights_
+from rollart.model.network import forward_hidden, load_weights_, matched, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,9 @@ class _Copies:
 
     def put_in(self) -> None:
         load_weights_(self._model, self._weights)
+        for weight in self._weights.values():
+            if weight.is_cuda:  # its memory is not another's before the copy is done
+                weight.record_stream(torch.cuda.current_stream(weight.device))
 
     def let_go(self) -> None:
         self._weights = {}
@@ -111,7 +116,9 @@ class PagedBackend:
         forward: PagedForward | None = None,
         page_tokens: int | None = None,
         graphs: bool = True,
+        stages: bool = False,
     ) -> None:
+        """`stages`: weights are brought to the device when they are made ready, beside the steps."""
         self._model, self._shape = model, shape
         self._device = shape.device
         page = page_tokens or PAGE_TOKENS[self._device.type]
@@ -130,6 +137,8 @@ class PagedBackend:
         self._ring = [torch.zeros(0, dtype=torch.int32)] * RING
         self._answers = [torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
         self._turn = 0
+        self._stages = stages
+        self._beside = torch.cuda.Stream(self._device) if stages and self._on_cuda else None
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._decode_buffer = torch.zeros(WORDS_PER_ROW * max_batch, dtype=torch.int32, device=self._device)
         """Stays where it is: graphs read it."""
@@ -152,7 +161,23 @@ class PagedBackend:
         )
 
     def prepare(self, weights: Mapping[str, Tensor], *, adopt: bool) -> Ready:
-        return _Copies(self._model, weights)
+        if not self._stages or are_adapters(weights):
+            return _Copies(self._model, weights)
+        try:
+            return _Copies(self._model, self._staged(weights))
+        except torch.cuda.OutOfMemoryError as error:
+            logger.warning("no room to stage weights on %s, they are copied at the swap: %s", self._device, error)
+            return _Copies(self._model, weights)
+
+    def _staged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the device, in the model's own types. Raises WeightError."""
+        types = {name: live.dtype for name, live in named_weights(self._model).items()}
+        given = matched(self._model, weights)
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            there = {name: weight.to(self._device, types[name], copy=True) for name, weight in given.items()}
+        if self._beside is not None:
+            self._beside.synchronize()
+        return there
 
     # --- a step
 
