@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollart.chat import spoken
 from rollart.errors import JobError, install
 from rollart.tasks.answers import JUDGES, extracted, letter, letters
 from rollart.tasks.api import Environment, Episode, Reward, Split, TaskSet, observe
@@ -290,12 +291,12 @@ class Dataset(TaskSet):
 
 
 def score(episode: Episode) -> Reward:
-    """What the task's own reward says of the last answer."""
+    """What the task's own reward says of the last answer, without its thoughts."""
     payload = episode.task.payload
     judge = JUDGES.get(payload["reward"])
     if judge is None:
         return load_reward(payload["reward"])(episode)
-    return float(judge(episode.answer, payload["answers"], payload.get("pattern", "")))
+    return float(judge(spoken(episode.answer), payload["answers"], payload.get("pattern", "")))
 
 
 @dataclass(frozen=True, slots=True)
