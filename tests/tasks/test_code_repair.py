@@ -138,6 +138,15 @@ def scored(task: Task, *answers: str) -> float:
     return score(Episode(id="a", status="done", task=task, turns=turns))
 
 
+SAYS_FOR_EVER = """
+import os
+while True:
+    for out in range(1, 20):
+        try:
+            os.write(out, b"x" * 65536)
+        except OSError:
+            pass
+"""
 CHEATS = {
     "leaves": "import os; os._exit(0)",
     "leaves late": "import atexit, os; atexit.register(os._exit, 0)",
@@ -170,11 +179,10 @@ def test_a_run_without_end_is_bounded_and_so_is_what_it_says(
     tasks: CodeRepair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reward is 0, before the job's own limit makes a failure of it."""
-    assert repair_project.RUN_S < RewardSettings().timeout_s
+    assert RewardSettings().timeout_s > repair_project.RUN_S
     monkeypatch.setattr(repair_project, "RUN_S", 2.0)
     task = tasks.task(0)
-    says = "import os\nwhile True:\n    for out in range(1, 20):\n        try:\n            os.write(out, b'x' * 65536)\n"
-    assert scored(task, f"edit {task.payload['file']} 1 1\n{says}        except OSError:\n            pass\n") == 0.0
+    assert scored(task, f"edit {task.payload['file']} 1 1\n{SAYS_FOR_EVER}") == 0.0
 
 
 @needs_sandbox
