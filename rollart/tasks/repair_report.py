@@ -9,6 +9,9 @@ import json
 import os
 from typing import Any
 
+from rollart.workers.seccomp import confine
+
+confine()
 WORD = os.read(0, 64).decode()
 OUT = os.dup(1)
 PASSED: list[str] = []

@@ -19,16 +19,14 @@ from pathlib import Path
 
 import rollart
 from rollart.config.settings import ContainerSettings, SandboxSettings
+from rollart.workers.cgroup import PERIOD_US
 from rollart.workers.lifeline import lifeline
-from rollart.workers.sandbox import MIB, OWN
+from rollart.workers.sandbox import MIB, OPEN_FILES, OWN
 
 NOBODY = 65534
 REMOVE_S = 30.0
-CPU_PERIOD_US = 100_000
-"""In which a container may use so many CPUs, for runc."""
-OPEN_FILES, USERS_PROCESSES = 1024, 4096
-"""Given, since what runtimes give by themselves may be more than we may. The second is of nobody's in all containers;
-one container's own bound is `sandbox.processes`."""
+USERS_PROCESSES = 4096
+"""Of nobody's in all containers; one container's own bound is `sandbox.processes`."""
 INSTALL = {
     "podman": "apt-get install podman",
     "docker": "docs.docker.com/engine/install",
@@ -108,7 +106,7 @@ class Container:
         words += ["--tmpfs", f"/tmp:rw,mode=1777,size={limits.tmp_mb}m", "--memory", memory, "--memory-swap", memory]
         words += ["--pids-limit", str(limits.processes), "--ulimit", "core=0", "--ulimit", f"nofile={OPEN_FILES}"]
         words += ["--ulimit", f"nproc={USERS_PROCESSES}"]
-        words += ["--cpus", f"{self.container.cpus:g}"] if self.container.cpus else []
+        words += ["--cpus", f"{limits.cpus:g}"]
         words += ["--ulimit", f"cpu={max(1, round(limits.cpu_s))}", "--ulimit", f"fsize={output}"]
         return words + [word for place in places for word in ("--volume", f"{place}:{place}:ro")]
 
@@ -121,10 +119,9 @@ class Container:
     def _spec(self, words: Sequence[str], inside: Mapping[str, str], places: Sequence[Path]) -> dict[str, object]:
         """By the OCI runtime specification."""
         limits = self.settings
-        rlimits = {"CORE": 0, "CPU": max(1, round(limits.cpu_s)), "FSIZE": limits.output_mb * MIB}
+        rlimits = {"CORE": 0, "NOFILE": OPEN_FILES, "CPU": max(1, round(limits.cpu_s)), "FSIZE": limits.output_mb * MIB}
         memory = limits.memory_mb * MIB
-        cpus = self.container.cpus
-        share = {"period": CPU_PERIOD_US, "quota": round(cpus * CPU_PERIOD_US)} if cpus else {}
+        share = {"period": PERIOD_US, "quota": round(limits.cpus * PERIOD_US)}
         own = ["nosuid", "nodev"]
         size = f"size={limits.tmp_mb * MIB}"
         mounts: list[dict[str, object]] = [

@@ -24,7 +24,6 @@ from rollart.workers.box import Box
 from rollart.workers.handles import as_raised
 from rollart.workers.lifeline import lifeline
 from rollart.workers.link import Link, WorkerFailed, WorkerGone
-from rollart.workers.wire import MAX_BYTES
 
 EXIT_S = 1.0
 """How long a process whose socket is closed may take to have an exit status."""
@@ -129,9 +128,13 @@ class Process:
                 self._popen = spawn([*words, *map(str, handed)], self._log, environment, pass_fds=handed)
             else:
                 words, environment = self._box.command(words, environment)
-                self._popen = spawn(words, self._log, environment, pass_fds=self._box.pass_fds, talk=theirs)
+                try:
+                    self._popen = spawn(words, self._log, environment, pass_fds=self._box.pass_fds, talk=theirs)
+                except OSError:
+                    await asyncio.to_thread(self._box.remove)
+                    raise
         ours.setblocking(False)
-        most = MAX_BYTES if self._box is None else self._box.output_bytes
+        most = None if self._box is None else self._box.output_bytes
         try:
             link = partial(Link, max_bytes=most)
             _, self._link = await asyncio.get_running_loop().create_unix_connection(link, sock=ours)

@@ -28,10 +28,8 @@ import rollart
 from rollart.config.settings import ContainerSettings, SandboxSettings
 from rollart.types import JsonObject
 from rollart.workers.container import KEPT, REMOVE_S, clients_environment, environment_inside
-from rollart.workers.sandbox import FIRST_USER, MIB, OWN_TMP
+from rollart.workers.sandbox import FIRST_USER, MIB, OPEN_FILES, OWN_TMP
 
-CPUS = 1.0
-"""Of a pod whose job does not say."""
 START_S = 300.0
 """How long the cluster may take to find a machine, fetch the image and start it."""
 SPARE_S = 3600
@@ -81,6 +79,7 @@ class Pod:
             "CPU": max(1, round(limits.cpu_s)),
             "FSIZE": limits.output_mb * MIB,
             "NPROC": limits.processes,
+            "NOFILE": OPEN_FILES,
         }
         head = json.dumps(
             {"words": words[1:], "environment": environment_inside(environment, code), "bounds": bounds}
@@ -109,8 +108,7 @@ class Pod:
 
     def manifest(self) -> JsonObject:
         limits = self.settings
-        cpus = self.container.cpus or CPUS
-        most: JsonObject = {"cpu": f"{math.ceil(1000 * cpus)}m", "memory": f"{limits.memory_mb}Mi"}
+        most: JsonObject = {"cpu": f"{math.ceil(1000 * limits.cpus)}m", "memory": f"{limits.memory_mb}Mi"}
         user = FIRST_USER + secrets.randbelow(FIRST_USER - 1)
         points = [OWN_TMP, *mount_points(self._places)]
         memory: JsonObject = {"medium": "Memory", "sizeLimit": f"{limits.tmp_mb}Mi"}

@@ -33,7 +33,7 @@ from rollart.workers.container import KEPT, Container
 from rollart.workers.pod import BEGIN, LABELS, MAX_SENT_BYTES, RIGHTS, Pod, mount_points
 from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, closing, run, until
 from tests.envs.kubectl_standin import STANDS_FOR
-from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
+from tests.envs.test_sandbox import ESCAPES, PRIVILEGES, SMALL, escape, processes_with, tried, wait_for
 
 Runtime = Literal["podman", "docker", "runc", "kubernetes"]
 RUNTIMES: list[Runtime] = ["runc", "podman", "docker", "kubernetes"]
@@ -163,7 +163,7 @@ class TestContainedEnvHost(UserEnvHostContract):
 @pytest.mark.slow
 def test_escapes_fail(container: ContainerSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SESAME_TOKEN", "open-sesame")
-    names = ["network", "lookup", "port", "write", "secrets", "kill", "disk", "large_file", "fork_bomb"]
+    names = ["network", "lookup", "port", "write", "secrets", "kill", "disk", "large_file", "fork_bomb", *PRIVILEGES]
 
     async def work() -> None:
         async with closing(make_host(container, tmp_path, ESCAPES, **SMALL)) as host:
@@ -236,8 +236,8 @@ def test_it_ends_with_us(container: ContainerSettings, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["podman", "docker"])
 def test_podman_and_docker_are_asked_in_the_same_words(runtime: Runtime) -> None:
-    container = ContainerSettings(image="img", runtime=runtime, cpus=0.5)
-    box = Container(settings=SandboxSettings(), container=container, name="n")
+    container = ContainerSettings(image="img", runtime=runtime)
+    box = Container(settings=SandboxSettings(cpus=0.5), container=container, name="n")
     words, environment = box.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     line = " ".join(words)
     assert words[-4:] == ["img", "python3", "-m", "m"]
@@ -277,9 +277,11 @@ def test_a_pod_says_all_that_bounds_it_and_nothing_that_is_secret(tmp_path: Path
     file = tmp_path / "task.py"
     file.write_text("x = 1")
     container = ContainerSettings(
-        image="img", runtime="kubernetes", namespace="ns", cpus=0.5, pod={"nodeSelector": {"disk": "ssd"}, "volumes": 1}
+        image="img", runtime="kubernetes", namespace="ns", pod={"nodeSelector": {"disk": "ssd"}, "volumes": 1}
     )
-    pod = Pod(settings=SandboxSettings(memory_mb=300, wall_s=60.5), container=container, code=[file], name="n")
+    pod = Pod(
+        settings=SandboxSettings(memory_mb=300, cpus=0.5, wall_s=60.5), container=container, code=[file], name="n"
+    )
     words, environment = pod.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     assert words[len(KEPT) :][4:9] == ["--namespace", "ns", "run", "n", "--image"]
     assert "secret" not in " ".join(words)
