@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,7 +35,7 @@ INSTALL = {
 }
 CLIENTS = ("PATH", "HOME", "XDG_RUNTIME_DIR", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG")
 """Variables by which a runtime's client finds its engine and its images."""
-KEPT = ("sh", "-c", '(cat /dev/fd/"$LIFE"; exec $REMOVE) < /dev/null > /dev/null 2>&1 & exec "$@"', "sh")
+KEPT = ("sh", "-c", '(cat /dev/fd/"$LIFE"; eval "$REMOVE") < /dev/null > /dev/null 2>&1 & exec "$@"', "sh")
 """What a box's command begins with: when we are gone, a shell that waited removes the box."""
 NAMED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "JAVA_HOME", "SHELL")
 """Variables that say where things are on this machine: the image has its own."""
@@ -65,15 +66,22 @@ class Container:
     def opening(self) -> bytes:
         return b""
 
+    @property
+    def ends_with_command(self) -> bool:
+        return False
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`words`: a command of this machine's Python, which becomes one of the image's."""
         words = [self.container.python, *words[1:]]
         code = [Path(rollart.__file__).parent, *self.code]
         places = list(dict.fromkeys([*code, *self.read]))
         inside = environment_inside(environment, code)
-        here = clients_environment(self._removing)
+        removing = shlex.join(self._removing)
         if self.container.runtime == "runc":
-            return [*KEPT, *self._runc(words, inside, places)], here
+            run, bundle = self._runc(words, inside, places), shlex.quote(str(self._bundle))
+            # once more, since `runc run` removes it too, and one of them may be in the other's way
+            return [*KEPT, *run], clients_environment(f"{removing}; sleep 1; {removing}; rm -r {bundle}")
+        here = clients_environment(removing)
         # Names on the command line, values in the client's environment: no secret is in the list of processes.
         # The client's own HOME and PATH are needed to find its images, so these are written out.
         written = {name: value for name, value in inside.items() if name in here}
@@ -176,10 +184,10 @@ def environment_inside(environment: Mapping[str, str], code: Sequence[Path]) -> 
     return {**inside, **OWN, "PYTHONPATH": paths}
 
 
-def clients_environment(removing: Sequence[str]) -> dict[str, str]:
-    """What a runtime's client is given, and `KEPT`."""
+def clients_environment(removing: str) -> dict[str, str]:
+    """What a runtime's client is given, and `KEPT`. `removing`: a command of a shell."""
     found = {name: os.environ[name] for name in CLIENTS if name in os.environ}
-    return found | {"LIFE": str(lifeline()), "REMOVE": " ".join(removing)}
+    return found | {"LIFE": str(lifeline()), "REMOVE": removing}
 
 
 def unusable(container: ContainerSettings) -> str:

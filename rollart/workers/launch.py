@@ -27,6 +27,8 @@ from rollart.workers.link import Link, WorkerFailed, WorkerGone
 
 EXIT_S = 1.0
 """How long a process whose socket is closed may take to have an exit status."""
+CLIENT_S = 10.0
+"""How long the client of a container's runtime may take to notice that its container is gone."""
 TAIL_BYTES = 2000
 """How much of a dead process's output goes into the error."""
 MAX_LOG_BYTES = 16 * 1024 * 1024
@@ -175,8 +177,8 @@ class Process:
         if self._popen is None or self._reaped is not None:
             return
         self._killed = self._popen.poll() is None and self._ending is None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        if self._box is None or self._box.ends_with_command:
+            self._kill_group()
         # In a thread: a process with much memory takes a while to go, and nobody should wait for it here.
         self._reaped = asyncio.get_running_loop().run_in_executor(None, self._reap)
         if self._link is not None:
@@ -184,10 +186,23 @@ class Process:
 
     def _reap(self) -> int:
         assert self._popen is not None
+        removed = False
+        if self._box is not None and not self._box.ends_with_command:
+            self._box.remove()
+            until_s = time.monotonic() + CLIENT_S
+            while self._popen.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            removed = self._started and self._popen.poll() is not None
+            self._kill_group()  # whoever waits in it for our end, too
         status = self._popen.wait()
-        if self._box is not None:
+        if self._box is not None and not removed:
             self._box.remove()
         return status
+
+    def _kill_group(self) -> None:
+        assert self._popen is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Kill it, and wait until it is gone."""

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -70,6 +71,10 @@ class Pod:
     def output_bytes(self) -> int:
         return self.settings.output_mb * MIB
 
+    @property
+    def ends_with_command(self) -> bool:
+        return False
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`words`: a command of this machine's Python, which becomes one of the image's."""
         limits = self.settings
@@ -88,7 +93,12 @@ class Pod:
         self.opening = len(head).to_bytes(8, "big") + head + len(body).to_bytes(8, "big") + body
         run = [*self._scope, "run", self.name, "--image", self.container.image, "--restart", "Never", "--stdin"]
         run += ["--quiet", "--pod-running-timeout", f"{START_S:g}s", "--overrides", json.dumps(self.manifest())]
-        here = {**os.environ, **clients_environment(self._removing), "ASK": " ".join(self._asking), "WHY": WHY}
+        here = {
+            **os.environ,
+            **clients_environment(shlex.join(self._removing)),
+            "ASK": " ".join(self._asking),
+            "WHY": WHY,
+        }
         here["BLOCKS"] = str(self.output_bytes // BLOCK_BYTES)
         self.pass_fds = (int(here["LIFE"]),)
         return [*KEPT, "sh", "-c", RUN, "sh", *run], here

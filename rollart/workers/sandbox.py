@@ -73,6 +73,10 @@ class Sandbox:
     def opening(self) -> bytes:
         return b""
 
+    @property
+    def ends_with_command(self) -> bool:
+        return True
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         limits = self.settings
         self._cgroup = Cgroup.make(limits.memory_mb * MIB, limits.processes, limits.cpus)

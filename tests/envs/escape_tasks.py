@@ -163,15 +163,16 @@ def privileges(payload: Mapping[str, Any]) -> str:
 
 
 def processes(payload: Mapping[str, Any]) -> str:
-    """The first one, which may be root's, and what leads from it to the world outside."""
-    for name in ("root/", "cwd/", "environ", "mem", "fd/", "map_files/"):
+    """The first one, where it is another's (in a container it is ourselves), and what leads from it to the outside."""
+    if os.stat("/proc/1").st_uid == os.getuid():
+        return "in" if Path("/proc/1/root").samefile("/") else "out by its root"
+    for name in ("root", "cwd", "environ", "mem", "fd", "map_files"):
         place = Path("/proc/1", name)
         try:
-            found = os.listdir(place) if name.endswith("/") else place.read_bytes()[:1]
+            found = os.listdir(place) if place.is_dir() else place.read_bytes()[:1]
         except OSError:
             continue
-        if found and not (name in ("root/", "cwd/") and place.samefile("/" if name == "root/" else "/tmp")):
-            return f"out by {place}"
+        return f"out by {place}: {found!r}"
     return "out by tracing" if _kernel().ptrace(16, 1, 0, 0) == 0 else "in"
 
 

@@ -5,6 +5,7 @@ Pods are run by the cluster of `kubectl`, where ROLLART_TEST_POD says how (a tas
 has what RollArt needs); else by `kubectl_standin.py`.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,7 +25,7 @@ import yaml
 
 from rollart.config.load import build_job
 from rollart.config.settings import ContainerSettings, SandboxSettings
-from rollart.envs.process import Boxed, ProcessEnvHost
+from rollart.envs.process import Boxed, ProcessEnv, ProcessEnvHost
 from rollart.launch.checks import unsupported
 from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
@@ -203,6 +204,32 @@ def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSetting
 
     run(work)
     wait_for(lambda: not listed(container))
+
+
+def runcs() -> set[str]:
+    """All containers that runc knows, podman's too, where it runs them by that."""
+    if shutil.which("runc") is None:
+        return set()
+    return set(subprocess.run(["runc", "list", "--quiet"], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.slow
+def test_one_that_is_given_up_while_it_starts_leaves_nothing(container: ContainerSettings, tmp_path: Path) -> None:
+    """At whatever moment: a runtime that is killed while it makes a container forgets it."""
+    before = runcs()
+
+    async def work() -> None:
+        async with closing(make_host(container, tmp_path, ESCAPES, slots=8, **SMALL)) as host:
+            for moment in range(24):
+                opening = asyncio.ensure_future(host.open(escape(), ID))
+                await asyncio.sleep(0.025 * moment)
+                opening.cancel()
+                for one in await asyncio.gather(opening, return_exceptions=True):
+                    if isinstance(one, ProcessEnv):
+                        await one.close()
+
+    run(work)
+    wait_for(lambda: not listed(container) and runcs() <= before)
 
 
 @pytest.mark.slow
