@@ -13,9 +13,7 @@ import resource
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from urllib.parse import quote
 
 import orjson
@@ -24,6 +22,7 @@ from aiohttp import web
 from rollart.errors import EnvError, JobError
 from rollart.gateway.openai import Refusal, chunks, model, models, parsed, whole
 from rollart.types import ChatAnswer, ChatRequest, Endpoint, TrajectoryId
+from rollart.workers.forward import own_folder
 
 MAX_WAITING = 64
 """Requests of one trajectory under way; one more is refused."""
@@ -36,6 +35,7 @@ MAX_CONNECTIONS = 4096
 """Of all trajectories, and at most half of the files that this process may have open. One more, and the oldest on which
 no request is under way is closed: clients open another when they need it."""
 BACKLOG = 1024
+FOLDER = "rollart-endpoint-"
 JSON = "application/json"
 
 
@@ -165,7 +165,7 @@ class HttpGateway:
             ) from None
         at, self._port = self._listener.getsockname()[:2]
         self._at = f"[{at}]" if ":" in at else at
-        self._folder = Path(tempfile.mkdtemp(prefix="rollart-endpoint-"))  # for nobody else to enter
+        self._folder = own_folder(FOLDER)
         self.socket = self._folder / "endpoint.sock"
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(str(self.socket))

@@ -17,8 +17,9 @@ from openai import AsyncOpenAI
 from rollart.errors import EnvError, JobError
 from rollart.gateway import server
 from rollart.gateway.openai import Refusal, parsed
-from rollart.gateway.server import HttpDoor, HttpGateway
+from rollart.gateway.server import FOLDER, HttpDoor, HttpGateway
 from rollart.types import ChatAnswer, ChatRequest, Completion, Finish, Message, Span, ToolCall, TrajectoryId
+from rollart.workers import forward
 from rollart.workers.forward import RELAY, Relay, forwarded
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -375,8 +376,9 @@ def test_faults_of_ours_are_counted_as_a_flood_too(monkeypatch: pytest.MonkeyPat
 
 def test_on_another_machine_a_relay_leads_to_it_and_goes_with_its_process() -> None:
     """From the port inside a sandbox to the relay's socket, and from there to the server's address."""
-    left = Path(tempfile.gettempdir()) / f"{RELAY}{2**22 + 1}-left"  # no process has such a number
-    left.mkdir()
+    left = [Path(tempfile.gettempdir()) / f"{name}{2**22 + 1}-left" for name in (RELAY, FOLDER)]  # of no process
+    for one in left:
+        one.mkdir()
     relay = Relay()
 
     async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
@@ -387,10 +389,35 @@ def test_on_another_machine_a_relay_leads_to_it_and_goes_with_its_process() -> N
 
     try:
         with_door(session)
-        assert not left.exists()
+        assert not [one for one in left if one.exists()]
     finally:
         relay.remove()
     assert not relay.path.exists()
+
+
+def test_one_that_makes_many_connections_is_not_passed_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "MAX_LINES", 3)
+
+    async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
+        port = forwarded(door.endpoint.socket)
+        lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b"", "one too many"
+        writer.close()
+        for _, writer in lines:
+            writer.close()
+        over = client.with_options(
+            base_url=door.endpoint.url.replace(door.endpoint.url.split("/")[2], f"127.0.0.1:{port}")
+        )
+        for _ in range(200):
+            try:
+                assert (await over.chat.completions.create(model="", messages=HELLO)).choices
+                return
+            except openai.APIConnectionError:
+                await asyncio.sleep(0.05)
+        raise AssertionError("there is no room again")
+
+    with_door(session)
 
 
 def test_the_same_server_is_on_a_unix_socket_and_that_on_a_port_again() -> None:
