@@ -258,11 +258,11 @@ def score(episode: Episode) -> float:
             workspace.act(action)
     if not workspace.edited:
         return 0.0
-    ran = _hidden_tests(workspace.package, str(payload["tests"]), workspace.changed)
+    ran = hidden_tests(workspace.package, str(payload["tests"]), workspace.changed)
     return float(ran.well and ran.passed >= _wanted(workspace.package, str(payload["tests"])))
 
 
-def _hidden_tests(package: str, tests: str, changed: Mapping[str, str]) -> Ran:
+def hidden_tests(package: str, tests: str, changed: Mapping[str, str]) -> Ran:
     with tempfile.TemporaryDirectory(prefix="repair-") as folder:
         return run_tests(Path(folder) / "project", lay_out(Path(folder), package, tests, changed), package=package)
 
@@ -270,7 +270,7 @@ def _hidden_tests(package: str, tests: str, changed: Mapping[str, str]) -> Ran:
 @functools.cache
 def _wanted(package: str, tests: str) -> frozenset[str]:
     """The tests that pass on the package as it is: which are skipped depends on what else is installed."""
-    ran = _hidden_tests(package, tests, {})
+    ran = hidden_tests(package, tests, {})
     if not ran.well:
         raise RuntimeError(f"{tests} does not pass on {package} as it is installed: {_short(ran.said)}")
     return ran.passed

@@ -72,11 +72,13 @@ def site_of(package: str) -> Path:
 
 @functools.cache
 def package_files(package: str) -> Mapping[str, File]:
-    """By path, such as `toolz/itertoolz.py`: what of it is not a test, and what was compiled of that."""
+    """By path, such as `toolz/itertoolz.py`: what of it is no test, with its data, what was compiled, and modules that
+    tests import from one another."""
     site = site_of(package)
     found = {}
     for path in sorted((site / package).rglob("*")):
-        if path.suffix in (".py", ".pyc") and "tests" not in path.parts and path.name != "conftest.py":
+        tested = "tests" in path.relative_to(site).parts
+        if path.is_file() and not (tested and path.suffix != ".py") and not path.name.startswith(("test_", "conftest")):
             found[str(PurePosixPath(path.relative_to(site)))] = File(path.read_bytes(), path.stat().st_mtime_ns)
     return found
 

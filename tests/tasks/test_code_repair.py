@@ -10,7 +10,7 @@ from rollart.config.settings import RewardSettings
 from rollart.errors import JobError
 from rollart.tasks import repair_project
 from rollart.tasks.api import Episode, EpisodeTurn, text_of
-from rollart.tasks.code_repair import CodeRepair, Workspace, mutation_of, score
+from rollart.tasks.code_repair import CodeRepair, Workspace, hidden_tests, mutation_of, score
 from rollart.tasks.repair_mutations import mutations
 from rollart.tasks.repair_project import site_of
 from rollart.types import Task
@@ -205,6 +205,28 @@ def test_reading_the_installed_package_does_not_help(tasks: CodeRepair) -> None:
     original = site_of("toolz") / name
     assert original.exists()
     assert scored(task, f"edit {name} 1 {lines}\nexec(open({str(original)!r}).read())") == 0.0
+
+
+def test_undoing_any_of_them_gives_the_package_back() -> None:
+    pytest.importorskip("networkx")
+    tasks = CodeRepair()
+    for payload in tasks.problems():
+        workspace = Workspace(payload)
+        task = Task(id="t", domain="t", index=0, payload=payload)
+        assert workspace.act(tasks.scripted(task, ["", ""], random.Random(0))) == "edited"
+        file = str(payload["file"])
+        assert workspace.changed[file].splitlines() == (site_of(file.partition("/")[0]) / file).read_text().splitlines()
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_the_tests_of_all_files_pass_on_the_package_as_it_is() -> None:
+    """So undoing a change scores 1 for every problem."""
+    pytest.importorskip("networkx")
+    files = {(str(row["file"]).partition("/")[0], str(row["tests"])) for row in CodeRepair().problems()}
+    assert len(files) >= 100
+    ran = {tests: hidden_tests(package, tests, {}) for package, tests in sorted(files)}
+    assert {tests: one.said for tests, one in ran.items() if not one.well} == {}
 
 
 @needs_sandbox
