@@ -254,7 +254,8 @@ class Dataset(TaskSet):
             messages = [{"role": "user", "content": str(prompt)}]
         if not any(one["content"].strip() for one in messages):
             raise ValueError("the prompt is empty")
-        return [*([{"role": "system", "content": self._system}] if self._system else []), *messages]
+        system = _filled(self._system, row)
+        return [*([{"role": "system", "content": system}] if system else []), *messages]
 
     def _options(self, row: Row) -> tuple[list[str], list[str]]:
         """The choices, and what the dataset calls them: a list (in CSV as JSON), or `{text: [...], label: [...]}`."""
@@ -329,7 +330,9 @@ def _refuse(reward: str, *, answer: str, pattern: str, choices: str) -> None:
 
 
 def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
-    for name, text in (("prompt", dataset._prompt), ("answer", dataset._answer), ("solution", dataset._solution)):
+    system = dataset._system if "{" in dataset._system else ""
+    texts = {"prompt": dataset._prompt, "answer": dataset._answer, "solution": dataset._solution, "system": system}
+    for name, text in texts.items():
         for column in _columns_in(text):
             _refuse_column(name, column, columns)
     for name, column in (("choices", dataset._choices), *(("keep", one) for one in dataset._keep)):
@@ -339,7 +342,7 @@ def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
 
 def _refuse_column(argument: str, column: str, columns: Sequence[str]) -> None:
     if column not in columns and column.partition(".")[0] not in columns:
-        text = argument in ("prompt", "answer", "solution")
+        text = argument in ("prompt", "answer", "solution", "system")
         template = "; a bracket that is no column is written {{ or }}" if text else ""
         raise JobError(
             f"tasks.args.{argument}: there is no column {column!r}; there are {', '.join(columns)}{template}"
@@ -360,6 +363,11 @@ def _value(text: str, row: Row) -> Any:
         if isinstance(found, Mapping):
             raise ValueError(f"{text!r} is an object with {', '.join(found)}; name one of these, as {text}.NAME")
         return found
+    return _filled(text, row)
+
+
+def _filled(text: str, row: Row) -> str:
+    """With its columns. Raises ValueError."""
 
     def filled(found: "re.Match[str]") -> str:
         name = found.group(1)

@@ -134,6 +134,10 @@ def test_a_template_a_system_message_and_messages(tmp_path: Path) -> None:
     )
     args = {"path": path, "answer": "a", "held_out": 0, "keep": ["q"]}
     task = load_task_set(USE, {**args, "prompt": "{q} in \\boxed{{}}?", "system": "Be brief."}, domain="d").task(0)
+    told = load_task_set(USE, {**args, "prompt": "q", "system": "It is {q}, {{so}}."}, domain="d").task(0)
+    assert told.payload["messages"][0] == {"role": "system", "content": "It is 1+1, {so}."}
+    with pytest.raises(JobError, match=r"^tasks\.args\.system: there is no column 'z'"):
+        load_task_set(USE, {**args, "prompt": "q", "system": "{z}"}, domain="d").prepare()
     assert task.payload["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1+1 in \\boxed{}?"},
