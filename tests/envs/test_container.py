@@ -271,6 +271,7 @@ def test_podman_and_docker_are_asked_in_the_same_words(runtime: Runtime) -> None
     assert f"{runtime} run --rm --interactive --name n --network none --read-only --cap-drop ALL" in line
     assert "--env A_KEY" in line
     assert "--cpus 0.5" in line
+    assert "--stop-timeout 0" in line
     assert "secret" not in line
     assert environment["A_KEY"] == "secret"
     assert "/host/bin" not in environment["PATH"]
