@@ -32,6 +32,7 @@ class _Calls(NamedTuple):
     """Numbers of one machine."""
 
     machine: int
+    seccomp: int
     socket: int
     clone: int
     unshare: int
@@ -40,8 +41,8 @@ class _Calls(NamedTuple):
 
 
 _CALLS = {
-    "x86_64": _Calls(0xC000003E, 41, 56, 272, (308, 248, 249, 250, 321, 298, 323, 425)),
-    "aarch64": _Calls(0xC00000B7, 198, 220, 97, (268, 217, 218, 219, 280, 241, 282, 425)),
+    "x86_64": _Calls(0xC000003E, 317, 41, 56, 272, (308, 248, 249, 250, 321, 298, 323, 425)),
+    "aarch64": _Calls(0xC00000B7, 277, 198, 220, 97, (268, 217, 218, 219, 280, 241, 282, 425)),
 }
 _CLONE3 = 435
 """Its flags are in memory, where a filter cannot look: libraries take `clone` where it is not there."""
@@ -80,15 +81,19 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> None:
-    """Hold this process, and all that it will start, to it. Raises OSError where the kernel has no filters."""
+    """Hold this process, all its threads and all that it will start to it. Raises OSError where the kernel has no
+    filters."""
     text = program()
     if not text:
         return
     kernel = ctypes.CDLL(None, use_errno=True)
     filtered = _Program(len(text) // 8, text)
-    for option, value, argument in ((NO_NEW_PRIVILEGES, 1, None), (FILTER, BY_PROGRAM, ctypes.byref(filtered))):
-        if kernel.prctl(option, ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)):
-            raise OSError(ctypes.get_errno(), f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
+    number = ctypes.c_long(_CALLS[platform.machine()].seccomp)
+    if (
+        kernel.prctl(NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+        or kernel.syscall(number, ctypes.c_ulong(BY_PROGRAM), ctypes.c_ulong(ALL_THREADS), ctypes.byref(filtered)) != 0
+    ):
+        raise OSError(ctypes.get_errno(), f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
 
 
-NO_NEW_PRIVILEGES, FILTER, BY_PROGRAM = 38, 22, 2
+NO_NEW_PRIVILEGES, BY_PROGRAM, ALL_THREADS = 38, 1, 1

@@ -146,6 +146,31 @@ def test_nothing_more_can_be_had_of_the_kernel(tmp_path: Path) -> None:
     run(work)
 
 
+THREADS = """
+import errno, socket, threading
+from rollart.workers.seccomp import confine
+go, said = threading.Event(), []
+def late():
+    go.wait()
+    try:
+        socket.socket(40, socket.SOCK_STREAM)
+    except OSError as error:
+        said.append(error.errno == errno.EAFNOSUPPORT)
+thread = threading.Thread(target=late)
+thread.start()
+confine()
+go.set()
+thread.join()
+socket.socket(socket.AF_INET).close()
+print(said)
+"""
+
+
+def test_threads_that_were_there_before_are_held_to_the_filter_too() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[True]"
+
+
 def test_who_stops_itself_is_killed_by_the_limit_of_its_step(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(make_host(tmp_path, ESCAPES, **SMALL)) as host:
