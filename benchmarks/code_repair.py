@@ -1,8 +1,9 @@
 """Whether the problems of `code_repair` are what they should be: `python -m benchmarks.code_repair --tasks 200 --json`.
 
-Problems are drawn as a job draws them. Each is played by the scripted player, who undoes the mutation, in an
-environment of its own, and by players who edit at random; hidden tests score both. `undone` and `random` are the
-means: 1 and 0. `found` counts problems whose failing test really failed before the repair.
+All problems of the catalogue, in an order of their own; `--skip` begins later in it, so that all can be played in
+parts. Each is played by the scripted player, who undoes the mutation, in an environment of its own, and by players who
+edit at random; hidden tests score both. `undone` and `random` are the means: 1 and 0. `found` counts problems whose
+failing test really failed before the repair.
 """
 
 import argparse
@@ -55,10 +56,14 @@ def _turn(action: str) -> EpisodeTurn:
     return EpisodeTurn(context="", text=action, tokens=1, reward=0.0)
 
 
-def measure(count: int, workers: int) -> dict[str, Any]:
+def measure(count: int, skip: int, workers: int) -> dict[str, Any]:
     tasks = CodeRepair(domain="code_repair")
     problems = tasks.problems()
-    drawn = list({str(tasks.key(task.payload)): task for task in map(tasks.task, range(count))}.values())
+    ordered = random.Random(0).sample(problems, len(problems))[skip : skip + count]
+    drawn = [
+        Task(id=f"code_repair/{number}", domain="code_repair", index=number, payload=payload)
+        for number, payload in enumerate(ordered, skip)
+    ]
 
     def play(task: Task) -> tuple[float, bool, float, float]:
         began_s = time.monotonic()
@@ -76,7 +81,9 @@ def measure(count: int, workers: int) -> dict[str, Any]:
         "levels": dict(sorted(Counter(row["level"] for row in problems).items())),
         "packages": dict(Counter(row["file"].partition("/")[0] for row in problems)),
         "files": len({row["file"] for row in problems}),
+        "skipped": skip,
         "tried": len(drawn),
+        "tried_of": dict(Counter(f"{row['file'].partition('/')[0]} level {row['level']}" for row in ordered)),
         "found": sum(found for _, found, _, _ in played),
         "undone": statistics.fmean(value for value, _, _, _ in played),
         "random": statistics.fmean(value for _, _, _, value in played),
@@ -88,11 +95,12 @@ def measure(count: int, workers: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=200, help="problems that are drawn (default: 200)")
+    parser.add_argument("--tasks", type=int, default=200, help="problems that are played (default: 200)")
+    parser.add_argument("--skip", type=int, default=0, help="of the order, so many are left out first")
     parser.add_argument("--workers", type=int, default=2, help="played at a time (default: 2)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    figures = measure(args.tasks, args.workers)
+    figures = measure(args.tasks, args.skip, args.workers)
     print(json.dumps(figures, indent=2) if args.json else "\n".join(f"{k:>18}  {v}" for k, v in figures.items()))
 
 

@@ -4,9 +4,12 @@ Everything is real: processes, model, environments, rewards, trainer, weights. I
 policy (`sync+`), made small, with latencies of environment steps drawn from a lognormal distribution, whose tail is
 what spares are for; `carried` and `cancelled` are the same with bound 1. Rounds are interleaved, each with a seed of
 its own: all settings of a round meet the same latencies. The simulator is fitted on the runs without spares alone.
-`step_s` are means over rounds; `lengths` are mean tokens of what was trained on and of all that was begun, as
-`summary.json` has them. With `--out` runs are kept, and one that is whole there is not made again: so that it can be
-measured in pieces.
+`step_s` are means over rounds.
+
+`lengths`: the same with a second task, whose groups have 1 to 12 turns (`benchmarks/uneven_turns.py`), 3.88 in the
+mean. Of each task: mean turns of what was trained on, and of all that was begun, as `summary.json` has them.
+
+With `--out` runs are kept, and one that is whole there is not made again: so that it can be measured in pieces.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.modes import JOB, SKIPPED_STEPS, make_model
+from benchmarks.uneven_turns import TURNS
 from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.errors import JobError
@@ -49,20 +53,36 @@ CASES: dict[str, list[str]] = {
 }
 """The last three with bound 1."""
 FITTED = "none"
+TASK = f"group_size: 4, max_tokens: 8, affinity: cpu, latency: {LATENCY}"
+UNEVEN = [
+    f"tasks=[{{name: even, use: benchmarks.digits, max_turns: 3, {TASK}}}, "
+    f"{{name: uneven, use: benchmarks.uneven_turns, max_turns: {max(TURNS)}, {TASK}}}]",
+    "rollout.groups_per_step=4",
+]
+LENGTHS: dict[str, list[str]] = {
+    "bound 0, none": [*UNEVEN, "mode=sync+"],
+    "bound 0, 2 groups cancelled": [*UNEVEN, "mode=sync+", "rollout.spare_groups=2"],
+    "bound 1, none": [*UNEVEN, "mode=rollart"],
+    "bound 1, 2 groups cancelled": [*UNEVEN, "mode=rollart", "rollout.spare_groups=2", "rollout.surplus=cancel"],
+    "bound 1, 2 groups carried": [*UNEVEN, "mode=rollart", "rollout.spare_groups=2"],
+    "bound 2, 2 groups carried": [*UNEVEN, "mode=rollart", "rollout.staleness=2", "rollout.spare_groups=2"],
+}
 
 
 def job_of(case: str, steps: int, seed: int) -> Job:
-    return load_job(JOB, [*SMALL, *CASES[case], f"train.steps={steps}", f"seed={seed}"])
+    return load_job(JOB, [*(LENGTHS.get(case) or [*SMALL, *CASES[case]]), f"train.steps={steps}", f"seed={seed}"])
 
 
 def figures(summary: Summary, folder: Path) -> dict[str, Any]:
     ends = [event.t for event in read_events(folder / "events.jsonl") if isinstance(event, schema.StepEnd)]
-    lengths = next(iter(summary.tasks.values())).lengths
     begun = sum(summary.trajectories.values())
     return {
         "step_s": (ends[-1] - ends[SKIPPED_STEPS - 1]) / (len(ends) - SKIPPED_STEPS),
         "wasted": sum(row.trajectories for row in summary.waste.values()) / begun,
-        "lengths": [lengths.trained_tokens, lengths.admitted_tokens],
+        "turns": {
+            name: [task.lengths.trained_turns, task.lengths.admitted_turns] for name, task in summary.tasks.items()
+        },
+        "stale": summary.groups.stale,
     }
 
 
@@ -97,49 +117,80 @@ def row(real: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> dict[str
         "rounds_s": [round(run["step_s"], 3) for run in real],
         "wasted": round(statistics.fmean(run["wasted"] for run in real), 3),
         "simulated_wasted": round(statistics.fmean(run["wasted"] for run in simulated), 3),
-        "lengths": [round(statistics.fmean(run["lengths"][at] for run in real), 2) for at in (0, 1)],
+    }
+
+
+def turns(real: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        **{
+            name: {
+                "trained": round(statistics.fmean(run["turns"][name][0] for run in real), 2),
+                "admitted": round(statistics.fmean(run["turns"][name][1] for run in real), 2),
+                "trained_rounds": [round(run["turns"][name][0], 2) for run in real],
+            }
+            for name in real[0]["turns"]
+        },
+        "step_s": round(statistics.fmean(run["step_s"] for run in real), 3),
+        "wasted": round(statistics.fmean(run["wasted"] for run in real), 3),
+        "stale_groups": [run["stale"] for run in real],
     }
 
 
 def measure(rounds: int, steps: int, cases: list[str], out: Path) -> dict[str, Any]:
     make_model(Path(job_of(FITTED, steps, 0).model.path))
-    real: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    timed = [case for case in cases if case in CASES]
+    timed = list(dict.fromkeys([FITTED, *timed])) if timed else []
+    lengthy = [case for case in cases if case in LENGTHS]
+    real: dict[str, list[dict[str, Any]]] = {case: [] for case in [*timed, *lengthy]}
     for number in range(rounds):
-        for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
+        order = list(real)
+        for case in order[number % len(order) :] + order[: number % len(order)]:
+            count = steps * (LENGTHY_STEPS if case in LENGTHS else 1)
             real[case].append(
-                real_run(case, steps, number, out / f"{case.replace(' ', '-').replace(',', '')}-{number}")
+                real_run(case, count, number, out / f"{case.replace(' ', '-').replace(',', '')}-{number}")
             )
-    profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
-    simulated = {case: [simulated_run(case, steps, number, profile) for number in range(rounds)] for case in cases}
-    return {
-        "cases": {case: row(real[case], simulated[case]) for case in cases},
-        "settings": {
-            "rounds": rounds,
-            "steps": steps,
-            "skipped_steps": SKIPPED_STEPS,
-            "job": SMALL,
-            "fitted_on": FITTED,
-        },
+    found: dict[str, Any] = {"cases": {}, "lengths": {case: turns(real[case]) for case in lengthy}}
+    if timed:
+        profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
+        for case in timed:
+            simulated = [simulated_run(case, steps, number, profile) for number in range(rounds)]
+            found["cases"][case] = row(real[case], simulated)
+    found["settings"] = {
+        "rounds": rounds,
+        "steps": steps,
+        "skipped_steps": SKIPPED_STEPS,
+        "job": SMALL,
+        "fitted_on": FITTED,
+        "lengthy_steps": steps * LENGTHY_STEPS,
+        "drawn_turns": statistics.fmean(TURNS),
     }
+    return found
+
+
+LENGTHY_STEPS = 3
+"""Times as many: one group in eight is long."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}; always with none")
+    every = [*CASES, *LENGTHS]
+    parser.add_argument("--cases", nargs="*", default=every, choices=every, metavar="CASE", help="; ".join(every))
     parser.add_argument("--out", type=Path, help="where runs are kept, and found again (default: nowhere)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     with contextlib.ExitStack() as ends:
         out = args.out or Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="rollart-redundancy-")))
-        found = measure(args.rounds, args.steps, list(dict.fromkeys([FITTED, *args.cases])), out)
+        found = measure(args.rounds, args.steps, args.cases, out)
     if args.json:
         print(json.dumps(found, indent=2))
         return
     for case, one in found["cases"].items():
         step_s = f"{one['step_s']:7.2f} s a step, simulated {one['simulated_s']:7.2f}"
         print(f"{case:>20}  {step_s}, wasted {one['wasted']:.0%}")
+    for case, one in found["lengths"].items():
+        print(f"{case:>28}  {one['step_s']:7.2f} s a step, turns {one['even']} {one['uneven']}")
 
 
 if __name__ == "__main__":

@@ -46,17 +46,26 @@ def form_of(template: str) -> Form:
 def read(text: str, form: Form | None = None) -> Answer:
     """None: whatever form the text itself has."""
     form = form or Form(tags=OPEN in text or not text.lstrip().startswith(("{", "[")))
-    reasoning = ""
-    if form.thinks and THOUGHT in text:
-        thought, _, text = text.partition(THOUGHT)
-        reasoning = thought.strip().removeprefix(THINK).strip()
-        text = text.lstrip("\n")
+    reasoning, text = _apart(text) if form.thinks else ("", text)
     try:
         content, found = _tagged(text) if form.tags else _bare(text)
         calls = tuple(_call(number, value) for number, value in enumerate(found))
     except ValueError as error:
         return Answer(text, reasoning, wrong=str(error))
     return Answer(content, reasoning, calls)
+
+
+def spoken(text: str) -> str:
+    """What is said beside thoughts: nothing where they did not end."""
+    return _apart(text)[1]
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """Thoughts, whose beginning may stand in the prompt, and what follows them."""
+    thought, ended, rest = text.partition(THOUGHT)
+    if not ended and not text.lstrip().startswith(THINK):
+        return "", text
+    return thought.strip().removeprefix(THINK).strip(), rest.lstrip("\n")
 
 
 def _tagged(text: str) -> tuple[str, list[Any]]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollart.chat import Answer, Form, form_of, read
+from rollart.chat import Answer, Form, form_of, read, spoken
 
 HERMES, LLAMA, PLAIN = Form(tags=True, thinks=True), Form(tags=False, thinks=False), Form(tags=True, thinks=False)
 
@@ -82,6 +82,10 @@ def test_thoughts_are_apart_from_words() -> None:
     assert read("<think>\nhm\n</think>\n\nfour", HERMES) == Answer("four", "hm")
     assert read("hm</think>four", HERMES) == Answer("four", "hm"), "the template began the thought itself"
     assert read("hm</think>four", PLAIN) == Answer("hm</think>four")
+    assert read("<think>\nhm", HERMES) == Answer("", "hm"), "tokens ran out within a thought"
+    assert [spoken(text) for text in ("<think>hm</think>\n\nfour", "hm</think>four", "<think>hm", "four")] == [
+        *("four", "four", "", "four")
+    ]
     thought = read('<think>I call <tool_call>x</think><tool_call>{"name": "a"}</tool_call>', HERMES)
     assert calls(thought) == [("call_0", "a", {})]
 

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "store": SHARED | {"model", "workers"},  # the journal's values are encoded as those that cross processes
     "envs": SHARED | {"tasks", "workers"},  # user code is found and run through `tasks`
     "rewards": SHARED | {"tasks", "workers"},
-    "gateway": SHARED,
+    "gateway": SHARED | {"workers"},
     "records": SHARED,
     "sim": SHARED,
     "report": SHARED | {"records"},

@@ -268,6 +268,8 @@ def _explain(error: ValidationError) -> str:
             return f"{key}: {given!r} is not one of {options}{near.rstrip('?')}"
         case "model_type" | "dict_type":
             return f"{key}: {given!r} is not a mapping; write it as {{key: value}}"
+        case "tuple_type" | "list_type":
+            return f"{key}: {given!r} is not a list; write it as [{given}], with commas between several"
         case _:
             return (
                 f"{key}: {given!r} does not fit: {first['msg'][0].lower()}{first['msg'][1:]}; change it to such a value"

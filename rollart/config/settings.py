@@ -304,6 +304,8 @@ class SandboxSettings(Settings):
     """Processes and threads at a time."""
     cpu_s: Positive = 600.0
     """CPU seconds of one process."""
+    cpus: Positive = 1.0
+    """CPUs at a time of all its processes together, where we may make control groups. A pod asks for so many too."""
     tmp_mb: Count = 256
     """Size of its /tmp, the only place that can be written to."""
     output_mb: Count = 16
@@ -325,8 +327,6 @@ class ContainerSettings(Settings):
     """`kubernetes`: a pod of the cluster that `kubectl` on each machine knows, by its own configuration."""
     python: str = "python3"
     """The interpreter, inside."""
-    cpus: Positive | None = None
-    """CPUs at a time. Default: no bound. A pod asks for so many too; its default is 1."""
     namespace: str = ""
     """Of pods. Default: that of `kubectl`'s context."""
     pod: ParsedJson = Field(default_factory=dict)

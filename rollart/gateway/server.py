@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import hmac
 import itertools
+import resource
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from urllib.parse import quote
 
 import orjson
@@ -23,6 +22,7 @@ from aiohttp import web
 from rollart.errors import EnvError, JobError
 from rollart.gateway.openai import Refusal, chunks, model, models, parsed, whole
 from rollart.types import ChatAnswer, ChatRequest, Endpoint, TrajectoryId
+from rollart.workers.forward import own_folder
 
 MAX_WAITING = 64
 """Requests of one trajectory under way; one more is refused."""
@@ -31,7 +31,11 @@ MAX_REFUSED = 500
 REFUSED_S = 0.1
 """How long a refusal takes: who asks nonsense in a loop asks slowly."""
 MAX_BODY = 8 * 1024 * 1024
+MAX_CONNECTIONS = 4096
+"""Of all trajectories, and at most half of the files that this process may have open. One more, and the oldest on which
+no request is under way is closed: clients open another when they need it."""
 BACKLOG = 1024
+FOLDER = "rollart-endpoint-"
 JSON = "application/json"
 
 
@@ -129,10 +133,13 @@ async def as_errors(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except Refusal as refusal:
+        if refusal.status == 401:
+            await asyncio.sleep(REFUSED_S)
         return web.Response(status=refusal.status, body=refusal.to_json(), content_type=JSON)
     except web.HTTPException as error:
         text = f"{request.method} {request.path}: {error.reason}; there are chat/completions and models"
         told = Refusal(error.status, "http_error", text)
+        await asyncio.sleep(REFUSED_S)
         return web.Response(status=error.status, body=told.to_json(), content_type=JSON)
 
 
@@ -144,6 +151,9 @@ class HttpGateway:
         self._model = model
         self._doors: dict[str, HttpDoor] = {}
         self._runner: web.AppRunner | None = None
+        self._busy: set[asyncio.BaseProtocol] = set()
+        """Connections with a request under way that has shown its key."""
+        self._accepting: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -155,7 +165,7 @@ class HttpGateway:
             ) from None
         at, self._port = self._listener.getsockname()[:2]
         self._at = f"[{at}]" if ":" in at else at
-        self._folder = Path(tempfile.mkdtemp(prefix="rollart-endpoint-"))  # for nobody else to enter
+        self._folder = own_folder(FOLDER)
         self.socket = self._folder / "endpoint.sock"
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(str(self.socket))
@@ -178,6 +188,9 @@ class HttpGateway:
     async def close(self) -> None:
         for door in list(self._doors.values()):
             door.close()
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
         self._listener.close()
@@ -192,8 +205,32 @@ class HttpGateway:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         for listener in (self._listener, self._unix):
-            await web.SockSite(runner, listener).start()
+            self._accepting.append(asyncio.get_running_loop().create_task(self._accept(listener, runner)))
         return runner
+
+    async def _accept(self, listener: socket.socket, runner: web.AppRunner) -> None:
+        """One after another, so that whoever makes thousands keeps nobody waiting."""
+        loop, served = asyncio.get_running_loop(), runner.server
+        assert served is not None
+        most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        listener.setblocking(False)
+        while True:
+            try:
+                line, _ = await loop.sock_accept(listener)
+            except OSError:  # it hung up, or there are no more files
+                await asyncio.sleep(REFUSED_S)
+                continue
+            there = [one for one in served.connections if one.transport is not None]
+            if len(there) >= most:
+                idle = next((one for one in there if one not in self._busy), None)
+                if idle is None:
+                    line.close()
+                    continue
+                idle.force_close()
+            try:
+                await loop.connect_accepted_socket(served, line)
+            except OSError:
+                line.close()
 
     def _door(self, request: web.Request) -> HttpDoor:
         door = self._doors.get(request.match_info["name"])
@@ -208,9 +245,13 @@ class HttpGateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         door = self._door(request)
-        async with door.request():
-            wanted = parsed(await request.read())
-            answer = await door.ask(wanted.request)
+        self._busy.add(request.protocol)
+        try:
+            async with door.request():
+                wanted = parsed(await request.read())
+                answer = await door.ask(wanted.request)
+        finally:
+            self._busy.discard(request.protocol)
         answer_id = f"chatcmpl-{request.match_info['name']}-{next(door.answers)}"
         session = {"X-Session-ID": request.match_info["name"]}
         if not wanted.stream:

@@ -57,10 +57,15 @@ class Question:
     trajectory: str
     rubric: str
     episode: str
-    seed: int
-    """Number of the vote."""
+    vote: int
     temperature: float
     max_tokens: int
+
+    @property
+    def seed(self) -> int:
+        """Of this vote on this episode: with one of the vote alone, all episodes would meet the same chances."""
+        digest = hashlib.sha256(f"{self.vote}/{self.episode}".encode("utf-8", "replace")).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
 
     def text(self, most: int | None = None) -> str:
         """With at most this many characters of the episode: its middle is left out."""
@@ -143,7 +148,7 @@ class JudgeRewards:
                 trajectory=trajectory,
                 rubric=settings.rubric or "",
                 episode=episode,
-                seed=vote,
+                vote=vote,
                 temperature=1.0 if settings.votes > 1 else 0.0,
                 max_tokens=settings.max_tokens,
             )
@@ -248,7 +253,7 @@ class PoolJudge:
             id=f"{question.trajectory}/judge-{self._asked}",
             session=question.trajectory,
             domain=f"judge of {self._pool}",
-            turn=question.seed,
+            turn=question.vote,
             prompt=(prompt,),
             prompt_tokens=len(prompt),
             sampling=Sampling(max_tokens=max_tokens, temperature=question.temperature, seed=question.seed),

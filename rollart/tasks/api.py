@@ -34,7 +34,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
 from typing import Any, Literal, Self
 
 import msgspec
@@ -228,12 +227,13 @@ def as_observation(value: object) -> Observation:
             raise ValueError(f"returned a message that is not text: {_short(message.content)}")
     if not isinstance(value.tools, tuple) or not all(isinstance(tool, Tool) for tool in value.tools):
         raise ValueError(f"returned tools that are {_short(value.tools)}; give a tuple of Tool")
-    if isinstance(value.reward, bool) or not isinstance(value.reward, Real) or not math.isfinite(value.reward):
+    reward = _number(value.reward)
+    if reward is None:
         raise ValueError(f"returned the reward {_short(value.reward)}; give a finite number")
     if not isinstance(value.info, Mapping):
         raise ValueError(f"returned the info {_short(value.info)}; give a mapping")
     done, truncated, fresh = bool(value.done), bool(value.truncated), bool(value.fresh)
-    return replace(value, reward=float(value.reward), done=done, truncated=truncated, fresh=fresh)
+    return replace(value, reward=reward, done=done, truncated=truncated, fresh=fresh)
 
 
 def as_reward(value: object) -> tuple[float, dict[str, float]]:
@@ -245,14 +245,19 @@ def as_reward(value: object) -> tuple[float, dict[str, float]]:
 
 
 def _finite(value: Any) -> float:
-    """As a float; numpy's and torch's scalars are welcome."""
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = _number(value)
+    if number is None:
         raise ValueError(f"the reward function returned {_short(value)}; return a finite number, or a dict of them")
     return number
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as a float; truth values, numpy's and torch's scalars are welcome. None for all else."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _short(value: object) -> str:

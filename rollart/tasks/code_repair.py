@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from rollart.chat import spoken
 from rollart.errors import JobError
 from rollart.tasks.api import Environment, Episode, TaskSet, observe
 from rollart.tasks.repair_mutations import Mutation, mutations
-from rollart.tasks.repair_project import package_files, run_tests, site_of, test_file, write_project
+from rollart.tasks.repair_project import Ran, package_files, run_tests, site_of, test_file, write_project
 from rollart.types import Observation, Payload, Task
 
 CATALOGUE = Path(__file__).with_name("code_repair.json")
@@ -154,6 +155,7 @@ class Repairing(Environment):
 
     def step(self, action: str) -> Observation:
         self._actions += 1
+        action = spoken(action)
         match action.split(maxsplit=1):
             case ["submit", *_]:
                 return observe(done=True)
@@ -170,13 +172,13 @@ class Repairing(Environment):
     def _tested(self) -> str:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="repair-")
-            lay_out(Path(self._folder.name), self._payload, {})
+            lay_out(Path(self._folder.name), self._workspace.package, str(self._payload["tests"]), {})
         project = Path(self._folder.name) / "project"
         for name, text in self._workspace.changed.items():
             (project / name).write_text(text)
         tests = Path(self._folder.name) / "tests" / Path(self._payload["tests"]).name
         ran = run_tests(project, tests, str(self._payload["test"]), package=self._workspace.package)
-        return "the test passes" if ran.passed else _same_each_time(ran.said, Path(self._folder.name).name)
+        return "the test passes" if ran.well else _same_each_time(ran.said, Path(self._folder.name).name)
 
 
 class CodeRepair(TaskSet):
@@ -248,28 +250,40 @@ class CodeRepair(TaskSet):
 
 
 def score(episode: Episode) -> float:
-    """1 where all tests pass on what the model left."""
+    """1 where all tests pass on what the model left: those that pass on the package as it is."""
     payload = episode.task.payload
     workspace = Workspace(payload)
-    for turn in episode.turns:
-        if turn.text.split(maxsplit=1)[:1] == ["edit"]:
-            workspace.act(turn.text)
+    for action in (spoken(turn.text) for turn in episode.turns):
+        if action.split(maxsplit=1)[:1] == ["edit"]:
+            workspace.act(action)
     if not workspace.edited:
         return 0.0
+    ran = hidden_tests(workspace.package, str(payload["tests"]), workspace.changed)
+    return float(ran.well and ran.passed >= _wanted(workspace.package, str(payload["tests"])))
+
+
+def hidden_tests(package: str, tests: str, changed: Mapping[str, str]) -> Ran:
     with tempfile.TemporaryDirectory(prefix="repair-") as folder:
-        tests = lay_out(Path(folder), payload, workspace.changed)
-        return float(run_tests(Path(folder) / "project", tests, package=workspace.package).passed)
+        return run_tests(Path(folder) / "project", lay_out(Path(folder), package, tests, changed), package=package)
 
 
-def lay_out(folder: Path, payload: Payload, changed: Mapping[str, str]) -> Path:
+@functools.cache
+def _wanted(package: str, tests: str) -> frozenset[str]:
+    """The tests that pass on the package as it is: which are skipped depends on what else is installed."""
+    ran = hidden_tests(package, tests, {})
+    if not ran.well:
+        raise RuntimeError(f"{tests} does not pass on {package} as it is installed: {_short(ran.said)}")
+    return ran.passed
+
+
+def lay_out(folder: Path, package: str, tests: str, changed: Mapping[str, str]) -> Path:
     """The project and, beside it, its tests, for a sandbox to read. Returns the tests' file."""
-    package = str(payload["file"]).partition("/")[0]
     folder.chmod(0o755)
     write_project(folder / "project", package, changed)
-    tests = folder / "tests" / Path(payload["tests"]).name
-    tests.parent.mkdir()
-    tests.write_text(test_file(package, payload["tests"]))
-    return tests
+    file = folder / "tests" / Path(tests).name
+    file.parent.mkdir()
+    file.write_text(test_file(package, tests))
+    return file
 
 
 def mutation_of(payload: Payload) -> Mutation:

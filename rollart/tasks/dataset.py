@@ -8,6 +8,8 @@ tasks are drawn; environments and rewards get all they need in the task, and nev
 """
 
 import contextlib
+import datetime
+import decimal
 import hashlib
 import json
 import random
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollart.chat import spoken
 from rollart.errors import JobError, install
 from rollart.tasks.answers import JUDGES, extracted, letter, letters
 from rollart.tasks.api import Environment, Episode, Reward, Split, TaskSet, observe
@@ -228,15 +231,16 @@ class Dataset(TaskSet):
             payload["pattern"] = self._pattern
         if self._answer:
             raw = _value(self._answer, row)
-            answers = [self._one_answer(one, options, labels) for one in (raw if isinstance(raw, list) else [raw])]
+            every = [_said_as(one) for one in (raw if isinstance(raw, list) else [raw])]
+            answers = [self._one_answer(one, options, labels) for one in every]
             if not answers or not all(one.strip() for one in answers):
                 raise ValueError("the answer is empty")
             payload["answers"] = answers
-            payload["solution"] = self._right_reply(row, str(raw), answers[0])
+            payload["solution"] = self._right_reply(every[0], answers[0])
         if self._solution:
             payload["solution"] = str(_value(self._solution, row))
         if self._keep:
-            payload["columns"] = {name: _column(row, name, null=True) for name in self._keep}
+            payload["columns"] = {name: _kept(row, name) for name in self._keep}
         return payload
 
     def _messages(self, row: Row) -> list[dict[str, str]]:
@@ -250,7 +254,8 @@ class Dataset(TaskSet):
             messages = [{"role": "user", "content": str(prompt)}]
         if not any(one["content"].strip() for one in messages):
             raise ValueError("the prompt is empty")
-        return [*([{"role": "system", "content": self._system}] if self._system else []), *messages]
+        system = _filled(self._system, row)
+        return [*([{"role": "system", "content": system}] if system else []), *messages]
 
     def _options(self, row: Row) -> tuple[list[str], list[str]]:
         """The choices, and what the dataset calls them: a list (in CSV as JSON), or `{text: [...], label: [...]}`."""
@@ -272,17 +277,17 @@ class Dataset(TaskSet):
             raise ValueError(f"the choices have {len(options)} texts and {len(named)} labels")
         return options, named
 
-    def _one_answer(self, raw: Any, options: Sequence[str], labels: Sequence[str]) -> str:
+    def _one_answer(self, raw: str, options: Sequence[str], labels: Sequence[str]) -> str:
         if self._reward == "choice":
             return letter(raw, options, labels)
         if not self._answer_pattern:
-            return str(raw)
-        found = extracted(self._answer_pattern, str(raw))
+            return raw
+        found = extracted(self._answer_pattern, raw)
         if found is None:
-            raise ValueError(f"the answer_pattern finds nothing in the answer {str(raw)[:80]!r}")
+            raise ValueError(f"the answer_pattern finds nothing in the answer {raw[:80]!r}")
         return found
 
-    def _right_reply(self, row: Row, raw: str, answer: str) -> str:
+    def _right_reply(self, raw: str, answer: str) -> str:
         """One that earns the reward, as far as is known: the answer column itself where the pattern reads it."""
         if self._reward == "regex" and extracted(self._pattern, raw) is not None:
             return raw
@@ -290,12 +295,12 @@ class Dataset(TaskSet):
 
 
 def score(episode: Episode) -> Reward:
-    """What the task's own reward says of the last answer."""
+    """What the task's own reward says of the last answer, without its thoughts."""
     payload = episode.task.payload
     judge = JUDGES.get(payload["reward"])
     if judge is None:
         return load_reward(payload["reward"])(episode)
-    return float(judge(episode.answer, payload["answers"], payload.get("pattern", "")))
+    return float(judge(spoken(episode.answer), payload["answers"], payload.get("pattern", "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +330,9 @@ def _refuse(reward: str, *, answer: str, pattern: str, choices: str) -> None:
 
 
 def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
-    for name, text in (("prompt", dataset._prompt), ("answer", dataset._answer), ("solution", dataset._solution)):
+    system = dataset._system if "{" in dataset._system else ""
+    texts = {"prompt": dataset._prompt, "answer": dataset._answer, "solution": dataset._solution, "system": system}
+    for name, text in texts.items():
         for column in _columns_in(text):
             _refuse_column(name, column, columns)
     for name, column in (("choices", dataset._choices), *(("keep", one) for one in dataset._keep)):
@@ -334,8 +341,8 @@ def _known_columns(dataset: Dataset, columns: Sequence[str]) -> None:
 
 
 def _refuse_column(argument: str, column: str, columns: Sequence[str]) -> None:
-    if column not in columns:
-        text = argument in ("prompt", "answer", "solution")
+    if column not in columns and column.partition(".")[0] not in columns:
+        text = argument in ("prompt", "answer", "solution", "system")
         template = "; a bracket that is no column is written {{ or }}" if text else ""
         raise JobError(
             f"tasks.args.{argument}: there is no column {column!r}; there are {', '.join(columns)}{template}"
@@ -352,22 +359,63 @@ def _columns_in(text: str) -> list[str]:
 def _value(text: str, row: Row) -> Any:
     """The column of this name, or the template with its columns filled in. Raises ValueError."""
     if "{" not in text:
-        return _column(row, text)
+        found = _column(row, text)
+        if isinstance(found, Mapping):
+            raise ValueError(f"{text!r} is an object with {', '.join(found)}; name one of these, as {text}.NAME")
+        return found
+    return _filled(text, row)
+
+
+def _filled(text: str, row: Row) -> str:
+    """With its columns. Raises ValueError."""
 
     def filled(found: "re.Match[str]") -> str:
         name = found.group(1)
-        return found.group()[0] if name is None else str(_column(row, name))
+        if name is None:
+            return found.group()[0]
+        value = _column(row, name)
+        return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else _said_as(value)
 
     return NAME.sub(filled, text)
 
 
+def _said_as(value: Any) -> str:
+    """A value as a model would say it: whole numbers are often kept as floats, since others in the column are none.
+    Raises ValueError."""
+    if isinstance(value, Mapping):
+        raise ValueError(f"it has an object with {', '.join(value)} where a text or a number should be")
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def _column(row: Row, name: str, *, null: bool = False) -> Any:
-    """Of this row. Raises ValueError where it has none, or nothing in it."""
-    if name not in row:
-        raise ValueError(f"there is no {name!r} in it")
-    if row[name] is None and not null:
+    """Of this row; `a.b` is what is called b, or has that position, in the column a. Raises ValueError where there is
+    none, or nothing in it."""
+    found: Any = row
+    for part in [name] if name in row else name.split("."):
+        if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        elif isinstance(found, Mapping) and part in found:
+            found = found[part]
+        else:
+            raise ValueError(f"there is no {name!r} in it")
+    if (found is None or found != found) and not null:  # NaN is what some tools write for null
         raise ValueError(f"{name!r} is null")
-    return row[name]
+    return found
+
+
+def _kept(row: Row, name: str) -> Json:
+    """As JSON: dates and decimals as texts. Raises ValueError."""
+
+    def text(value: object) -> str:
+        if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
+            return str(value)
+        raise TypeError(type(value).__name__)
+
+    try:
+        kept: Json = json.loads(json.dumps(_column(row, name, null=True), default=text))
+    except TypeError as error:
+        raise ValueError(f"{name!r} holds a value of type {error}, which JSON cannot; leave it out of keep") from None
+    return kept
 
 
 def _condition(split: str) -> tuple[str, str, str]:

@@ -98,7 +98,8 @@ class GymnasiumGame:
     def _shown(self, observation: Any) -> str:
         if self._drawn:
             return re.sub(r"\x1b\[([0-9;]+)m(.)\x1b\[0m", _uncoloured, str(self._env.render())).strip("\n")
-        return str(observation.tolist() if hasattr(observation, "tolist") else observation)
+        plain = _plain(observation)
+        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=str)
 
     def _meant(self, text: str) -> int | None:
         """The action that is named last."""
@@ -108,12 +109,15 @@ class GymnasiumGame:
 
     @staticmethod
     def names() -> list[str]:
-        registry = importlib.import_module("gymnasium").registry
-        return [
-            name
-            for name, spec in registry.items()
-            if "toy_text" in str(spec.entry_point) or not str(spec.entry_point).startswith("gymnasium.")
-        ]
+        """Those that are text, and those of other packages."""
+        found = []
+        for name, spec in importlib.import_module("gymnasium").registry.items():
+            point = spec.entry_point
+            module = point.__module__ if callable(point) else str(point).partition(":")[0]
+            package = module.partition(".")[0]
+            if "toy_text" in module or (package != "gymnasium" and importlib.util.find_spec(package) is not None):
+                found.append(name)
+        return found
 
 
 class ReasoningGymGame:
@@ -369,6 +373,18 @@ def _look(library: Any) -> Found:
 def _said(text: str, reward: float = 0.0, done: bool = False, truncated: bool = False) -> Said:
     messages = [{"role": "user", "content": text}] if text else []
     return {"messages": messages, "reward": reward, "done": done, "truncated": truncated}
+
+
+def _plain(value: Any) -> Any:
+    """An observation in values that JSON has; single-precision numbers with the digits that they have."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)) or getattr(value, "ndim", None):
+        return [_plain(one) for one in value]
+    if hasattr(value, "item"):
+        number = value.item()
+        return float(str(value)) if isinstance(number, float) else number
+    return value
 
 
 def _uncoloured(found: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from rollart.chat import spoken
 from rollart.errors import JobError, install
 from rollart.tasks import guest
 from rollart.tasks.api import Environment, Split, TaskSet, observe
@@ -186,7 +187,7 @@ class GameEnvironment(Environment):
         return self._as_observation(self._game.ask("reset", self._seed))
 
     def step(self, action: str) -> Observation:
-        return observe(done=True) if self._over else self._as_observation(self._game.ask("step", action))
+        return observe(done=True) if self._over else self._as_observation(self._game.ask("step", spoken(action)))
 
     def close(self) -> None:
         self._game.close()

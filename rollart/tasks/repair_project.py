@@ -7,10 +7,13 @@ import then compiles what was changed, and no more.
 import contextlib
 import functools
 import importlib.util
+import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,9 +23,14 @@ from rollart.errors import JobError
 from rollart.workers.sandbox import INSIDE, Sandbox, missing
 from rollart.workers.variables import for_children
 
-RUN_S = 60.0
-"""Longest run of tests."""
-HIDDEN_LIMITS = SandboxSettings(memory_mb=1024, processes=32, cpu_s=RUN_S, tmp_mb=64)
+RUN_S = 20.0
+"""Longest run of tests; those of the catalogue take two seconds at most. Below what a job gives a reward function by
+default: a model's endless loop earns 0, and is no failure of the function."""
+HIDDEN_LIMITS = SandboxSettings(memory_mb=1024, processes=32, cpu_s=RUN_S, tmp_mb=64, output_mb=4)
+MAX_SAID = 2**20
+"""Bytes at the end of what a run said, which is on disk, and bounded by its sandbox."""
+REPORT = "rollart.tasks.repair_report"
+"""The plugin that says which tests passed, after a word that it is given."""
 PYTEST = (
     "-q",
     "-x",
@@ -46,7 +54,10 @@ class File(NamedTuple):
 class Ran(NamedTuple):
     """A run of tests."""
 
-    passed: bool
+    well: bool
+    """It ended by itself, and none failed."""
+    passed: frozenset[str]
+    """By their names in the file. Those that were skipped are not among them."""
     said: str
 
 
@@ -61,11 +72,13 @@ def site_of(package: str) -> Path:
 
 @functools.cache
 def package_files(package: str) -> Mapping[str, File]:
-    """By path, such as `toolz/itertoolz.py`: what of it is not a test, and what was compiled of that."""
+    """By path, such as `toolz/itertoolz.py`: what of it is no test, with its data, what was compiled, and modules that
+    tests import from one another."""
     site = site_of(package)
     found = {}
     for path in sorted((site / package).rglob("*")):
-        if path.suffix in (".py", ".pyc") and "tests" not in path.parts and path.name != "conftest.py":
+        tested = "tests" in path.relative_to(site).parts
+        if path.is_file() and not (tested and path.suffix != ".py") and not path.name.startswith(("test_", "conftest")):
             found[str(PurePosixPath(path.relative_to(site)))] = File(path.read_bytes(), path.stat().st_mtime_ns)
     return found
 
@@ -89,7 +102,8 @@ def test_file(package: str, name: str) -> str:
 def run_tests(project: Path, tests: Path, only: str = "", *, package: str = "") -> Ran:
     """These tests, on the package in this folder. Inside a sandbox as they are; elsewhere in a new one, where the
     package is found nowhere else."""
-    words = [sys.executable, "-m", "pytest", *PYTEST, f"{tests}::{only}" if only else str(tests)]
+    words = [sys.executable, "-m", "pytest", *PYTEST, "-p", REPORT]
+    words += [f"{tests}::{only}" if only else str(tests)]
     paths = os.pathsep.join([str(project), *(path or os.getcwd() for path in sys.path)])
     environment = {**for_children(os.environ, ()), "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if INSIDE in os.environ:
@@ -105,20 +119,31 @@ def run_tests(project: Path, tests: Path, only: str = "", *, package: str = "") 
 
 
 def _run(words: list[str], environment: Mapping[str, str], folder: Path | None) -> Ran:
-    with subprocess.Popen(
-        words,
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as run:
-        try:
-            said, _ = run.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            said = f"the tests did not end within {RUN_S:g} s".encode()
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(run.pid, signal.SIGKILL)
-    return Ran(run.returncode == 0, said.decode(errors="replace"))
+    word = secrets.token_hex(16)
+    late = ""
+    with tempfile.TemporaryFile() as out:
+        with subprocess.Popen(
+            words,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as run:
+            try:
+                run.communicate(word.encode(), timeout=RUN_S)
+            except subprocess.TimeoutExpired:
+                late = f"the tests did not end within {RUN_S:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(run.pid, signal.SIGKILL)
+        out.seek(max(0, out.seek(0, os.SEEK_END) - MAX_SAID))
+        passed, said = _report(out.read().decode(errors="replace"), word)
+    return Ran(run.returncode == 0 and bool(passed), frozenset(passed), late or said)
+
+
+def _report(said: str, word: str) -> tuple[list[str], str]:
+    """The tests that passed, and what was said before."""
+    before, found, line = said.rpartition(f"\n{word} ")
+    return (json.loads(line.partition("\n")[0]), before) if found else ([], said)

@@ -73,7 +73,8 @@ class _Lines:
             return os.pread(self._file, end - start, start).decode()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self._path}, row {number + 1}: is not UTF-8 ({error.reason}, byte 0x{error.object[error.start]:02x})"
+                f"{self._path}, row {number + 1}: is not UTF-8, as it must be ({error.reason}, byte "
+                f"0x{error.object[error.start]:02x})"
             ) from None
 
     def __del__(self) -> None:
@@ -128,6 +129,8 @@ class DelimitedLines(_Lines):
             self.columns = self._values(header.decode("utf-8-sig"))
         except UnicodeDecodeError:
             raise JobError(f"tasks.args.path: {path}: its header is not UTF-8; save the file as UTF-8") from None
+        if twice := [name for name in dict.fromkeys(self.columns) if self.columns.count(name) > 1]:
+            raise JobError(f"tasks.args.path: {path} has several columns {twice[0]!r}; rename all but one")
         if len(self.columns) == 1 and (others := [one for one in (";", "\t", "|", ",") if one in self.columns[0]]):
             raise JobError(
                 f"tasks.args.path: {path} has one column, {self.columns[0]!r}: its values seem to be separated by "

@@ -23,6 +23,11 @@ class Box(Protocol):
     def opening(self) -> bytes:
         """What it is sent before the first call, once its command is known."""
 
+    @property
+    def ends_with_command(self) -> bool:
+        """Killing its command ends all that is in it. Otherwise `remove` does, and the command ends by itself then:
+        killed while it makes the box, it would leave one that nobody knows."""
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """What to start instead of these words, and with which environment."""
 
@@ -30,7 +35,7 @@ class Box(Protocol):
         """Which limit it went over, where that is known; else nothing. May block."""
 
     def remove(self) -> None:
-        """Its process has been killed: remove what it leaves. Blocks."""
+        """End what is in it, and remove what it leaves. Blocks; may be called again."""
 
 
 MakeBox = Callable[[str], Box]

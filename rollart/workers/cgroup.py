@@ -1,4 +1,4 @@
-"""Memory and processes of a box counted together, by a control group of Linux, where we may make one.
+"""Memory, processes and CPUs of a box counted together, by a control group of Linux, where we may make one.
 
 Without one each process of a box is limited by itself. Both versions of the interface are known. Of version 2 a group
 is made below our own or beside it, wherever the controllers are there: who starts us decides that.
@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Self
 
+PERIOD_US = 100_000
+"""In which a group may use so many CPUs."""
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 _NUMBERS = itertools.count()
@@ -20,12 +22,12 @@ class Cgroup:
     """The folders of one box, one for each controller (version 2: one for all)."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
-        """`folders`: by controller, `memory` and `pids`."""
+        """`folders`: by controller, `memory`, `pids`, and `cpu` where that may be bounded."""
         self._folders = folders
 
     @classmethod
-    def make(cls, memory_bytes: int, processes: int, *, root: Path = ROOT, own: Path = OWN) -> Self | None:
-        """One with these limits; None where we may not."""
+    def make(cls, memory_bytes: int, processes: int, cpus: float, *, root: Path = ROOT, own: Path = OWN) -> Self | None:
+        """One with these limits; None where we may not. Where its CPUs alone cannot be bounded, it is one without."""
         name = f"rollart-{os.getpid()}-{next(_NUMBERS)}"
         for places in _candidates(root, own):
             for place in dict.fromkeys(places.values()):
@@ -41,6 +43,9 @@ class Cgroup:
                 continue
             with contextlib.suppress(OSError):  # not every kernel counts swap
                 _write_first(folders["memory"], ("memory.swap.max",), 0)
+            with contextlib.suppress(OSError, KeyError):
+                quota_us = max(1000, round(cpus * PERIOD_US))
+                _write_first(folders["cpu"], ("cpu.max", "cpu.cfs_quota_us"), quota_us)  # of a period, by default 0.1 s
             return cls(folders)
         return None
 
@@ -95,10 +100,14 @@ def _candidates(root: Path, own: Path) -> list[dict[str, Path]]:
     found: list[dict[str, Path]] = []
     paths = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}
     if "memory" in paths and "pids" in paths:
-        found.append({name: root / name / paths[name] for name in ("memory", "pids")})
+        found.append({name: root / name / paths[name] for name in ("memory", "pids", "cpu") if name in paths})
     if "" in paths:
         here = root / paths[""]
-        found += [{"memory": place, "pids": place} for place in (here, here.parent) if place.is_relative_to(root)]
+        found += [
+            dict.fromkeys(("memory", "pids", "cpu"), place)
+            for place in (here, here.parent)
+            if place.is_relative_to(root)
+        ]
     return found
 
 

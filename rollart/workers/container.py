@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,16 +20,14 @@ from pathlib import Path
 
 import rollart
 from rollart.config.settings import ContainerSettings, SandboxSettings
+from rollart.workers.cgroup import PERIOD_US
 from rollart.workers.lifeline import lifeline
-from rollart.workers.sandbox import MIB, OWN
+from rollart.workers.sandbox import MIB, OPEN_FILES, OWN
 
 NOBODY = 65534
 REMOVE_S = 30.0
-CPU_PERIOD_US = 100_000
-"""In which a container may use so many CPUs, for runc."""
-OPEN_FILES, USERS_PROCESSES = 1024, 4096
-"""Given, since what runtimes give by themselves may be more than we may. The second is of nobody's in all containers;
-one container's own bound is `sandbox.processes`."""
+USERS_PROCESSES = 4096
+"""Of nobody's in all containers; one container's own bound is `sandbox.processes`."""
 INSTALL = {
     "podman": "apt-get install podman",
     "docker": "docs.docker.com/engine/install",
@@ -36,7 +35,7 @@ INSTALL = {
 }
 CLIENTS = ("PATH", "HOME", "XDG_RUNTIME_DIR", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG")
 """Variables by which a runtime's client finds its engine and its images."""
-KEPT = ("sh", "-c", '(cat /dev/fd/"$LIFE"; exec $REMOVE) < /dev/null > /dev/null 2>&1 & exec "$@"', "sh")
+KEPT = ("sh", "-c", '(cat /dev/fd/"$LIFE"; eval "$REMOVE") < /dev/null > /dev/null 2>&1 & exec "$@"', "sh")
 """What a box's command begins with: when we are gone, a shell that waited removes the box."""
 NAMED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "JAVA_HOME", "SHELL")
 """Variables that say where things are on this machine: the image has its own."""
@@ -67,15 +66,22 @@ class Container:
     def opening(self) -> bytes:
         return b""
 
+    @property
+    def ends_with_command(self) -> bool:
+        return False
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`words`: a command of this machine's Python, which becomes one of the image's."""
         words = [self.container.python, *words[1:]]
         code = [Path(rollart.__file__).parent, *self.code]
         places = list(dict.fromkeys([*code, *self.read]))
         inside = environment_inside(environment, code)
-        here = clients_environment(self._removing)
+        removing = shlex.join(self._removing)
         if self.container.runtime == "runc":
-            return [*KEPT, *self._runc(words, inside, places)], here
+            run, bundle = self._runc(words, inside, places), shlex.quote(str(self._bundle))
+            # once more, since `runc run` removes it too, and one of them may be in the other's way
+            return [*KEPT, *run], clients_environment(f"{removing}; sleep 1; {removing}; rm -r {bundle}")
+        here = clients_environment(removing)
         # Names on the command line, values in the client's environment: no secret is in the list of processes.
         # The client's own HOME and PATH are needed to find its images, so these are written out.
         written = {name: value for name, value in inside.items() if name in here}
@@ -104,11 +110,12 @@ class Container:
         memory, output = f"{limits.memory_mb}m", limits.output_mb * MIB
         words = [self.container.runtime, "run", "--rm", "--interactive", "--name", self.name]
         words += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words += ["--stop-timeout", "0"]  # else one that does not listen takes ten seconds to end
         words += ["--user", f"{NOBODY}:{NOBODY}", "--workdir", "/tmp", "--log-driver", "none"]
         words += ["--tmpfs", f"/tmp:rw,mode=1777,size={limits.tmp_mb}m", "--memory", memory, "--memory-swap", memory]
         words += ["--pids-limit", str(limits.processes), "--ulimit", "core=0", "--ulimit", f"nofile={OPEN_FILES}"]
         words += ["--ulimit", f"nproc={USERS_PROCESSES}"]
-        words += ["--cpus", f"{self.container.cpus:g}"] if self.container.cpus else []
+        words += ["--cpus", f"{limits.cpus:g}"]
         words += ["--ulimit", f"cpu={max(1, round(limits.cpu_s))}", "--ulimit", f"fsize={output}"]
         return words + [word for place in places for word in ("--volume", f"{place}:{place}:ro")]
 
@@ -121,10 +128,9 @@ class Container:
     def _spec(self, words: Sequence[str], inside: Mapping[str, str], places: Sequence[Path]) -> dict[str, object]:
         """By the OCI runtime specification."""
         limits = self.settings
-        rlimits = {"CORE": 0, "CPU": max(1, round(limits.cpu_s)), "FSIZE": limits.output_mb * MIB}
+        rlimits = {"CORE": 0, "NOFILE": OPEN_FILES, "CPU": max(1, round(limits.cpu_s)), "FSIZE": limits.output_mb * MIB}
         memory = limits.memory_mb * MIB
-        cpus = self.container.cpus
-        share = {"period": CPU_PERIOD_US, "quota": round(cpus * CPU_PERIOD_US)} if cpus else {}
+        share = {"period": PERIOD_US, "quota": round(limits.cpus * PERIOD_US)}
         own = ["nosuid", "nodev"]
         size = f"size={limits.tmp_mb * MIB}"
         mounts: list[dict[str, object]] = [
@@ -179,10 +185,10 @@ def environment_inside(environment: Mapping[str, str], code: Sequence[Path]) -> 
     return {**inside, **OWN, "PYTHONPATH": paths}
 
 
-def clients_environment(removing: Sequence[str]) -> dict[str, str]:
-    """What a runtime's client is given, and `KEPT`."""
+def clients_environment(removing: str) -> dict[str, str]:
+    """What a runtime's client is given, and `KEPT`. `removing`: a command of a shell."""
     found = {name: os.environ[name] for name in CLIENTS if name in os.environ}
-    return found | {"LIFE": str(lifeline()), "REMOVE": " ".join(removing)}
+    return found | {"LIFE": str(lifeline()), "REMOVE": removing}
 
 
 def unusable(container: ContainerSettings) -> str:

@@ -8,13 +8,17 @@ import functools
 import os
 import shutil
 import socket
+import struct
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 CHUNK = 65_536
+MAX_LINES = 128
+"""Connections of one user, which is one sandbox where we are root, passed on at a time; one more is closed."""
 RELAY = "rollart-endpoint-relay-"
 
 
@@ -30,8 +34,7 @@ class Relay:
     """A Unix socket that leads to a server on another machine. Bound into a sandbox, it is all that one reaches."""
 
     def __init__(self) -> None:
-        _remove_left()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{RELAY}{os.getpid()}-"))  # for nobody else to enter
+        self._folder = own_folder(RELAY)
         self.path = self._folder / "endpoint.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
@@ -53,11 +56,12 @@ class Relay:
         return socket.create_connection((at.hostname or "", at.port or 80))
 
 
-def _remove_left() -> None:
-    """Relays of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{RELAY}*-*"):
-        if not Path("/proc", folder.name.removeprefix(RELAY).partition("-")[0]).exists():
+def own_folder(prefix: str) -> Path:
+    """A new one for temporary files, which nobody else may enter. Those of processes that were killed are removed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}[0-9]*-*"):
+        if not Path("/proc", folder.name.removeprefix(prefix).partition("-")[0]).exists():
             shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
 
 
 def _connected(path: str) -> socket.socket:
@@ -75,15 +79,44 @@ def _pass_on_from(listener: socket.socket, connect: Callable[[], socket.socket])
 
 
 def _serve(listener: socket.socket, connect: Callable[[], socket.socket]) -> None:
+    lines: Counter[int] = Counter()
     while True:
         client, _ = listener.accept()
+        user = _user(client)
+        if lines[user] >= MAX_LINES:
+            client.close()
+            continue
         try:
             server = connect()
         except OSError:
             client.close()
             continue
-        for source, target in ((client, server), (server, client)):
-            threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+        with LOCK:
+            lines[user] += 1
+        threading.Thread(target=_pass_both_ways, args=(client, server, lines, user), daemon=True).start()
+
+
+def _user(client: socket.socket) -> int:
+    """Who is at the other end of a Unix socket."""
+    if client.family != socket.AF_UNIX:
+        return 0
+    return int(PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1])
+
+
+PEER = struct.Struct("3i")
+"""A process, its user and group."""
+LOCK = threading.Lock()
+
+
+def _pass_both_ways(client: socket.socket, server: socket.socket, lines: Counter[int], user: int) -> None:
+    back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
+    back.start()
+    _pass_on(client, server)
+    back.join()
+    client.close()
+    server.close()
+    with LOCK:
+        lines[user] -= 1
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:

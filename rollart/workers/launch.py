@@ -24,10 +24,11 @@ from rollart.workers.box import Box
 from rollart.workers.handles import as_raised
 from rollart.workers.lifeline import lifeline
 from rollart.workers.link import Link, WorkerFailed, WorkerGone
-from rollart.workers.wire import MAX_BYTES
 
 EXIT_S = 1.0
 """How long a process whose socket is closed may take to have an exit status."""
+CLIENT_S = 10.0
+"""How long the client of a container's runtime may take to notice that its container is gone."""
 TAIL_BYTES = 2000
 """How much of a dead process's output goes into the error."""
 MAX_LOG_BYTES = 16 * 1024 * 1024
@@ -129,9 +130,13 @@ class Process:
                 self._popen = spawn([*words, *map(str, handed)], self._log, environment, pass_fds=handed)
             else:
                 words, environment = self._box.command(words, environment)
-                self._popen = spawn(words, self._log, environment, pass_fds=self._box.pass_fds, talk=theirs)
+                try:
+                    self._popen = spawn(words, self._log, environment, pass_fds=self._box.pass_fds, talk=theirs)
+                except OSError:
+                    await asyncio.to_thread(self._box.remove)
+                    raise
         ours.setblocking(False)
-        most = MAX_BYTES if self._box is None else self._box.output_bytes
+        most = None if self._box is None else self._box.output_bytes
         try:
             link = partial(Link, max_bytes=most)
             _, self._link = await asyncio.get_running_loop().create_unix_connection(link, sock=ours)
@@ -172,8 +177,8 @@ class Process:
         if self._popen is None or self._reaped is not None:
             return
         self._killed = self._popen.poll() is None and self._ending is None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        if self._box is None or self._box.ends_with_command:
+            self._kill_group()
         # In a thread: a process with much memory takes a while to go, and nobody should wait for it here.
         self._reaped = asyncio.get_running_loop().run_in_executor(None, self._reap)
         if self._link is not None:
@@ -181,10 +186,23 @@ class Process:
 
     def _reap(self) -> int:
         assert self._popen is not None
+        removed = False
+        if self._box is not None and not self._box.ends_with_command:
+            self._box.remove()
+            until_s = time.monotonic() + CLIENT_S
+            while self._popen.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            removed = self._started and self._popen.poll() is not None
+            self._kill_group()  # whoever waits in it for our end, too
         status = self._popen.wait()
-        if self._box is not None:
+        if self._box is not None and not removed:
             self._box.remove()
         return status
+
+    def _kill_group(self) -> None:
+        assert self._popen is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Kill it, and wait until it is gone."""

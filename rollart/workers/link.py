@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rollart.workers.wire import LENGTH, MAX_BYTES, frame, unpack
+from rollart.workers.wire import LENGTH, MAX_BYTES, frame, unpack, unpack_untrusted
 
 
 class WorkerGone(Exception):
@@ -47,9 +47,11 @@ class Outbox:
 class Link(asyncio.Protocol):
     """The parent's end."""
 
-    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
-        """`max_bytes`: of one answer; a longer one is not believed."""
-        self._max_bytes = max_bytes
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        """`max_bytes`: of one answer of a worker that is not trusted; a longer one is not believed, nor one of too many
+        parts."""
+        self._max_bytes = MAX_BYTES if max_bytes is None else max_bytes
+        self._unpack = unpack if max_bytes is None else unpack_untrusted
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the other end is gone: what it did wrong, or empty."""
         self._transport: asyncio.WriteTransport | None = None
@@ -105,7 +107,7 @@ class Link(asyncio.Protocol):
             if len(self._buffer) < end:
                 break
             try:
-                self._settle(unpack(bytes(self._buffer[at + LENGTH.size : end])))
+                self._settle(self._unpack(bytes(self._buffer[at + LENGTH.size : end])))
             except (ValueError, TypeError, KeyError):
                 self.close("answered nonsense")
                 return

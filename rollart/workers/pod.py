@@ -17,6 +17,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -28,10 +29,8 @@ import rollart
 from rollart.config.settings import ContainerSettings, SandboxSettings
 from rollart.types import JsonObject
 from rollart.workers.container import KEPT, REMOVE_S, clients_environment, environment_inside
-from rollart.workers.sandbox import FIRST_USER, MIB, OWN_TMP
+from rollart.workers.sandbox import FIRST_USER, MIB, OPEN_FILES, OWN_TMP
 
-CPUS = 1.0
-"""Of a pod whose job does not say."""
 START_S = 300.0
 """How long the cluster may take to find a machine, fetch the image and start it."""
 SPARE_S = 3600
@@ -72,6 +71,10 @@ class Pod:
     def output_bytes(self) -> int:
         return self.settings.output_mb * MIB
 
+    @property
+    def ends_with_command(self) -> bool:
+        return False
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`words`: a command of this machine's Python, which becomes one of the image's."""
         limits = self.settings
@@ -81,6 +84,7 @@ class Pod:
             "CPU": max(1, round(limits.cpu_s)),
             "FSIZE": limits.output_mb * MIB,
             "NPROC": limits.processes,
+            "NOFILE": OPEN_FILES,
         }
         head = json.dumps(
             {"words": words[1:], "environment": environment_inside(environment, code), "bounds": bounds}
@@ -89,7 +93,12 @@ class Pod:
         self.opening = len(head).to_bytes(8, "big") + head + len(body).to_bytes(8, "big") + body
         run = [*self._scope, "run", self.name, "--image", self.container.image, "--restart", "Never", "--stdin"]
         run += ["--quiet", "--pod-running-timeout", f"{START_S:g}s", "--overrides", json.dumps(self.manifest())]
-        here = {**os.environ, **clients_environment(self._removing), "ASK": " ".join(self._asking), "WHY": WHY}
+        here = {
+            **os.environ,
+            **clients_environment(shlex.join(self._removing)),
+            "ASK": " ".join(self._asking),
+            "WHY": WHY,
+        }
         here["BLOCKS"] = str(self.output_bytes // BLOCK_BYTES)
         self.pass_fds = (int(here["LIFE"]),)
         return [*KEPT, "sh", "-c", RUN, "sh", *run], here
@@ -109,8 +118,7 @@ class Pod:
 
     def manifest(self) -> JsonObject:
         limits = self.settings
-        cpus = self.container.cpus or CPUS
-        most: JsonObject = {"cpu": f"{math.ceil(1000 * cpus)}m", "memory": f"{limits.memory_mb}Mi"}
+        most: JsonObject = {"cpu": f"{math.ceil(1000 * limits.cpus)}m", "memory": f"{limits.memory_mb}Mi"}
         user = FIRST_USER + secrets.randbelow(FIRST_USER - 1)
         points = [OWN_TMP, *mount_points(self._places)]
         memory: JsonObject = {"medium": "Memory", "sizeLimit": f"{limits.tmp_mb}Mi"}

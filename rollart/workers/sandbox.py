@@ -38,6 +38,8 @@ OWN = {
 }
 FIRST_USER = 2**30
 """Users of boxes are numbered from here on: beyond all that a system gives out."""
+OPEN_FILES = 1024
+"""Of one process: files that are in memory and have no name are bounded by nothing else."""
 TRIAL_S = 20.0
 PACKAGES = ("site-packages", "dist-packages")
 """What folders of installed packages are called."""
@@ -71,9 +73,13 @@ class Sandbox:
     def opening(self) -> bytes:
         return b""
 
+    @property
+    def ends_with_command(self) -> bool:
+        return True
+
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         limits = self.settings
-        self._cgroup = Cgroup.make(limits.memory_mb * MIB, limits.processes)
+        self._cgroup = Cgroup.make(limits.memory_mb * MIB, limits.processes, limits.cpus)
         joining = self._cgroup.joining if self._cgroup else []
         join = "".join(f'echo $$ > "{path}" && ' for path in joining)
         enter = ["sh", "-c", f'{join}exec "$@"', "sh"] if join else []
@@ -128,7 +134,7 @@ class Sandbox:
         """Of each process; those of all together are the control group's."""
         limits = self.settings
         words = ["prlimit", "--core=0", f"--cpu={max(1, round(limits.cpu_s))}", f"--fsize={limits.output_mb * MIB}"]
-        words += [f"--nproc={limits.processes}"]
+        words += [f"--nproc={limits.processes}", f"--nofile={OPEN_FILES}"]
         if self._cgroup is None:
             words += [f"--as={limits.memory_mb * MIB}"]
         if os.geteuid() == 0:

@@ -1,7 +1,7 @@
 """The inside of a worker process: `python -m rollart.workers.server MODULE:FUNCTION [SOCKET LIFELINE]`.
 
-Without the numbers, for a process in a box, it talks over its standard input and output, and what is printed goes to
-the standard error; the box ends it with its parent.
+Without the numbers, for a process in a box, it confines itself (`seccomp.py`) and talks over its standard input and
+output; what is printed goes to the standard error, and the box ends it with its parent.
 
 The function builds the worker from the arguments of the first call; every later call is a method of the worker. Where
 the function is a coroutine, so are the methods, and calls run side by side (engines, trainers). Otherwise they run one
@@ -29,6 +29,9 @@ from rollart.workers.wire import LENGTH, frame, unpack
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     if len(sys.argv) == 2:
+        from rollart.workers.seccomp import confine
+
+        confine()
         incoming, outgoing = os.dup(0), os.dup(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)

@@ -4,10 +4,14 @@ Each step tries one thing and says what came of it; `out` in the text means that
 the limit did not hold, they stop by themselves.
 """
 
+import ctypes
 import os
+import platform
 import random
 import signal
 import socket
+import stat
+import struct
 import subprocess
 import sys
 import time
@@ -90,6 +94,154 @@ def kill(payload: Mapping[str, Any]) -> str:
     """Whoever started us."""
     os.kill(payload["pid"], signal.SIGTERM)
     return "out"
+
+
+def other_networks(payload: Mapping[str, Any]) -> str:
+    """Kinds of sockets that no namespace keeps apart: to the machine that runs this one, and to the kernel."""
+    for family, kind in ((40, socket.SOCK_STREAM), (38, socket.SOCK_SEQPACKET), (17, socket.SOCK_RAW)):
+        try:
+            socket.socket(family, kind).close()
+        except OSError:
+            continue
+        return f"out by family {family}"
+    return "in"
+
+
+def own_namespace(payload: Mapping[str, Any]) -> str:
+    """In one of users we would be root again, and could mount."""
+    for word in ("--user", "--map-root-user", "--mount", "--net"):
+        done = subprocess.run(["unshare", word, "true"], capture_output=True, check=False)
+        if done.returncode == 0:
+            return f"out by {word}"
+    flags = 0x10000000 | signal.SIGCHLD
+    child = _kernel().syscall({"x86_64": 56, "aarch64": 220}[platform.machine()], flags, 0, 0, 0, 0)
+    if child == 0:
+        os._exit(0)
+    return "out by clone" if child > 0 else "in"
+
+
+def kernel(payload: Mapping[str, Any]) -> str:
+    """Its keyrings, which may be our parents', and what makes sockets or looks around past filters and namespaces."""
+    calls = {
+        "x86_64": {"keyctl": 250, "bpf": 321, "perf": 298, "userfaultfd": 323, "io_uring": 425, "setns": 308},
+        "aarch64": {"keyctl": 219, "bpf": 280, "perf": 241, "userfaultfd": 282, "io_uring": 425, "setns": 268},
+    }
+    for name, number in calls[platform.machine()].items():
+        ctypes.set_errno(0)
+        done = _kernel().syscall(number, 0, -3, 0, 0, 0)
+        if done >= 0 or ctypes.get_errno() not in (1, 38):  # neither "not permitted" nor "not there"
+            return f"out by {name}: {os.strerror(ctypes.get_errno())}"
+    return "in"
+
+
+def _kernel() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def privileges(payload: Mapping[str, Any]) -> str:
+    """Of root, or of whoever is more than we are."""
+    tries: dict[str, Callable[[], object]] = {
+        "root": lambda: os.setuid(0),
+        "another root": lambda: os.chroot("/tmp"),
+        "device": lambda: os.mknod("/tmp/disk", stat.S_IFBLK | 0o600, os.makedev(8, 0)),
+        "real time": lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)),
+        "priority": lambda: os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 5),
+        "last to be killed": lambda: Path("/proc/self/oom_score_adj").write_text("-900"),
+        "settings of the kernel": lambda: Path("/proc/sys/kernel/core_pattern").write_text("x"),
+        "a file that is more": lambda: subprocess.run(
+            ["mount", "-t", "tmpfs", "none", "/tmp"], check=True, stderr=subprocess.DEVNULL
+        ),
+    }
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return f"out by {name}"
+    status = Path("/proc/self/status").read_text()
+    return "in" if "NoNewPrivs:\t1" in status and "CapEff:\t0000000000000000" in status else f"out: {status}"
+
+
+def processes(payload: Mapping[str, Any]) -> str:
+    """The first one, where it is another's (in a container it is ourselves), and what leads from it to the outside."""
+    if os.stat("/proc/1").st_uid == os.getuid():
+        return "in" if Path("/proc/1/root").samefile("/") else "out by its root"
+    for name in ("root", "cwd", "environ", "mem", "fd", "map_files"):
+        place = Path("/proc/1", name)
+        try:
+            found = os.listdir(place) if place.is_dir() else place.read_bytes()[:1]
+        except OSError:
+            continue
+        return f"out by {place}: {found!r}"
+    return "out by tracing" if _kernel().ptrace(16, 1, 0, 0) == 0 else "in"
+
+
+def descriptors(payload: Mapping[str, Any]) -> str:
+    """What was handed down and is not ours: folders lead anywhere, and a log may be read as well as written."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kind = os.stat(f"/proc/self/fd/{name}").st_mode
+            where = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # of the listing itself
+            continue
+        if stat.S_ISDIR(kind):
+            return f"out by the folder {where}"
+        if stat.S_ISREG(kind) and payload.get("root"):  # who is not root has another log in each box, but is its owner
+            try:
+                return f"out by {where}: {os.open(f'/proc/self/fd/{name}', os.O_RDWR)}"
+            except OSError:
+                continue
+    return "in"
+
+
+def kill_all(payload: Mapping[str, Any]) -> str:
+    """Whom we may."""
+    with subprocess.Popen(["sleep", "60"]):
+        os.kill(-1, signal.SIGKILL)
+    return "in"
+
+
+def stop(payload: Mapping[str, Any]) -> str:
+    """No time passes for who is stopped."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return "out"
+
+
+def forge(payload: Mapping[str, Any]) -> str:
+    """An answer of a million parts, on the line to whoever asked, in place of the right one."""
+    body = (
+        b"\x93" + bytes([payload.get("call", 4)]) + b"\xc3\x91\xdd" + struct.pack(">I", 1_000_000) + b"\x80" * 1_000_000
+    )
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            os.write(int(name), struct.pack(">Q", len(body)) + body)
+        except OSError:
+            continue
+    return "in"
+
+
+def unnamed_files(payload: Mapping[str, Any]) -> str:
+    """Memory that no process has."""
+    held = [os.memfd_create(str(number)) for number in range(MOST_MIB)]
+    for file in held:
+        os.write(file, b"x" * 2**20)
+    return "out"
+
+
+def spin_together(payload: Mapping[str, Any]) -> str:
+    """Many that use the CPU a little each: more than one box is to have."""
+    began_s = time.monotonic()
+    children = []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            while time.monotonic() < began_s + 3:
+                pass
+            os._exit(0)
+        children.append(child)
+    used = [os.wait4(child, 0)[2] for child in children]
+    share = sum(one.ru_utime + one.ru_stime for one in used) / (time.monotonic() - began_s)
+    return f"{'out' if share > 2 * payload['cpus'] else 'in'} {share:.2f} CPUs"
 
 
 def disk(payload: Mapping[str, Any]) -> str:
@@ -184,7 +336,8 @@ ATTEMPTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     function.__name__: function
     for function in (
         *(network, lookup, port, unix, abstract, write, read, secrets, kill, disk, large_file, fork_bomb),
-        *(memory_bomb, shared_memory_bomb, flood, log_flood, spin, outlive),
+        *(memory_bomb, shared_memory_bomb, flood, log_flood, spin, outlive, other_networks, own_namespace, kernel),
+        *(privileges, processes, descriptors, kill_all, stop, forge, unnamed_files, spin_together),
     )
 }
 
@@ -220,6 +373,7 @@ class EscapeTasks(TaskSet):
             "pid": 1,
             "mib": 64,
             "seconds": "7.25",
+            "cpus": 1000.0,
             "salt": rng.random(),
         }
 

@@ -5,6 +5,7 @@ Pods are run by the cluster of `kubectl`, where ROLLART_TEST_POD says how (a tas
 has what RollArt needs); else by `kubectl_standin.py`.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,7 +25,7 @@ import yaml
 
 from rollart.config.load import build_job
 from rollart.config.settings import ContainerSettings, SandboxSettings
-from rollart.envs.process import Boxed, ProcessEnvHost
+from rollart.envs.process import Boxed, ProcessEnv, ProcessEnvHost
 from rollart.launch.checks import unsupported
 from rollart.ports import EnvHost
 from rollart.tasks.load import code_of
@@ -33,7 +34,7 @@ from rollart.workers.container import KEPT, Container
 from rollart.workers.pod import BEGIN, LABELS, MAX_SENT_BYTES, RIGHTS, Pod, mount_points
 from tests.contracts.user_envs import DOMAIN, ID, TASKS, UserEnvHostContract, closing, run, until
 from tests.envs.kubectl_standin import STANDS_FOR
-from tests.envs.test_sandbox import ESCAPES, SMALL, escape, processes_with, tried, wait_for
+from tests.envs.test_sandbox import ESCAPES, PRIVILEGES, SMALL, escape, processes_with, tried, wait_for
 
 Runtime = Literal["podman", "docker", "runc", "kubernetes"]
 RUNTIMES: list[Runtime] = ["runc", "podman", "docker", "kubernetes"]
@@ -163,7 +164,7 @@ class TestContainedEnvHost(UserEnvHostContract):
 @pytest.mark.slow
 def test_escapes_fail(container: ContainerSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SESAME_TOKEN", "open-sesame")
-    names = ["network", "lookup", "port", "write", "secrets", "kill", "disk", "large_file", "fork_bomb"]
+    names = ["network", "lookup", "port", "write", "secrets", "kill", "disk", "large_file", "fork_bomb", *PRIVILEGES]
 
     async def work() -> None:
         async with closing(make_host(container, tmp_path, ESCAPES, **SMALL)) as host:
@@ -205,6 +206,32 @@ def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSetting
     wait_for(lambda: not listed(container))
 
 
+def runcs() -> set[str]:
+    """All containers that runc knows, podman's too, where it runs them by that."""
+    if shutil.which("runc") is None:
+        return set()
+    return set(subprocess.run(["runc", "list", "--quiet"], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.slow
+def test_one_that_is_given_up_while_it_starts_leaves_nothing(container: ContainerSettings, tmp_path: Path) -> None:
+    """At whatever moment: a runtime that is killed while it makes a container forgets it."""
+    before = runcs()
+
+    async def work() -> None:
+        async with closing(make_host(container, tmp_path, ESCAPES, slots=8, **SMALL)) as host:
+            for moment in range(24):
+                opening = asyncio.ensure_future(host.open(escape(), ID))
+                await asyncio.sleep(0.025 * moment)
+                opening.cancel()
+                for one in await asyncio.gather(opening, return_exceptions=True):
+                    if isinstance(one, ProcessEnv):
+                        await one.close()
+
+    run(work)
+    wait_for(lambda: not listed(container) and runcs() <= before)
+
+
 @pytest.mark.slow
 def test_it_ends_with_us(container: ContainerSettings, tmp_path: Path) -> None:
     seconds = f"{3600 + os.getpid() / 1e6:.6f}"
@@ -236,14 +263,15 @@ def test_it_ends_with_us(container: ContainerSettings, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["podman", "docker"])
 def test_podman_and_docker_are_asked_in_the_same_words(runtime: Runtime) -> None:
-    container = ContainerSettings(image="img", runtime=runtime, cpus=0.5)
-    box = Container(settings=SandboxSettings(), container=container, name="n")
+    container = ContainerSettings(image="img", runtime=runtime)
+    box = Container(settings=SandboxSettings(cpus=0.5), container=container, name="n")
     words, environment = box.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     line = " ".join(words)
     assert words[-4:] == ["img", "python3", "-m", "m"]
     assert f"{runtime} run --rm --interactive --name n --network none --read-only --cap-drop ALL" in line
     assert "--env A_KEY" in line
     assert "--cpus 0.5" in line
+    assert "--stop-timeout 0" in line
     assert "secret" not in line
     assert environment["A_KEY"] == "secret"
     assert "/host/bin" not in environment["PATH"]
@@ -277,9 +305,11 @@ def test_a_pod_says_all_that_bounds_it_and_nothing_that_is_secret(tmp_path: Path
     file = tmp_path / "task.py"
     file.write_text("x = 1")
     container = ContainerSettings(
-        image="img", runtime="kubernetes", namespace="ns", cpus=0.5, pod={"nodeSelector": {"disk": "ssd"}, "volumes": 1}
+        image="img", runtime="kubernetes", namespace="ns", pod={"nodeSelector": {"disk": "ssd"}, "volumes": 1}
     )
-    pod = Pod(settings=SandboxSettings(memory_mb=300, wall_s=60.5), container=container, code=[file], name="n")
+    pod = Pod(
+        settings=SandboxSettings(memory_mb=300, cpus=0.5, wall_s=60.5), container=container, code=[file], name="n"
+    )
     words, environment = pod.command(["/host/python", "-m", "m"], {"A_KEY": "secret", "PATH": "/host/bin", "LANG": "C"})
     assert words[len(KEPT) :][4:9] == ["--namespace", "ns", "run", "n", "--image"]
     assert "secret" not in " ".join(words)

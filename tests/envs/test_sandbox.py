@@ -1,6 +1,7 @@
 """Environments in sandboxes: the contract, what they cannot do, and what it costs nobody else."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -133,6 +134,100 @@ def test_what_is_outside_cannot_be_reached_read_or_written(tmp_path: Path, monke
     assert not list(tmp_path.rglob("escaped"))
 
 
+PRIVILEGES = ("other_networks", "own_namespace", "kernel", "privileges", "processes", "descriptors", "kill_all")
+
+
+def test_nothing_more_can_be_had_of_the_kernel(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(make_host(tmp_path, ESCAPES, **SMALL)) as host:
+            said = await tried(host, *PRIVILEGES, root=os.geteuid() == 0)
+            assert {what[:2] for what in said} == {"in"}, dict(zip(PRIVILEGES, said, strict=True))
+
+    run(work)
+
+
+THREADS = """
+import errno, socket, threading
+from rollart.workers.seccomp import confine
+go, said = threading.Event(), []
+def late():
+    go.wait()
+    try:
+        socket.socket(40, socket.SOCK_STREAM)
+    except OSError as error:
+        said.append(error.errno == errno.EAFNOSUPPORT)
+thread = threading.Thread(target=late)
+thread.start()
+confine()
+go.set()
+thread.join()
+socket.socket(socket.AF_INET).close()
+print(said)
+"""
+
+
+def test_threads_that_were_there_before_are_held_to_the_filter_too() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[True]"
+
+
+def test_who_stops_itself_is_killed_by_the_limit_of_its_step(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(make_host(tmp_path, ESCAPES, **SMALL)) as host:
+            env = await host.open(escape(), ID)
+            await env.reset()
+            stopped = asyncio.ensure_future(env.step("stop"))
+            await until(lambda: any(state_of(pid) == "T" for pid in below(host.pool.pids[0])))
+            stopped.cancel()  # as a limit does
+            await asyncio.gather(stopped, return_exceptions=True)
+            await env.close()
+            await until(lambda: not host.pool.pids)
+
+    run(work)
+
+
+def below(pid: int) -> list[int]:
+    """It and all that it started."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+    return found
+
+
+def state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def test_a_forged_answer_ends_who_made_it_before_it_costs_anything(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(make_host(tmp_path, ESCAPES, slots=2, **SMALL)) as host:
+            other = await host.open(escape(places=[]), ID)
+            await other.reset()
+            with pytest.raises(EnvError, match=r"^step: its process answered nonsense and was killed"):
+                await tried(host, "forge")
+            assert said_by(await other.step("write")) == "in"
+
+    run(work)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs control groups")
+def test_all_of_a_box_together_have_so_many_cpus(tmp_path: Path) -> None:
+    """Few, since six that want one get more than that on a busy machine too."""
+    if (group := cgroup.Cgroup.make(2**28, 10, 1.0)) is None:
+        pytest.skip("no control group can be made here")
+    group.remove()
+
+    async def work() -> None:
+        async with closing(make_host(tmp_path, ESCAPES, **{**SMALL, "cpus": 0.1})) as host:
+            said = await tried(host, "spin_together", cpus=0.1)
+            assert said[0].startswith("in "), said
+
+    run(work)
+
+
 def test_files_processes_and_output_are_bounded(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(make_host(tmp_path, ESCAPES, **SMALL)) as host:
@@ -148,7 +243,7 @@ def test_files_processes_and_output_are_bounded(tmp_path: Path) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("kind", ["memory_bomb", "shared_memory_bomb"])
+@pytest.mark.parametrize("kind", ["memory_bomb", "shared_memory_bomb", "unnamed_files"])
 def test_a_memory_bomb_ends_itself_and_nobody_else(tmp_path: Path, kind: str) -> None:
     async def work() -> None:
         async with closing(make_host(tmp_path, ESCAPES, slots=2, **SMALL)) as host:

@@ -18,6 +18,7 @@ from rollart.types import Endpoint, Message, Played, Status, Tokens, Tool, ToolC
 from rollart.workers.sandbox import missing
 from tests.gateway.play import AGENTS, job, play
 from tests.gateway.talk_tasks import LAST, SURE
+from tests.tasks.libraries import interpreter_with
 
 SAME = 1e-5
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +169,31 @@ def test_a_framework_calls_its_tool_and_goes_on_with_the_same_tokens(model: Path
         return tokenizers[0]
 
     raw = job(model, {"function": f"{AGENTS}:solve_with_pydantic_ai"}, episodes=1, max_tokens=30)
+    played, _ = play(raw, tmp_path / "run", tokenizer=calls_first)
+    [one] = played.values()
+    assert one.trajectory.status is Status.DONE, one.trajectory.reason
+    assert [message.content for message in tokenizers[0].results] == ["42"], "the tool was run, and its result shown"
+    assert [turn.fresh for turn in one.trajectory.turns] == [True, False], "what was sampled stays as it was"
+
+
+FRAMEWORKS = {"openai_agents": ("openai-agents",), "langgraph": ("langgraph", "langchain-openai")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_agent_of_a_framework_in_another_interpreter(
+    framework: str, model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It knows the protocol's variables, and nothing of us. Its first answer is read as a call of its tool."""
+    python = interpreter_with(FRAMEWORKS[framework], tmp_path_factory.mktemp("venvs"), framework)
+    program = Path(__file__).with_name("frameworks") / f"{framework}_agent.py"
+    tokenizers: list[CallsFirst] = []
+
+    def calls_first(inner: Tokenizer) -> Tokenizer:
+        tokenizers.append(CallsFirst(inner))
+        return tokenizers[0]
+
+    raw = job(model, {"command": [str(python), str(program)]}, episodes=1, max_tokens=30)
     played, _ = play(raw, tmp_path / "run", tokenizer=calls_first)
     [one] = played.values()
     assert one.trajectory.status is Status.DONE, one.trajectory.reason

@@ -17,8 +17,9 @@ from openai import AsyncOpenAI
 from rollart.errors import EnvError, JobError
 from rollart.gateway import server
 from rollart.gateway.openai import Refusal, parsed
-from rollart.gateway.server import HttpDoor, HttpGateway
+from rollart.gateway.server import FOLDER, HttpDoor, HttpGateway
 from rollart.types import ChatAnswer, ChatRequest, Completion, Finish, Message, Span, ToolCall, TrajectoryId
+from rollart.workers import forward
 from rollart.workers.forward import RELAY, Relay, forwarded
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -305,6 +306,55 @@ def test_a_flood_fills_its_own_door_and_is_then_given_up(monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
+def test_connections_that_ask_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
+
+    async def session(door: HttpDoor, client: AsyncOpenAI) -> None:
+        early = asyncio.ensure_future(client.chat.completions.create(model="early", messages=HELLO))
+        await until(lambda: bool(door.calls))
+        at = httpx.URL(door.endpoint.url)
+        lines = [await asyncio.open_connection(at.host, at.port) for _ in range(50)]
+        ends = [asyncio.ensure_future(reader.read()) for reader, _ in lines]
+        await until(lambda: sum(end.done() for end in ends) >= 30)
+        late = client.with_options(http_client=openai.DefaultAsyncHttpxClient())
+        asking = asyncio.ensure_future(late.chat.completions.create(model="late", messages=HELLO))
+        for _ in range(2):
+            (await door.next()).answer(WORD)
+        assert [(await one).model for one in (early, asking)] == ["early", "late"], "one under way is not closed"
+        await late.close()
+        for _, writer in lines:
+            writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    async def main() -> None:
+        gateway = HttpGateway(host="127.0.0.1", port=0, model="tiny")
+        door = await gateway.open(TrajectoryId("g1", 0, 0))
+        async with AsyncOpenAI(base_url=door.endpoint.url, api_key=door.endpoint.key, max_retries=0) as client:
+            await session(door, client)
+        await gateway.close()
+
+    asyncio.run(main())
+
+
+def test_who_has_no_key_is_told_so_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REFUSED_S", 3600.0)
+
+    async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
+        guessing = asyncio.ensure_future(
+            client.with_options(api_key="another").chat.completions.create(model="", messages=HELLO)
+        )
+        lost = asyncio.ensure_future(client.embeddings.create(model="", input="x"))
+        await asyncio.sleep(0.05)
+        assert await client.chat.completions.create(model="", messages=HELLO)
+        assert not guessing.done()
+        assert not lost.done()
+        for one in (guessing, lost):
+            one.cancel()
+        await asyncio.gather(guessing, lost, return_exceptions=True)
+
+    with_door(session)
+
+
 def test_faults_of_ours_are_counted_as_a_flood_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each writes a page into the log."""
     monkeypatch.setattr(server, "MAX_REFUSED", 3)
@@ -326,8 +376,9 @@ def test_faults_of_ours_are_counted_as_a_flood_too(monkeypatch: pytest.MonkeyPat
 
 def test_on_another_machine_a_relay_leads_to_it_and_goes_with_its_process() -> None:
     """From the port inside a sandbox to the relay's socket, and from there to the server's address."""
-    left = Path(tempfile.gettempdir()) / f"{RELAY}{2**22 + 1}-left"  # no process has such a number
-    left.mkdir()
+    left = [Path(tempfile.gettempdir()) / f"{name}{2**22 + 1}-left" for name in (RELAY, FOLDER)]  # of no process
+    for one in left:
+        one.mkdir()
     relay = Relay()
 
     async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
@@ -338,10 +389,35 @@ def test_on_another_machine_a_relay_leads_to_it_and_goes_with_its_process() -> N
 
     try:
         with_door(session)
-        assert not left.exists()
+        assert not [one for one in left if one.exists()]
     finally:
         relay.remove()
     assert not relay.path.exists()
+
+
+def test_one_that_makes_many_connections_is_not_passed_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "MAX_LINES", 3)
+
+    async def session(door: HttpDoor, client: AsyncOpenAI, asked: list[ChatRequest]) -> None:
+        port = forwarded(door.endpoint.socket)
+        lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b"", "one too many"
+        writer.close()
+        for _, writer in lines:
+            writer.close()
+        over = client.with_options(
+            base_url=door.endpoint.url.replace(door.endpoint.url.split("/")[2], f"127.0.0.1:{port}")
+        )
+        for _ in range(200):
+            try:
+                assert (await over.chat.completions.create(model="", messages=HELLO)).choices
+                return
+            except openai.APIConnectionError:
+                await asyncio.sleep(0.05)
+        raise AssertionError("there is no room again")
+
+    with_door(session)
 
 
 def test_the_same_server_is_on_a_unix_socket_and_that_on_a_port_again() -> None:

@@ -88,7 +88,11 @@ def test_several_votes_are_a_mean_and_a_spread() -> None:
             assert score.value == pytest.approx(0.5)
             assert score.parts["spread"] == pytest.approx(0.2944, abs=1e-3)
             bodies = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in server.requests]
-            assert [(body["seed"], body["temperature"]) for body in bodies] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+            assert {body["temperature"] for body in bodies} == {1.0}
+            await backend.score(replace(trajectory("sum"), turns=trajectory("sum").turns[:1]))
+            bodies = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in server.requests]
+            assert len({body["seed"] for body in bodies}) == 6, "no vote and no episode has the chances of another"
+            assert all(0 <= body["seed"] < 2**31 for body in bodies)
 
     run(work)
 
@@ -237,8 +241,8 @@ def test_votes_on_one_episode_are_one_session_of_the_engine() -> None:
         first, second = model.requests
         assert first.session == second.session == "g1.2.3"
         assert first.id != second.id
-        assert first.sampling == Sampling(max_tokens=99, temperature=1.0, seed=0)
-        assert second.sampling.seed == 1
+        assert first.sampling == Sampling(max_tokens=99, temperature=1.0, seed=first.sampling.seed)
+        assert second.sampling.seed != first.sampling.seed
         assert "Be brief." in Letters().decode(first.tokens())
 
     run(work)

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.code_repair import at_random, undone
+from rollart.config.settings import RewardSettings
 from rollart.errors import JobError
+from rollart.tasks import repair_project
 from rollart.tasks.api import Episode, EpisodeTurn, text_of
-from rollart.tasks.code_repair import CodeRepair, Workspace, mutation_of, score
+from rollart.tasks.code_repair import CodeRepair, Workspace, hidden_tests, mutation_of, score
 from rollart.tasks.repair_mutations import mutations
 from rollart.tasks.repair_project import site_of
 from rollart.types import Task
@@ -128,8 +130,70 @@ def test_undoing_it_scores_1_and_guessing_0(tasks: CodeRepair) -> None:
     task = tasks.task(0)
     assert undone(tasks, task) == (1.0, True)
     assert at_random(task) == 0.0
-    nothing = EpisodeTurn(context="", text="submit", tokens=1, reward=0.0)
-    assert score(Episode(id="a", status="done", task=task, turns=(nothing,))) == 0.0
+    assert scored(task, "submit") == 0.0
+
+
+def scored(task: Task, *answers: str) -> float:
+    turns = tuple(EpisodeTurn(context="", text=answer, tokens=1, reward=0.0) for answer in answers)
+    return score(Episode(id="a", status="done", task=task, turns=turns))
+
+
+SAYS_FOR_EVER = """
+import os
+while True:
+    for out in range(1, 20):
+        try:
+            os.write(out, b"x" * 65536)
+        except OSError:
+            pass
+"""
+CHEATS = {
+    "leaves": "import os; os._exit(0)",
+    "leaves late": "import atexit, os; atexit.register(os._exit, 0)",
+    "runs no test": "import _pytest.runner as runner; runner.runtestprotocol = lambda *a, **k: []",
+    "skips the file": "import pytest; pytest.skip('x', allow_module_level=True)",
+    "kills": "import os; os.kill(os.getppid(), 9)",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_tests_that_did_not_run_do_not_pass(tasks: CodeRepair, cheat: str) -> None:
+    task = tasks.task(0)
+    mutation, name = mutation_of(task.payload), task.payload["file"]
+    assert scored(task, f"edit {name} {mutation.line} {mutation.line}\n{mutation.old}") == 1.0
+    assert scored(task, f"edit {name} 1 1\n{CHEATS[cheat]}") == 0.0
+
+
+@needs_sandbox
+def test_a_skipped_test_has_not_passed(tasks: CodeRepair) -> None:
+    task = tasks.task(0)
+    mutation, name = mutation_of(task.payload), task.payload["file"]
+    indent = " " * (len(mutation.old) - len(mutation.old.lstrip()))
+    skip = f"{indent}__import__('pytest').skip('x')\n{mutation.old}"
+    assert scored(task, f"edit {name} {mutation.line} {mutation.line}\n{skip}") == 0.0
+
+
+@needs_sandbox
+def test_a_run_without_end_is_bounded_and_so_is_what_it_says(
+    tasks: CodeRepair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward is 0, before the job's own limit makes a failure of it."""
+    assert RewardSettings().timeout_s > repair_project.RUN_S
+    monkeypatch.setattr(repair_project, "RUN_S", 2.0)
+    task = tasks.task(0)
+    assert scored(task, f"edit {task.payload['file']} 1 1\n{SAYS_FOR_EVER}") == 0.0
+
+
+@needs_sandbox
+def test_thoughts_are_no_actions(tasks: CodeRepair) -> None:
+    task = tasks.task(0)
+    mutation = mutation_of(task.payload)
+    edit = f"edit {task.payload['file']} {mutation.line} {mutation.line}\n{mutation.old}"
+    assert scored(task, f"<think>\nI could exit.\n</think>\n\n{edit}") == 1.0
+    environment = tasks.environment(task)
+    environment.reset()
+    assert text_of(environment.step(f"<think>hm</think>\n{edit}")) == "edited\n"
 
 
 @needs_sandbox
@@ -140,9 +204,29 @@ def test_reading_the_installed_package_does_not_help(tasks: CodeRepair) -> None:
     lines = len(Workspace(task.payload).changed[name].splitlines())
     original = site_of("toolz") / name
     assert original.exists()
-    cheat = f"edit {name} 1 {lines}\nexec(open({str(original)!r}).read())"
-    turn = EpisodeTurn(context="", text=cheat, tokens=1, reward=0.0)
-    assert score(Episode(id="a", status="done", task=task, turns=(turn,))) == 0.0
+    assert scored(task, f"edit {name} 1 {lines}\nexec(open({str(original)!r}).read())") == 0.0
+
+
+def test_undoing_any_of_them_gives_the_package_back() -> None:
+    pytest.importorskip("networkx")
+    tasks = CodeRepair()
+    for payload in tasks.problems():
+        workspace = Workspace(payload)
+        task = Task(id="t", domain="t", index=0, payload=payload)
+        assert workspace.act(tasks.scripted(task, ["", ""], random.Random(0))) == "edited"
+        file = str(payload["file"])
+        assert workspace.changed[file].splitlines() == (site_of(file.partition("/")[0]) / file).read_text().splitlines()
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_the_tests_of_all_files_pass_on_the_package_as_it_is() -> None:
+    """So undoing a change scores 1 for every problem."""
+    pytest.importorskip("networkx")
+    files = {(str(row["file"]).partition("/")[0], str(row["tests"])) for row in CodeRepair().problems()}
+    assert len(files) >= 100
+    ran = {tests: hidden_tests(package, tests, {}) for package, tests in sorted(files)}
+    assert {tests: one.said for tests, one in ran.items() if not one.well} == {}
 
 
 @needs_sandbox

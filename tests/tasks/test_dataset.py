@@ -1,6 +1,8 @@
 """Datasets: every row once an epoch, the user's own split, templates, rewards by name, what is said of mistakes."""
 
 import csv
+import datetime
+import decimal
 import json
 import random
 import resource
@@ -132,6 +134,10 @@ def test_a_template_a_system_message_and_messages(tmp_path: Path) -> None:
     )
     args = {"path": path, "answer": "a", "held_out": 0, "keep": ["q"]}
     task = load_task_set(USE, {**args, "prompt": "{q} in \\boxed{{}}?", "system": "Be brief."}, domain="d").task(0)
+    told = load_task_set(USE, {**args, "prompt": "q", "system": "It is {q}, {{so}}."}, domain="d").task(0)
+    assert told.payload["messages"][0] == {"role": "system", "content": "It is 1+1, {so}."}
+    with pytest.raises(JobError, match=r"^tasks\.args\.system: there is no column 'z'"):
+        load_task_set(USE, {**args, "prompt": "q", "system": "{z}"}, domain="d").prepare()
     assert task.payload["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1+1 in \\boxed{}?"},
@@ -271,7 +277,12 @@ BAD_FILES: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("jsonl", b'{"question": null, "answer": "2"}\n' * 3, {}, r"row 1: 'question' is null \(3 of the first 3 rows are"),
     ("jsonl", b'{"question": " ", "answer": "2"}\n', {}, r", row 1: the prompt is empty"),
     ("jsonl", b'{"question": "2?", "answer": []}\n', {}, r", row 1: the answer is empty"),
-    ("jsonl", b'{"question": "caf\xe9", "answer": "2"}\n', {}, r", row 1: is not UTF-8 \(.*, byte 0xe9\); give one"),
+    (
+        "jsonl",
+        b'{"question": "caf\xe9", "answer": "2"}\n',
+        {},
+        r", row 1: is not UTF-8, .* \(.*, byte 0xe9\); give one",
+    ),
     (
         "jsonl",
         ONE.encode(),
@@ -313,6 +324,21 @@ BAD_FILES: list[tuple[str, bytes, dict[str, Any], str]] = [
         r", row 1: the choices have 2 texts and 1 labels",
     ),
     ("jsonl", ONE.replace('"2",', '"C",').encode(), CHOICE, r", row 1: the answer 'C' is neither one of the choices"),
+    ("csv", b"question,answer,answer\n1?,2,3\n", {}, r" has several columns 'answer'; rename all but one"),
+    (
+        "jsonl",
+        b'{"question": {"text": "1?", "lang": "en"}, "answer": "2"}\n',
+        {},
+        r", row 1: 'question' is an object with text, lang; name one of these, as question\.NAME",
+    ),
+    (
+        "jsonl",
+        b'{"question": "1?", "answer": [{"text": "2"}]}\n',
+        {},
+        r", row 1: it has an object with text where a text or a number should be",
+    ),
+    ("jsonl", b'{"question": "1?", "answer": NaN}\n', {}, r", row 1: 'answer' is null"),
+    ("jsonl", ONE.encode(), {"answer": "options.5"}, r", row 1: there is no 'options\.5' in it"),
     ("parquet", b"junk", {}, r" is not Parquet"),
     ("json", b"[]", {}, r" is none of .jsonl, .csv, .tsv and .parquet; unpack or convert it"),
 ]
@@ -332,10 +358,46 @@ def test_what_is_wrong_with_a_file_is_said_before_the_run(
     assert str(caught.value).count(str(path)) <= 1
 
 
-def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(ONE, encoding="utf-8-sig")
+@pytest.mark.parametrize(("kind", "text"), [("jsonl", ONE), ("csv", "question,answer\r\n1+1?,2\r\n")])
+def test_a_byte_order_mark_is_no_part_of_a_row(kind: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(text, encoding="utf-8-sig")
     assert questions(load(str(path), held_out=0, answer_pattern="").task, range(1)) == ["1+1?"]
+
+
+def test_what_is_inside_a_column_has_a_name_too(tmp_path: Path) -> None:
+    """As datasets have it: SQuAD's answers, messages of a chat."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {
+        "asked": {"text": "1+1?", "tags": ["sum", "easy"]},
+        "answers": {"text": ["2", "two"], "start": [1, 2]},
+        "when": datetime.datetime(2026, 1, 2),
+        "price": decimal.Decimal("1.50"),
+    }
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    args = {"path": str(tmp_path / "rows.parquet"), "held_out": 0, "answer": "answers.text"}
+    args |= {"prompt": "{asked.text} {asked.tags.1} {asked.tags}", "keep": ["when", "price", "asked.tags"]}
+    task = load_task_set(USE, args, domain="d").task(0)
+    assert task.payload["messages"][0]["content"] == '1+1? easy ["sum", "easy"]'
+    assert task.payload["answers"] == ["2", "two"]
+    assert task.payload["columns"] == {"when": "2026-01-02 00:00:00", "price": "1.50", "asked.tags": ["sum", "easy"]}
+
+
+def test_a_column_that_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.Table.from_pylist([{"q": "1+1?", "a": 2.0, "picture": b"PNG"}]), tmp_path / "rows.parquet")
+    args = {"path": str(tmp_path / "rows.parquet"), "held_out": 0, "prompt": "q", "answer": "a"}
+    assert load_task_set(USE, args, domain="d").task(0).payload["answers"] == ["2"], "a float, for pandas' sake"
+    with pytest.raises(JobError, match=r"row 1: 'picture' holds a value of type bytes, which JSON cannot; leave it"):
+        load_task_set(USE, {**args, "keep": ["picture"]}).prepare()
+
+
+def test_what_a_model_thinks_is_no_answer(tmp_path: Path) -> None:
+    tasks = load(jsonl(tmp_path / "rows.jsonl", [{"question": "1+1?", "answer": "#### 2"}]), held_out=0)
+    assert said(tasks.task(0), "<think>\nIs it 3?\n</think>\n\n2") == 1.0
+    assert said(tasks.task(0), "<think>2") == 0.0
 
 
 def test_a_few_broken_rows_are_passed_over_and_more_are_refused(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from rollart.envs.process import ProcessEnvHost
 from rollart.errors import EnvError, JobError
 from rollart.tasks.api import TaskSet, as_observation, text_of
 from rollart.tasks.check import check_task
-from rollart.tasks.libraries import GUESTS, Guest
+from rollart.tasks.libraries import GUESTS, Guest, installed
 from rollart.tasks.load import load_task_set
-from rollart.types import Observation, TrajectoryId
+from rollart.types import Message, Observation, TrajectoryId
 from tests.contracts.tasks import TaskSetContract
 from tests.tasks.libraries import interpreter_like_ours
 
@@ -43,6 +43,26 @@ class Strange(gymnasium.Env):
         return f"said {action}", 0.5, action == "end", False, {}
 
 gymnasium.register("Strange-v0", Strange)
+"""
+MANY_PARTS = """
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+class Parts(gymnasium.Env):
+    observation_space = spaces.Dict({"at": spaces.Box(0, 4, (2,), np.float32)})
+    action_space = spaces.Discrete(2)
+    def _seen(self):
+        inner = {"a": (np.int64(1), np.float32(0.25))}
+        bits = np.array([[1, 0]], np.int8)
+        return {"at": np.array([0.1, 2], np.float32), "goal": np.int64(3), "bits": bits, "word": "hé", "in": inner}
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._seen(), {"action_mask": np.array([1, 0], np.int8)}
+    def step(self, action):
+        return self._seen(), np.float32(1.5), np.bool_(True), False, {}
+
+gymnasium.register("Parts-v0", Parts)
 """
 USE = "gymnasium:strange_module:Strange-v0"
 
@@ -95,6 +115,22 @@ def test_seeds_tell_environments_apart_and_colours_are_written_down() -> None:
     assert first[0] == first[1] != first[2]
     assert "(magenta)" in first[0]
     assert "\x1b" not in first[0]
+
+
+def test_an_observation_of_many_parts_is_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "many_parts.py").write_text(MANY_PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, env = opened("gymnasium:many_parts:Parts-v0")
+    seen = played(env, "1")
+    shown = '{"at": [0.1, 2.0], "goal": 3, "bits": [[1, 0]], "word": "hé", "in": {"a": [1, 0.25]}}'
+    assert text_of(seen[0]) == f"Answer with one of: 0, 1.\n{shown}"
+    assert seen[1] == Observation(messages=(Message(role="user", content=shown),), reward=1.5, done=True)
+
+
+def test_what_cannot_be_played_is_not_listed() -> None:
+    names = installed()["gymnasium"]["names"]
+    assert "FrozenLake-v1" in names
+    assert not [name for name in names if name.startswith(("Ant", "Gym", "CartPole"))]
 
 
 def test_reasoning_gym_asks_and_scores(python: str) -> None:

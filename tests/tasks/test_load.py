@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollart.errors import JobError
@@ -99,11 +100,16 @@ def test_a_split_without_problems_is_told(tmp_path: Path) -> None:
 def test_observations_and_rewards_are_checked() -> None:
     assert as_observation("hi").messages == (Message(role="user", content="hi"),)
     assert as_observation(observe("x", reward=1)) == observe("x", reward=1.0)
-    for wrong in (None, 3, Observation(messages=[]), observe(reward=True), observe(reward=float("inf"))):  # type: ignore[arg-type]
+    for one in (True, np.True_, np.float32(1), np.int64(1), np.array(1.0)):
+        earned = as_observation(observe(reward=one, done=np.True_)).reward  # type: ignore[arg-type]
+        assert (earned, type(earned)) == (1.0, float)
+        assert as_reward(one) == (1.0, {})
+        assert as_reward({"a": one}) == (1.0, {"a": 1.0})
+    for wrong in (None, 3, Observation(messages=[]), observe(reward="1"), observe(reward=float("inf"))):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="returned"):
             as_observation(wrong)
     assert as_reward({"a": 1, "b": 0.5}) == (1.5, {"a": 1.0, "b": 0.5})
-    for nonsense in (None, "1", float("nan"), {"a": None}, [1]):
+    for nonsense in (None, "1", float("nan"), {"a": None}, [1], 10**400, np.array([1.0, 2.0])):
         with pytest.raises(ValueError, match="finite number"):
             as_reward(nonsense)
 
