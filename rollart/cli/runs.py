@@ -123,6 +123,8 @@ def plan(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         workers=arguments.workers or os.cpu_count() or 1,
         progress=say,
+        score=arguments.score,
+        settings=() if arguments.settings == "none" else arguments.settings.split(","),
     )
     if arguments.out is not None:
         import yaml

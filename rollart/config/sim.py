@@ -1,5 +1,6 @@
 """The `sim:` section of a job file: how simulated tasks, engines, links and trainers behave, and what breaks when."""
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal, Self, get_args
@@ -51,9 +52,13 @@ class SimTaskSettings(Settings):
     success_gain: Share = 0.5
     """What training adds in the end."""
     success_steps: Positive = 50.0
-    """Versions until about two thirds of the gain are there."""
+    """Steps until about two thirds of the gain are there. `sim.train.age_discount` says what a step is worth."""
     shift: SimShiftSettings | None = None
     """The task changes in the middle of the run."""
+
+    def chance(self, steps: float) -> float:
+        """Of reward 1, after so many steps on trajectories of no age."""
+        return self.success + self.success_gain * -math.expm1(-steps / self.success_steps)
 
     def at(self, now_s: float) -> "SimTaskSettings":
         """The settings that hold at this time of the run."""
@@ -115,6 +120,9 @@ class SimTrainSettings(Settings):
     call_s: NonNegative = 0.0
     """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
     shares the trainer's core."""
+    age_discount: Share = 0.0
+    """By so much less a trajectory teaches for each version between the weights that began it and those that train on
+    it, down to nothing. An assumption, which no run has measured: 0 lets old ones count whole."""
     save_s: NonNegative = 1.0
     restore_s: NonNegative = 5.0
 

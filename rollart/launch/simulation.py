@@ -31,6 +31,7 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
+from rollart.sim.learning import SimLearning
 from rollart.sim.links import SimDisk, SimLink, SimStore
 from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
 from rollart.sim.trainer import SimCluster, SimJournal
@@ -43,20 +44,27 @@ def simulate(
     audit: bool = True,
     progress: Callable[[str], None] | None = None,
     ends: list[float] | None = None,
+    watch: Callable[[EventLog], None] | None = None,
 ) -> RunResult:
     """Run a job on the virtual clock; write its run directory where `out` is given. `ends`: gets the time of each
-    step's end."""
+    step's end. `watch`: gets the log before anything is written into it, to read what it likes."""
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends))
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch))
     if out is not None:
         write_summary(out, result.summary)
     return result
 
 
 async def _simulate(
-    job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None, ends: list[float] | None
+    job: Job,
+    out: Path | None,
+    *,
+    audit: bool,
+    progress: Callable[[str], None] | None,
+    ends: list[float] | None,
+    watch: Callable[[EventLog], None] | None,
 ) -> RunResult:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
@@ -66,9 +74,11 @@ async def _simulate(
             books.log.read_by(_tell(progress, job.train.steps), schema.StepEnd)
         if ends is not None:
             books.log.read_by(_note_ends(ends), schema.StepEnd)
+        if watch is not None:
+            watch(books.log)
         books.log.emit(facts(job, clock="virtual"))
         disk = SimDisk()
-        journal = SimJournal(disk)
+        journal = SimJournal(disk, SimLearning(job.sim.train.age_discount))
         faults = Faults(job.sim.faults, books.log)
         faults.start()
         faults.on("full_store", _filler(faults, disk))
@@ -188,13 +198,14 @@ def simulated_world(
         faults,
         journal.noted,
         disk,
+        journal.learning,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
 
     def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
         if settings.pool is not None:
-            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice)
-        return SimRewards(settings, sim.reward, tasks, dice, faults)
+            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice, journal.learning)
+        return SimRewards(settings, sim.reward, tasks, dice, faults, journal.learning)
 
     played = in_lockstep(job, SimHost(slots, tasks, dice, faults), rewards)
     return World(

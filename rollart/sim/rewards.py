@@ -13,6 +13,7 @@ from rollart.errors import AnswerError, EngineError, RequestError, RewardError
 from rollart.ports import FrozenModel
 from rollart.sim.dice import Dice
 from rollart.sim.faults import PLATFORM, Faults, Work, Workplace
+from rollart.sim.learning import SimLearning
 from rollart.types import GenerateRequest, Sampling, Score, Tokens, Trajectory
 
 _TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -28,7 +29,9 @@ class SimRewards:
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
         faults: Faults,
+        learning: SimLearning | None = None,
     ) -> None:
+        self._learning = learning or SimLearning()
         self._serverless = settings.type == "http"
         self._sim = sim
         self._tasks = tasks
@@ -58,7 +61,8 @@ class SimRewards:
         self._must_answer(calls=1)
         if self._serverless:
             self._warm.append(self._loop.time())
-        return Score(value=_value(trajectory, settings, self._dice), cold_start_s=cold_s, busy_s=busy_s)
+        value = _value(trajectory, settings, self._dice, self._learning)
+        return Score(value=value, cold_start_s=cold_s, busy_s=busy_s)
 
     def _must_answer(self, *, calls: int) -> None:
         """A platform that is down takes its instances with it."""
@@ -94,6 +98,7 @@ class SimJudge:
         model: FrozenModel,
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
+        learning: SimLearning | None = None,
     ) -> None:
         assert settings.pool is not None
         self._settings = settings
@@ -101,6 +106,7 @@ class SimJudge:
         self._model = model
         self._tasks = tasks
         self._dice = dice
+        self._learning = learning or SimLearning()
         self._domain = judge_domain(settings.pool)
         self._asked = 0
 
@@ -126,14 +132,13 @@ class SimJudge:
             except (EngineError, RequestError, AnswerError) as error:
                 raise RewardError(str(error), calls=vote + 1) from error
             busy_s += completion.busy_s + completion.prefill_busy_s
-        value = _value(trajectory, self._tasks[trajectory.task.domain], self._dice)
+        value = _value(trajectory, self._tasks[trajectory.task.domain], self._dice, self._learning)
         return Score(value=value, busy_s=busy_s, calls=votes)
 
 
-def _value(trajectory: Trajectory, settings: SimTaskSettings, dice: Dice) -> float:
+def _value(trajectory: Trajectory, settings: SimTaskSettings, dice: Dice, learning: SimLearning) -> float:
     """1 or 0; the chance of 1 rises with the weights that played."""
-    version = trajectory.born or 0
-    chance = settings.success + settings.success_gain * (1.0 - 2.718281828 ** (-version / settings.success_steps))
+    chance = settings.chance(learning.steps(trajectory.born or 0))
     return 1.0 if dice.uniform(f"{trajectory.id}/success") < chance else 0.0
 
 

@@ -9,6 +9,7 @@ from rollart.hardware import Hardware, ModelShape, TrainCosts, train_costs
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
+from rollart.sim.learning import SimLearning
 from rollart.sim.links import SLOW, SimDisk, SimLink, SimStore, digest_of
 from rollart.types import (
     Batch,
@@ -40,12 +41,14 @@ class SimTrainer:
         answered: Callable[[], int],
         blocking: bool,
         hold: Callable[[bool], None],
+        learning: SimLearning,
     ) -> None:
         """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
         the engines there are now. `hold`: called with true when a push begins, with false when it has ended."""
         self._settings = settings
         self._answered = answered
         self._hold = hold
+        self._learning = learning
         self._at_work = asyncio.Lock()
         """Held by a push, and by a step where these exclude each other."""
         self._blocking = blocking
@@ -97,6 +100,7 @@ class SimTrainer:
                 await self._work(seconds)
         finally:
             self.stepping = False
+        self._learning.trained(batch)
         self.version += 1
         if self._faults.take("trainer_after", f"step {batch.step}"):
             self.die("after the optimizer step")
@@ -211,8 +215,10 @@ class SimCluster:
         faults: Faults,
         noted: dict[int, tuple[SetAside, ...]],
         disk: SimDisk | None = None,
+        learning: SimLearning | None = None,
     ) -> None:
         self._disk = disk or SimDisk()
+        self._learning = learning or SimLearning()
         self._world = engines
         self._train = train
         self._costs = train_costs(
@@ -259,6 +265,7 @@ class SimCluster:
             lambda: sum(engine.answered for engine in self.engines.values()),
             self._world.blocking,
             self._hold_engines,
+            self._learning,
         )
         return self.current
 
@@ -326,8 +333,9 @@ class SimCluster:
 class SimJournal:
     """Survives the coordinator: everything in it is frozen, so keeping it is as good as writing it down."""
 
-    def __init__(self, disk: SimDisk | None = None) -> None:
+    def __init__(self, disk: SimDisk | None = None, learning: SimLearning | None = None) -> None:
         self._disk = disk
+        self.learning = learning or SimLearning()
         self._batches: dict[int, Batch] = {}
         self._checkpoint: Checkpoint | None = None
         self.noted: dict[int, tuple[SetAside, ...]] = {}
