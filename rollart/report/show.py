@@ -149,7 +149,7 @@ def show_sweep(report: SweepReport) -> None:
             f"{row.tokens_per_s:,.0f}",
             f"{row.cost:,.2f}",
             str(row.stale),
-            "#" * round(30 * row.step_s / longest),
+            "#" * round(30 * row.step_s / longest) if row.state == "finished" else row.state,
         )
         for row in report.rows
     )

@@ -310,10 +310,37 @@ def test_a_sweep_runs_every_combination(tmp_path: Path) -> None:
         [f"rollout.staleness={bound}", f"train.gpus={gpus}"] for bound in (1, 2) for gpus in (1, 4)
     ]
     assert report.rows[0].step_s > report.rows[1].step_s
-    with pytest.raises(JobError, match="key=a,b,c"):
-        run_sweep(path, (), ["rollout.staleness"])
+    for bad in ("rollout.staleness", "rollout.staleness=1,,2", "=1,2"):
+        with pytest.raises(JobError, match="key=a,b,c"):
+            run_sweep(path, (), [bad])
+    with pytest.raises(JobError, match=r"rollout\.staleness: is given twice"):
+        run_sweep(path, (), ["rollout.staleness=1,2", "rollout.staleness=3"])
     with pytest.raises(JobError, match="unknown key"):
         run_sweep(path, (), ["rollout.stalenes=1"])
+
+
+def test_a_swept_value_may_have_commas(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    spreads = ["{kind: normal, mean: 8, sigma: 1}", "{mean: 2}"]
+    report = run_sweep(path, ("train.steps=1",), [f"sim.tasks.game.turns={', '.join(spreads)}"])
+    assert [row.changes for row in report.rows] == [[f"sim.tasks.game.turns={spread}"] for spread in spreads]
+
+
+def test_what_cannot_be_written_is_said_before_long_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    nowhere = str(tmp_path / "missing" / "file")
+    for words, said in (
+        (["sim", "--sweep", "train.gpus=1,2", "--plot", nowhere], "--plot"),
+        (["sim", "--sweep", "train.gpus=1,2", "--plot", str(tmp_path)], "--plot"),
+        (["sim", "--sweep", "train.gpus=1,2", "--out", str(tmp_path / "runs")], "--out"),
+        (["plan", "--pools", "h800=8,h20=4", "--out", nowhere], "--out"),
+        (["sim", "--sweep", "train.gpus=1,2", "--chaos", "2"], "--chaos"),
+    ):
+        command, *rest = words
+        assert main([command, str(path), *rest]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_draws_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
