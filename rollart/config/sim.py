@@ -53,6 +53,14 @@ class SimTaskSettings(Settings):
     """What training adds in the end."""
     success_steps: Positive = 50.0
     """Steps until about two thirds of the gain are there. `sim.train.age_discount` says what a step is worth."""
+    call_mb: Spread = Spread()
+    """What one environment call sends and gets, observation and state, over `sim.links.calls_gb_s`."""
+    reward_mb: Spread = Spread()
+    """What one reward call does."""
+    image_gb: NonNegative = 0.0
+    """Of an environment's image: pulled when one opens, where `sim.images` does not have it."""
+    images: Count = 1
+    """Different ones; the problems of the task have them in turn, and a group has one."""
     shift: SimShiftSettings | None = None
     """The task changes in the middle of the run."""
 
@@ -91,6 +99,20 @@ class SimRewardSettings(Settings):
     """An instance idle for this long is gone."""
     quota: Count | None = None
     """Instances that the platform runs at a time for these rewards; further calls wait for one. Default: no limit."""
+    others_per_s: NonNegative = 0.0
+    """Calls of other jobs, which share the quota: so many come in a second, at random. What is busy with them on
+    average is this times `others_s`; at the quota, calls wait longer and longer."""
+    others_s: Spread = Spread(mean=1.0)
+    """What one of these takes."""
+
+
+class SimImageSettings(Settings):
+    """The images of environments in the simulator (`sim.tasks.<name>.image_gb`)."""
+
+    cache_gb: NonNegative = 1000.0
+    """Kept on the machines with environments, in all; the image unused longest goes first. One in use stays."""
+    pull_gb_s: Positive = 1.0
+    """From where images are kept: all pulls under way share it evenly."""
 
 
 class SimJudgeSettings(Settings):
@@ -136,6 +158,8 @@ class SimLinkSettings(Settings):
     """Store to one engine."""
     shared_pull_gb_s: Positive | None = None
     """All pulls together: engines that pull at the same time share it evenly. Default: no limit."""
+    calls_gb_s: Positive | None = None
+    """Environment and reward calls: all that are under way share it evenly. Default: they travel for nothing."""
     blocking: bool = False
     """A baseline: nothing else is done while weights travel. Engines and trainer stand still for the push, and the pull
     begins only with the swap."""
@@ -290,6 +314,7 @@ class SimSettings(Settings):
     train: SimTrainSettings = SimTrainSettings()
     links: SimLinkSettings = SimLinkSettings()
     reward: SimRewardSettings = SimRewardSettings()
+    images: SimImageSettings = SimImageSettings()
     judges: dict[str, SimJudgeSettings] = Field(default_factory=dict)
     """By pool; a judge that is not named here behaves by the defaults."""
     faults: tuple[FaultSettings, ...] = ()

@@ -34,6 +34,7 @@ from rollart.sim.faults import Faults
 from rollart.sim.learning import SimLearning
 from rollart.sim.links import SimDisk, SimLink, SimStore
 from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
+from rollart.sim.traffic import SharedLink, SimImages
 from rollart.sim.trainer import SimCluster, SimJournal
 
 
@@ -201,13 +202,14 @@ def simulated_world(
         journal.learning,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
+    calls = None if sim.links.calls_gb_s is None else SharedLink(sim.links.calls_gb_s * 1e9)
 
     def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
         if settings.pool is not None:
             return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice, journal.learning)
-        return SimRewards(settings, sim.reward, tasks, dice, faults, journal.learning)
+        return SimRewards(settings, sim.reward, tasks, dice, faults, journal.learning, calls, f"rewards/{task}")
 
-    played = in_lockstep(job, SimHost(slots, tasks, dice, faults), rewards)
+    played = in_lockstep(job, SimHost(slots, tasks, dice, faults, SimImages(sim.images), calls), rewards)
     return World(
         cluster=cluster,
         engines=engine_specs(job),
