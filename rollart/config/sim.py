@@ -135,6 +135,8 @@ class SimTrainSettings(Settings):
     the slowest. 0.7 makes about 40 % of peak."""
     tensor: Count = 1
     """Tensor parallel: devices that share every layer, and send its results to each other over their links."""
+    expert: Count = 1
+    """Expert parallel: devices that the experts of a layer are split over, and send tokens to."""
     token_s: NonNegative | None = None
     """Each token of the batch, prompts included, instead of what the hardware takes."""
     step_s: NonNegative | None = None
@@ -142,6 +144,12 @@ class SimTrainSettings(Settings):
     call_s: NonNegative = 0.0
     """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
     shares the trainer's core."""
+    host_gb_s: Positive = 25.0
+    """With `train.colocated`: from the memory of each GPU to its host's and back. Weights reach the engines that way
+    too, not over `sim.links`."""
+    state_bytes: NonNegative = 14.0
+    """With `train.colocated`: what goes there before engines have the GPU again, and comes back before the next step,
+    for each parameter. 14: weights in bfloat16, and in float32 with two moments."""
     age_discount: Share = 0.0
     """By so much less a trajectory teaches for each version between the weights that began it and those that train on
     it, down to nothing. An assumption, which no run has measured: 0 lets old ones count whole."""

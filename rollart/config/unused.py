@@ -103,6 +103,10 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     yield "sim.images", job.sim.images, "cache_gb pull_gb_s", images, "an image_gb of a sim.tasks"
     traffic = any(task.call_mb.mean or task.reward_mb.mean for task in job.sim.tasks.values())
     yield "sim.links", job.sim.links, "calls_gb_s", traffic, "a call_mb or reward_mb of a sim.tasks"
+    simulated, colocated = job.sim.train, job.train.colocated
+    yield "sim.train", simulated, "host_gb_s state_bytes", colocated, "train.colocated"
+    own = "a trainer with GPUs of its own: no train.colocated"
+    yield "sim.links", job.sim.links, "push_gb_s pull_gb_s shared_pull_gb_s blocking", not colocated, own
     control = job.sim.control
     yield "sim.control", control, "coordinators", control.call_s > 0, "a sim.control.call_s above 0"
     for name, behaviour in job.sim.tasks.items():

@@ -37,6 +37,9 @@ from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
 from rollart.sim.traffic import SharedLink, SimImages
 from rollart.sim.trainer import SimCluster, SimJournal
 
+AT_ONCE_GB_S = 1e9
+"""Weights that are where they are needed already: what is left is to load them."""
+
 
 def simulate(
     job: Job,
@@ -83,7 +86,7 @@ async def _simulate(
         faults = Faults(job.sim.faults, books.log)
         faults.start()
         faults.on("full_store", _filler(faults, disk))
-        push = SimLink(job.sim.links.push_gb_s * 1e9)
+        push = SimLink(_push_gb_s(job) * 1e9)
         pull = SimLink(_pull_gb_s(job) * 1e9)
 
         def live() -> Life:
@@ -101,9 +104,16 @@ async def _simulate(
     return books.result(error)
 
 
+def _push_gb_s(job: Job) -> float:
+    """A colocated trainer has its weights in the host's memory when it leaves the GPUs."""
+    return AT_ONCE_GB_S if job.train.colocated else job.sim.links.push_gb_s
+
+
 def _pull_gb_s(job: Job) -> float:
     """Of one engine, when all pull."""
     links = job.sim.links
+    if job.train.colocated:
+        return AT_ONCE_GB_S
     if links.shared_pull_gb_s is None:
         return links.pull_gb_s
     return min(links.pull_gb_s, links.shared_pull_gb_s / sum(engines.count for _, engines in job.engines))
@@ -180,6 +190,7 @@ def simulated_world(
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
         judges={name: known_shape(each.model) for name, each in judged.items()},
+        parallel={pool.name: engines.parallel for pool, engines in job.all_engines},
         dice=dice,
         store=store,
         pull=pull,
@@ -200,6 +211,7 @@ def simulated_world(
         journal.noted,
         disk,
         journal.learning,
+        job.train.colocated,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
     calls = None if sim.links.calls_gb_s is None else SharedLink(sim.links.calls_gb_s * 1e9)

@@ -284,7 +284,12 @@ class Splits:
         if train.token_s is not None:
             return TrainCosts(update_s=0.0, token_s=train.token_s * self._job.train.gpus / gpus, pair_s=0.0)
         return train_costs(
-            self._model, self._train_kind, gpus, efficiency=train.efficiency, tensor=min(train.tensor, gpus)
+            self._model,
+            self._train_kind,
+            gpus,
+            efficiency=train.efficiency,
+            tensor=min(train.tensor, gpus),
+            expert=min(train.expert, gpus),
         )
 
     def _rollout(self, sizes: Sequence[int], variant: Variant) -> tuple[dict[str, dict[str, float]], dict[str, float]]:

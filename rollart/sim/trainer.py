@@ -42,13 +42,16 @@ class SimTrainer:
         blocking: bool,
         hold: Callable[[bool], None],
         learning: SimLearning,
+        change_s: float,
     ) -> None:
         """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
-        the engines there are now. `hold`: called with true when a push begins, with false when it has ended."""
+        the engines there are now. `hold`: called with true when engines are to stand still, with false when they may go
+        on. `change_s`: until the trainer has the engines' GPUs, and until they have them again; 0 with its own."""
         self._settings = settings
         self._answered = answered
         self._hold = hold
         self._learning = learning
+        self._change_s = change_s
         self._at_work = asyncio.Lock()
         """Held by a push, and by a step where these exclude each other."""
         self._blocking = blocking
@@ -88,6 +91,9 @@ class SimTrainer:
         self._set_aside(batch)
         self.stepping = True
         try:
+            if self._change_s:
+                self._hold(True)
+                await self._sleep(self._change_s)
             if self._faults.take("trainer_during", f"step {batch.step}"):
                 await self._sleep(seconds / 2)
                 self.die("in the middle of a step")
@@ -98,8 +104,12 @@ class SimTrainer:
                     await self._work(seconds)
             else:
                 await self._work(seconds)
+            if self._change_s:
+                await self._sleep(self._change_s)
         finally:
             self.stepping = False
+            if self._change_s:
+                self._hold(False)
         self._learning.trained(batch)
         self.version += 1
         if self._faults.take("trainer_after", f"step {batch.step}"):
@@ -196,6 +206,11 @@ def _untrainable(batch: Batch, way: int) -> tuple[SetAside, ...]:
     return tuple(SetAside(name, "its loss is not a finite number (simulated)") for name in found)
 
 
+def _change_s(model: ModelShape, train: SimTrainSettings, gpus: int) -> float:
+    """Until the trainer's state is on its GPUs, or off them: each has a part of it, and a link of its own."""
+    return model.params * train.state_bytes / (train.host_gb_s * 1e9 * gpus)
+
+
 def _set(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
@@ -216,13 +231,20 @@ class SimCluster:
         noted: dict[int, tuple[SetAside, ...]],
         disk: SimDisk | None = None,
         learning: SimLearning | None = None,
+        colocated: bool = False,
     ) -> None:
+        self._change_s = _change_s(engines.model, train, train_gpus) if colocated else 0.0
         self._disk = disk or SimDisk()
         self._learning = learning or SimLearning()
         self._world = engines
         self._train = train
         self._costs = train_costs(
-            engines.model, train_hardware, train_gpus, efficiency=train.efficiency, tensor=train.tensor
+            engines.model,
+            train_hardware,
+            train_gpus,
+            efficiency=train.efficiency,
+            tensor=train.tensor,
+            expert=train.expert,
         )
         if train.token_s is not None:
             self._costs = TrainCosts(update_s=0.0, token_s=train.token_s, pair_s=0.0)
@@ -266,6 +288,7 @@ class SimCluster:
             self._world.blocking,
             self._hold_engines,
             self._learning,
+            self._change_s,
         )
         return self.current
 
