@@ -29,6 +29,8 @@ def test_experts_are_split_and_the_rest_is_whole_on_each_device() -> None:
     assert costs(8).token_s == pytest.approx(costs(1).token_s / 8), "each device multiplies its own tokens"
     weights = MOE.expert_params * 2 + 16 * (MOE.params - MOE.expert_params) * 2
     assert costs(16).kv_tokens == int((16 * 0.9 * 80e9 - weights) / MOE.kv_bytes_per_token)
+    assert costs(16).kv_token_s == pytest.approx(costs(1).kv_token_s / 16), "caches of its own sequences, no copies"
+    assert costs(16).sequence_s == pytest.approx(costs(1).sequence_s / 16), "a scheduler each"
     assert costs(64).kv_tokens > costs(64, "tensor").kv_tokens, "64 devices would hold 16 copies of four KV heads"
 
 

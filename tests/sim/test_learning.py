@@ -61,4 +61,4 @@ def test_a_run_on_old_trajectories_learns_later(faults: list[object]) -> None:
         )
         return simulate(job).summary.tasks["a"].reward
 
-    assert mean(0.4) < mean(0.0) - 0.15
+    assert 0.2 < mean(0.4) < mean(0.0) - 0.15, "less than on fresh ones, and more than the 0.1 that it begins with"

@@ -5,6 +5,8 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from rollart.launch.plan import make_plan
 from rollart.launch.simulation import simulate
 from rollart.launch.splits import Splits, read_limits
 from rollart.launch.sweep import run_sweep
+from rollart.launch.trials import at_half
 from rollart.report.charts import bars
-from rollart.report.reports import PlanReport
+from rollart.report.reports import PlanReport, Played
+from rollart.types import ParsedJson
 
 JOB: dict[str, Any] = {
     "name": "planned",
@@ -249,6 +253,42 @@ def test_the_time_to_a_score_is_what_a_run_to_it_takes() -> None:
     simulate(job, ends=ends, watch=listen)
     reached_s = next(end for end, steps in zip(ends, come, strict=True) if steps >= report.score_steps) - ends[0]
     assert found.value("time-to-score") == pytest.approx(reached_s, rel=0.05), "what starts it aside"
+
+
+def test_in_the_middle_of_the_way_success_goes_on_from_where_it_is() -> None:
+    job = build_job(changed())
+    half = build_job(at_half(job, 30.0))
+    for task, now in job.sim.tasks.items():
+        for steps in (0.0, 5.0, 100.0):
+            assert half.sim.tasks[task].chance(steps) == pytest.approx(now.chance(15.0 + steps))
+
+
+def test_a_change_is_kept_where_it_gains_with_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up runs: more spares gain with both seeds, larger buckets with the first alone."""
+
+    class Made:
+        runs = 0
+
+        def play(self, jobs: Sequence[tuple[str, ParsedJson]], seeds: Sequence[int]) -> list[list[Played]]:
+            return [[self._one(raw, seed) for seed in seeds] for _, raw in jobs]
+
+        def _one(self, raw: ParsedJson, seed: int) -> Played:
+            job = build_job(raw)
+            step_s = 100.0 - 5.0 * job.rollout.spare_members
+            if job.weights.bucket_mb == 4096:
+                step_s += (-20.0, 20.0)[seed]
+            return Played(seed=seed, step_s=step_s, waits=0.0, age=1.0, wasted=0.0, tokens=10.0)
+
+    @contextmanager
+    def made(workers: int, score_steps: float | None, say: object) -> Iterator[Made]:
+        yield Made()
+
+    monkeypatch.setattr("rollart.launch.plan.trials", made)
+    report = plan(best=1, seeds=2, settings=("spares", "bucket"))
+    gains = {(one.what, one.value): one.gain for one in report.tried}
+    assert gains["weights.bucket_mb", "4096"] == 0.2
+    assert [(one.what, one.value) for one in report.tried if one.kept] == [("rollout.spare_members", "2")]
+    assert report.best[0].settings == {"rollout.spare_members": 2}
 
 
 def test_what_old_trajectories_teach_less_is_weighed_against_shorter_steps() -> None:
