@@ -20,7 +20,6 @@ from rollart.report.reports import Apart, PlanReport, Split, Tried
 from rollart.types import Json, ParsedJson
 
 OVERLAPPING = ("rollart", "areal")
-GOALS = ("step-time", "cost", "time-to-score")
 SETTINGS = ("bound", "affinity", "prefill", "spares", "bucket", "split")
 """What `--try` may name."""
 MAX_MARGIN = 2.2
@@ -313,6 +312,10 @@ def job_of(job: Job, split: Split) -> ParsedJson:
         for pool in raw["pools"]
         if (kept := _pool(pool, counts, split, keep=pool["name"] in _needed(job, split))) is not None
     ]
+    measured = job.sim.engine.measured
+    if gone := [name for name in measured if not counts.get(name, 1)]:
+        left = {name: each for name, each in _mapping(raw["sim"]["engine"]["measured"]).items() if name not in gone}
+        raw["sim"] = {**raw["sim"], "engine": {**raw["sim"]["engine"], "measured": left}}
     for task in raw["tasks"]:
         shares = split.affinity[task["name"]]
         task["affinity"] = next(iter(shares)) if len(shares) == 1 else "auto"

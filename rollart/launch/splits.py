@@ -207,8 +207,10 @@ class Splits:
         inside = all(low <= used[kind] <= high for kind, (low, high) in self._limits.items())
         if not inside or train_gpus < 1 or min(sizes) < 0 or not sum(sizes):
             return False
-        apart = variant.apart
-        if apart is not None and not engine_counts(self.pools, self._named(sizes), apart)[apart.decode]:
+        counts, apart = engine_counts(self.pools, self._named(sizes), variant.apart), variant.apart
+        if apart is not None and not counts[apart.decode]:
+            return False
+        if sum(counts.values()) <= self._job.rollout.rolling or train_gpus < self._job.sim.train.expert:
             return False
         return self._budget is None or self._price(train_gpus, sizes) <= self._budget
 
@@ -306,6 +308,9 @@ class Splits:
 
     def _speed(self, speed: PoolSpeed, counts: Mapping[str, int], apart: Apart | None) -> PoolSpeed:
         speed = speed.with_engines(counts[speed.name])
+        measured = self._job.sim.engine.measured.get(speed.name)
+        if measured is not None:
+            speed = replace(speed, measured=measured.costs(speed.table.kv_tokens))
         if apart is None or apart.decode != speed.name:
             return speed
         prefill = next(pool for pool in self.pools if pool.name == apart.prefill)

@@ -316,6 +316,25 @@ def test_what_cannot_be_planned_for_is_refused(changes: dict[str, Any], said: st
         plan(**changes)
 
 
+def test_measured_engines_are_predicted_as_they_are_simulated() -> None:
+    """Ten times as slow as the table has them; the other pool's settings go with it where it gets no GPU."""
+    raw = changed()
+    slow = {"step_s": 0.1, "sequence_s": 1e-4, "prefill_token_s": 1e-4}
+    raw["sim"]["engine"] = {"measured": {"compute": slow, "bandwidth": slow}}
+    report = plan("h800=8,h20=0..4", raw=raw, best=2)
+    by_hardware = plan("h800=8,h20=0..4", best=2)
+    assert report.as_it_is.rollout_s > 3 * by_hardware.as_it_is.rollout_s
+    assert report.as_it_is.rollout_s == pytest.approx(report.as_it_is.step_s, rel=0.4)
+    alone = plan("h800=8,h20=0", raw=raw, best=1)
+    assert list(build_job(alone.job).sim.engine.measured) == ["compute"]
+
+
+def test_splits_that_other_settings_forbid_are_not_tried() -> None:
+    raw = changed() | {"rollout": {"groups_per_step": 8, "zero_variance": "keep", "rolling": 4}}
+    job = build_job(plan(raw=raw, best=3).job)
+    assert sum(engines.count for _, engines in job.engines) > 4
+
+
 def test_groups_that_are_dropped_count_as_work_to_be_done() -> None:
     """All members fail in 0.9^4 = 66 % of the groups, so a step takes three times the rollout."""
     raw = changed(game={"success": 0.1}, maths={"success": 0.1}) | {"rollout": {"groups_per_step": 128}}
