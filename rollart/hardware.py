@@ -13,7 +13,7 @@ predictions to the measurements, and docs/evaluation.md lists them with their so
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 ACTIVATION_PASSES = 44.0
@@ -257,6 +257,11 @@ class EngineCosts:
     def holding(self, kv_tokens: int | None) -> "EngineCosts":
         """The same, where the cache is bounded to this many tokens."""
         return self if kv_tokens is None or kv_tokens >= self.kv_tokens else replace(self, kv_tokens=kv_tokens)
+
+    def slowed(self, factor: float) -> "EngineCosts":
+        """The same, where each step takes this many times as long."""
+        seconds = [one.name for one in fields(self) if one.name.endswith("_s")]
+        return replace(self, **{name: factor * getattr(self, name) for name in seconds})
 
     def step_s(
         self, batch: float, cached: float, prefill: float = 0.0, seen: float = 0.0, prompts: float = 0.0

@@ -123,6 +123,8 @@ class SimJudgeSettings(Settings):
     prompt_tokens: Spread = Spread(mean=256)
     """The rubric and what is said around the episode; the episode itself comes to that."""
     answer_tokens: Spread = Spread(mean=64)
+    others: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of its engines' time that calls of other jobs take; those of this one take as much longer."""
 
 
 class SimTrainSettings(Settings):

@@ -190,6 +190,7 @@ def simulated_world(
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
         judges={name: known_shape(each.model) for name, each in judged.items()},
+        taken={name: each.others for name, each in judged.items()},
         parallel={pool.name: engines.parallel for pool, engines in job.all_engines},
         dice=dice,
         store=store,
