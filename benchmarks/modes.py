@@ -42,7 +42,8 @@ FITTED = "sync+"
 FIGURES = "figures.json"
 """In a run directory: what this benchmark found in it."""
 SKIPPED_STEPS = 2
-"""Steps at the start of each run that are not counted: nothing overlaps yet."""
+"""Steps at the start of each run that are not counted: nothing overlaps yet. With a bound above 1 as many more, and as
+many more are run: all groups that the bound allows begin at once, and fill the first steps."""
 
 
 def measure(
@@ -54,8 +55,11 @@ def measure(
 ) -> dict[str, Any]:
     """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`, and read from there."""
     sides = {mode: [*overrides, f"mode={mode}"] for mode in MODES}
-    sides |= {f"rollart-bound-{bound}": [*overrides, "mode=rollart", f"rollout.staleness={bound}"] for bound in bounds}
     given = load_job(job, overrides)
+    for bound in bounds:
+        steps = given.train.steps + max(0, bound - 1)
+        longer = [f"train.steps={steps}", f"checkpoint.every={steps}"]
+        sides[f"rollart-bound-{bound}"] = [*overrides, "mode=rollart", f"rollout.staleness={bound}", *longer]
     if given.train.steps < SKIPPED_STEPS + 2:
         raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -133,7 +137,7 @@ def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:
     )
     if result.summary.state != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
-    run = {**_figures(result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
+    run = {**_figures(job, result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
     (folder / FIGURES).write_bytes(msgspec.json.encode(run))
     print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
     return run
@@ -145,16 +149,17 @@ def _simulated_run(job: Job, profile: dict[str, Any]) -> dict[str, Any]:
     raw = job.model_dump(mode="json")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        return _figures(simulate(build_job({**raw, "sim": profile}), path).summary, path)
+        return _figures(job, simulate(build_job({**raw, "sim": profile}), path).summary, path)
 
 
-def _figures(summary: Summary, folder: Path) -> dict[str, Any]:
+def _figures(job: Job, summary: Summary, folder: Path) -> dict[str, Any]:
     events = list(read_events(folder / "events.jsonl"))
     ends = [event for event in events if isinstance(event, schema.StepEnd)]
-    counted = len(ends) - SKIPPED_STEPS
+    skipped = SKIPPED_STEPS + max(0, job.rollout.staleness - 1)
+    counted = len(ends) - skipped
     return {
-        "step_s": round((ends[-1].t - ends[SKIPPED_STEPS - 1].t) / counted, 4),
-        "train_s": statistics.fmean(event.train_s for event in ends[SKIPPED_STEPS:]),
+        "step_s": round((ends[-1].t - ends[skipped - 1].t) / counted, 4),
+        "train_s": statistics.fmean(event.train_s for event in ends[skipped:]),
         "max_steps": summary.staleness.max_steps,
         "max_age": summary.staleness.max,
         "waste": msgspec.to_builtins(summary.waste),

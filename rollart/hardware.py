@@ -13,7 +13,7 @@ predictions to the measurements, and docs/evaluation.md lists them with their so
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 ACTIVATION_PASSES = 44.0
@@ -30,10 +30,12 @@ LOGIT_PASSES = 8.0
 """Times that training reads or writes the float32 logits."""
 NODE_GPUS = 8
 """GPUs that share fast links; tensor parallelism beyond them crosses the network."""
-NETWORK_GB_S = 50.0
-"""Of one machine, one way: 400 Gb/s."""
 NETWORK_S = 20e-6
 """Latency of a hop between machines."""
+EXCHANGED = 0.77
+"""Share of a link between the devices of a machine that the all-to-all of expert parallelism reaches."""
+EXCHANGE_S = 30e-6
+"""What an all-to-all takes beyond its bytes."""
 READ_BY_SHARE = 0.25
 """A share of the multiprocessors reads at this power of the share of the bandwidth: 48 of an H200's 132 read 0.79 of it
 (measured alone; by this 0.78)."""
@@ -67,6 +69,8 @@ class Hardware:
     """Between devices of one machine, one way."""
     link_s: float = 8e-6
     """An all-reduce of two devices, whatever its size."""
+    network_gb_s: float = 50.0
+    """From one machine to others, one way: 400 Gb/s."""
 
     def part(self, share: float) -> "Hardware":
         """A share of one device's multiprocessors, with all of its memory."""
@@ -254,6 +258,11 @@ class EngineCosts:
         """The same, where the cache is bounded to this many tokens."""
         return self if kv_tokens is None or kv_tokens >= self.kv_tokens else replace(self, kv_tokens=kv_tokens)
 
+    def slowed(self, factor: float) -> "EngineCosts":
+        """The same, where each step takes this many times as long."""
+        seconds = [one.name for one in fields(self) if one.name.endswith("_s")]
+        return replace(self, **{name: factor * getattr(self, name) for name in seconds})
+
     def step_s(
         self, batch: float, cached: float, prefill: float = 0.0, seen: float = 0.0, prompts: float = 0.0
     ) -> float:
@@ -330,8 +339,14 @@ class LearntCosts:
 
 
 @lru_cache(maxsize=256)
-def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime) -> EngineCosts:
-    """What the steps of one engine on `gpus` devices, tensor parallel, cost."""
+def engine_costs(
+    model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime, parallel: str = "tensor"
+) -> EngineCosts:
+    """What the steps of one engine on `gpus` devices cost. `parallel`: `tensor`, where each layer is split over them
+    and each sequence is on all; or `expert`, where each has all but the experts, which are split, and sequences of its
+    own."""
+    if parallel == "expert" and gpus > 1:
+        return _expert_parallel(model, hardware, gpus, runtime)
     flops = hardware.tflops * 1e12 * gpus
     bytes_s = hardware.bandwidth_gb_s * 1e9 * gpus
     reduce_s, reduce_byte_s = _all_reduce(hardware, gpus)
@@ -356,6 +371,31 @@ def engine_costs(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runt
     )
 
 
+def _expert_parallel(model: ModelShape, hardware: Hardware, gpus: int, runtime: Runtime) -> EngineCosts:
+    """Sequences are spread evenly, and experts used alike: a layer lasts as long on all devices. Of what each of them
+    computes for its own sequences, and reads of its own caches, one has a part; all read the rest of the weights whole.
+    Each layer has an all-to-all before its experts, and one after."""
+    one, all_of_it = (engine_costs(model, hardware, count, runtime) for count in (1, gpus))
+    hidden_bytes = model.hidden * model.bytes_per_param
+    latency_s, each_s = exchange(hardware, gpus, model.experts_per_token, once=False)
+    _, once_s = exchange(hardware, gpus, model.experts_per_token, once=True)
+    sent_s, prompt_s = (2 * model.layers * hidden_bytes * byte_s / gpus for byte_s in (each_s, once_s))
+    dense_bytes = (model.params - model.expert_params) * model.bytes_per_param
+    free_bytes = hardware.memory_gb * 1e9 * (1 - MEMORY_KEPT) * gpus - gpus * dense_bytes
+    free_bytes -= model.expert_params * model.bytes_per_param
+    return replace(
+        all_of_it,
+        fixed_s=one.fixed_s + 2 * model.layers * latency_s,
+        sequence_s=runtime.sequence_s / gpus,
+        dense_read_s=one.dense_read_s,
+        row_read_s=one.row_read_s,
+        passed_s=one.passed_s / gpus + prompt_s,
+        reduced_s=sent_s,
+        kv_token_s=one.kv_token_s / gpus,
+        kv_tokens=max(0, int(free_bytes / model.kv_bytes_per_token)),
+    )
+
+
 def _all_reduce(hardware: Hardware, gpus: int) -> tuple[float, float]:
     """(seconds, seconds for each byte) of one all-reduce."""
     if gpus == 1:
@@ -366,8 +406,24 @@ def _all_reduce(hardware: Hardware, gpus: int) -> tuple[float, float]:
     nodes = math.ceil(gpus / NODE_GPUS)
     if nodes > 1:
         seconds += 2 * NETWORK_S * math.log2(nodes)
-        byte_s += 2 * (nodes - 1) / nodes / (NETWORK_GB_S * 1e9)
+        byte_s += 2 * (nodes - 1) / nodes / (hardware.network_gb_s * 1e9)
     return seconds, byte_s
+
+
+def exchange(hardware: Hardware, gpus: int, experts: int, *, once: bool) -> tuple[float, float]:
+    """(seconds, seconds for each byte of the hidden state of one token on each device) of one all-to-all, in which
+    tokens go to the devices of their `experts`, or come back. A token is sent for each of them, or `once` to each
+    machine and device that has several, which pays for prompts."""
+    if gpus == 1:
+        return 0.0, 0.0
+    inside, nodes = min(gpus, NODE_GPUS), math.ceil(gpus / NODE_GPUS)
+    near, far = experts * (inside - 1) / gpus, experts * (1 - inside / gpus)
+    if once:
+        near = (inside - 1) * (1 - (1 - 1 / gpus) ** experts)
+        far = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts)
+    near_s = near / (hardware.link_gb_s * 1e9 * EXCHANGED)
+    far_s = far * inside / (hardware.network_gb_s * 1e9)
+    return EXCHANGE_S + (NETWORK_S if nodes > 1 else 0.0), max(near_s, far_s)
 
 
 def kv_capacity_tokens(model: ModelShape, hardware: Hardware, gpus: int) -> int:
@@ -401,10 +457,12 @@ def train_costs(
     forwards: float = TRAIN_FORWARDS,
     efficiency: float = 1.0,
     tensor: int = 1,
+    expert: int = 1,
 ) -> TrainCosts:
     """`forwards`: what is computed, in forward passes. `efficiency`: what many devices reach of as many single ones.
     `tensor`: devices that share every layer. They send two all-reduces a layer forward, as many backward and in what is
-    computed again: by the hidden state, while products grow with its square, so a small model loses more by it."""
+    computed again: by the hidden state, while products grow with its square, so a small model loses more by it.
+    `expert`: devices that experts are split over, with as many all-to-alls."""
     flops = hardware.tflops * 1e12 * gpus * efficiency
     bytes_s = hardware.bandwidth_gb_s * 1e9 * hardware.read_kv * gpus * efficiency
     multiplied = model.body_params + model.head_params
@@ -412,11 +470,12 @@ def train_costs(
     logits = LOGIT_PASSES * 4 * (model.head_params / model.hidden if model.hidden else 0.0)
     attention = 4 * model.layers * model.attention_width * (forwards - 2 + ATTENTION_BACKWARD)
     _, reduce_byte_s = _all_reduce(hardware, tensor)
+    _, exchange_byte_s = exchange(hardware, expert, model.experts_per_token, once=True)
     reduced = 2 * (forwards - 1) * model.layers * model.hidden * model.bytes_per_param
     return TrainCosts(
         update_s=UPDATE_BYTES * model.params / bytes_s,
         token_s=2 * forwards * multiplied / (flops * hardware.matmul)
         + (activations + logits) / bytes_s
-        + reduced * reduce_byte_s * tensor / (gpus * efficiency),
+        + reduced * (reduce_byte_s * tensor + exchange_byte_s) / (gpus * efficiency),
         pair_s=attention / (flops * TRAIN_ATTENTION),
     )

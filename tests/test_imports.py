@@ -79,6 +79,7 @@ JSONS_EDGE = frozenset(
         "rollart.launch.checks",
         "rollart.launch.plan",
         "rollart.launch.resume",
+        "rollart.launch.trials",
         "rollart.config.shapes",
         "rollart.model.adapters",
         "rollart.model.reduced",

@@ -290,7 +290,7 @@ def counted(reads: Reads, *, on_ray: bool) -> set[str]:
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 SMALL = {"turns": 2, "prompt_tokens": 40, "observation_tokens": 10, "answer_tokens": 4}
-TAILS = {"reset_tail": 0.5, "step_tail": 0.5}
+TAILS = {"reset_tail": 0.5, "step_tail": 0.5, "call_mb": 1.0, "reward_mb": 1.0, "image_gb": 0.1}
 BASE: dict[str, Any] = {
     "name": "keys",
     "model": {"path": "MODEL", "context_tokens": 512},
@@ -317,6 +317,7 @@ BASE: dict[str, Any] = {
             "b": {**SMALL, **TAILS},
         },
         "engine": {"start_s": 0},
+        "links": {"calls_gb_s": 1.0},
         "control": {"call_s": 0.001},
         "faults": [{"kind": kind, "swap": 1} for kind in ("env_slow", "engine_restart", "trainer_during")],
     },
@@ -324,7 +325,7 @@ BASE: dict[str, Any] = {
 HTTP = {"type": "http", "url": "http://127.0.0.1:8080"}
 SIMULATED: dict[str, dict[str, Any]] = {
     "local rewards": {},
-    "http rewards": {"rewards": HTTP},
+    "http rewards": {"rewards": HTTP, "sim.reward": {"quota": 4, "others_per_s": 0.1}},
     "prefill apart": {"pools.0.engines.prefill": {}},
     "measured": {"sim.engine.measured": {"p": {"step_s": 0.01, "prefill_token_s": 0.001}}},
 }
@@ -440,8 +441,12 @@ def unread(raw: dict[str, Any], read_of: Any, passed: Any) -> list[str]:
                 found.append(f"{key}={value!r} is accepted and not read")
             break
         else:
-            name = key.rpartition(".")[2]
-            if not any(name in said.partition(": ")[0] and "does not fit" not in said for said in refusals):
+            whole, _, name = key.rpartition(".")  # a spread may be refused as a whole
+            if not any(
+                (name in said.partition(": ")[0] and "does not fit" not in said)
+                or said.startswith(f"{whole}: has an effect only")
+                for said in refusals
+            ):
                 found.append(f"{key}: no other value could be tried: {refusals or 'add one to VALUES'}")
     return found
 

@@ -30,6 +30,8 @@ def sim(arguments: argparse.Namespace) -> int:
     if str(arguments.job) == "fit":
         return _fit(arguments)
     job = load_job(arguments.job, arguments.overrides)
+    if arguments.sweep and (arguments.chaos is not None or arguments.first is not None):
+        raise JobError("--sweep: draws no faults; leave out --chaos and --first, or give sim.faults in the job")
     if arguments.chaos is not None:
         return _chaos(arguments)
     if arguments.sweep:
@@ -91,6 +93,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from rollart.launch.sweep import run_sweep
     from rollart.report.charts import bars
 
+    if arguments.out is not None:
+        raise JobError("--out: a sweep keeps no run directories; leave it out, or --json > FILE")
+    if arguments.plot is not None:
+        _may_be_written(arguments.plot, "--plot")
     report = run_sweep(
         arguments.job,
         tuple(arguments.overrides),
@@ -112,8 +118,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
 def plan(arguments: argparse.Namespace) -> int:
     from rollart.launch.plan import make_plan
 
-    if arguments.out is not None and arguments.out.exists():
-        raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
+    if arguments.out is not None:
+        if arguments.out.exists():
+            raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
+        _may_be_written(arguments.out, "--out")
     report = make_plan(
         load_job(arguments.job, arguments.overrides),
         arguments.pools,
@@ -123,6 +131,8 @@ def plan(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         workers=arguments.workers or os.cpu_count() or 1,
         progress=say,
+        score=arguments.score,
+        settings=() if arguments.settings == "none" else arguments.settings.split(","),
     )
     if arguments.out is not None:
         import yaml
@@ -134,6 +144,14 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         show_plan(report)
     return 0
+
+
+def _may_be_written(path: Path, option: str) -> None:
+    """Asked before long work. Raises JobError."""
+    if not path.parent.is_dir():
+        raise JobError(f"{option}: {path.parent} is not a directory; make it, or give another file")
+    if path.is_dir():
+        raise JobError(f"{option}: {path} is a directory; give a file in it")
 
 
 def train(arguments: argparse.Namespace) -> int:

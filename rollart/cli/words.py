@@ -70,9 +70,11 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         help="find out how to split GPUs between training and rollout",
         description="Predict the step time of every split of the GPUs between the trainer and the job's engine pools, "
-        "simulate the best few, and print them with their bottleneck. For jobs of mode rollart or areal. All figures "
-        "are simulated; the job's sim section says what the tasks are like.",
-        epilog='Example: rollart plan jobs/sim_32b.yaml --pools "h800=32..96,h20=0..64" --goal cost --out best.yaml',
+        "and simulate the best few; then try the bound, spares, bucket size, prefill workers and where tasks run on "
+        "the best of them. For jobs of mode rollart or areal. All figures are simulated; the job's sim section says "
+        "what the tasks are like.",
+        epilog='Examples: rollart plan jobs/sim_32b.yaml --pools "h800=32..96,h20=0..64" --goal cost --out best.yaml; '
+        'rollart plan jobs/sim_32b.yaml --pools "h800=96,h20=32" --goal time-to-score --score 0.6',
     )
     _job_arguments(plan)
     plan.add_argument(
@@ -83,10 +85,22 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--budget", type=float, metavar="PRICE", help="most that an hour of all of them may cost")
     plan.add_argument(
-        "--goal", choices=["step-time", "cost"], default="step-time", help="of a step (default: step-time)"
+        "--goal",
+        choices=["step-time", "cost", "time-to-score"],
+        default="step-time",
+        help="time or cost of a step, or time until the tasks' mean success is --score (default: step-time)",
     )
+    plan.add_argument("--score", type=float, metavar="MEAN", help="with --goal time-to-score: mean success to reach")
     plan.add_argument("--best", type=_count, default=4, metavar="N", help="splits that are simulated (default: 4)")
     plan.add_argument("--seeds", type=_count, default=2, metavar="N", help="runs of each (default: 2)")
+    plan.add_argument(
+        "--try",
+        dest="settings",
+        metavar="NAMES",
+        default="bound,affinity,prefill,spares,bucket,split",
+        help="what else to try on the best split, with commas between, or none (default: %(default)s; split: one "
+        "engine more or less)",
+    )
     plan.add_argument("--workers", type=_count, help="processes (default: one per core)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the best one's job file here")
     plan.add_argument("--json", action="store_true")

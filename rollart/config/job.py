@@ -144,6 +144,8 @@ def _problems(job: Job) -> Iterator[str]:
     yield from _cluster_problems(job)
     yield from unused(job)
     yield from _rollout_problems(job)
+    yield from _colocation_problems(job)
+    yield from _expert_problems(job)
     if job.sim.chaos.faults[0] > job.sim.chaos.faults[1]:
         yield "sim.chaos.faults: the first number is the fewest, the second the most; swap them"
 
@@ -299,6 +301,40 @@ def _rollout_problems(job: Job) -> Iterator[str]:
             f"rollout.rolling: {rollout.rolling} at a time is all of the {count} engines; "
             "set it to 0 (all at once) or below their number"
         )
+
+
+def _colocation_problems(job: Job) -> Iterator[str]:
+    if not job.train.colocated:
+        return
+    pool = job.train_pool
+    if job.rollout.swap != "between_batches" or job.rollout.staleness:
+        yield (
+            f"train.colocated: mode {job.mode!r} trains while engines roll out, and both would need the GPUs; set mode "
+            "to sync or sync+, or remove train.colocated"
+        )
+    if pool.engines is None:
+        yield f"train.colocated: pool {pool.name!r} has no engines to take turns with; set train.pool to one that has"
+    elif elsewhere := [other.name for other in job.engine_pools if other is not pool]:
+        yield (
+            f"train.colocated: pool {elsewhere[0]!r} has engines on other GPUs, which would stand idle while one pool "
+            "trains; remove its engines, or train.colocated"
+        )
+    elif job.train.gpus > (gpus := pool.engines.count * pool.engines.decode_gpus):
+        yield f"train.gpus: {job.train.gpus} is more than the {gpus} GPUs of pool {pool.name!r}, its own; lower it"
+
+
+def _expert_problems(job: Job) -> Iterator[str]:
+    keys = [
+        f"pools.{position}.engines.parallel"
+        for position, pool in enumerate(job.pools)
+        if pool.engines and pool.engines.parallel == "expert" and not pool.judge
+    ]
+    if job.sim.train.expert > 1:
+        keys.append("sim.train.expert")
+    if keys and not job.sim.shape.experts:
+        yield f"{keys[0]}: sim.model {job.sim.model!r} has no experts to split; remove it, or name a model that has"
+    if job.sim.train.expert > job.train.gpus:
+        yield f"sim.train.expert: {job.sim.train.expert} is more than train.gpus {job.train.gpus}; lower it"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -115,6 +115,8 @@ class HardwareSettings(Settings):
     """Between devices of one machine, one way."""
     link_s: NonNegative = 8e-6
     """An all-reduce of two devices, whatever its size."""
+    network_gb_s: Positive = 50.0
+    """From one machine of eight devices to others, one way."""
 
 
 class ModelSettings(Settings):
@@ -486,6 +488,10 @@ class EngineSettings(Settings):
     gpus: Count = 1
     """GPUs of one engine: tensor parallel. Servers on this machine have them to themselves. An `embedded` engine has
     one; more are refused by `rollart train`."""
+    parallel: Literal["tensor", "expert"] = "tensor"
+    """How these share the model. `tensor`: each layer is split over them. `expert`: the experts are, and the rest is
+    whole on each, which has sequences of its own. `rollart train` refuses `expert`: servers have flags of their own for
+    it (`args`)."""
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
     prefill: PrefillSettings | None = None
@@ -642,6 +648,11 @@ class TrainSettings(Settings):
     pool: Anytime[str | None] = None
     """The pool whose kind of hardware trains. Default: the first pool that has engines."""
     gpus: Anytime[Count] = 1
+    """The trainer's own, beside those of the pool's engines, unless it is `colocated`."""
+    colocated: Anytime[bool] = False
+    """The trainer has GPUs of its pool's engines, in turns with them, and they are paid once. Only in modes in which
+    training and rollout take turns: sync and sync+. A real run keeps both in the memory of the device that both name;
+    `rollart sim` charges what it takes to move the trainer's state out and in (`sim.train.host_gb_s`)."""
     steps: FromNextStep[Count] = 100
     lr: FromNextStep[Positive] = 1e-5
     warmup_steps: FromNextStep[Annotated[int, Field(ge=0)]] = 0

@@ -1,5 +1,6 @@
 """The `sim:` section of a job file: how simulated tasks, engines, links and trainers behave, and what breaks when."""
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal, Self, get_args
@@ -51,9 +52,21 @@ class SimTaskSettings(Settings):
     success_gain: Share = 0.5
     """What training adds in the end."""
     success_steps: Positive = 50.0
-    """Versions until about two thirds of the gain are there."""
+    """Steps until about two thirds of the gain are there. `sim.train.age_discount` says what a step is worth."""
+    call_mb: Spread = Spread()
+    """What one environment call sends and gets, observation and state, over `sim.links.calls_gb_s`."""
+    reward_mb: Spread = Spread()
+    """What one reward call does."""
+    image_gb: NonNegative = 0.0
+    """Of an environment's image: pulled when one opens, where `sim.images` does not have it."""
+    images: Count = 1
+    """Different ones; the problems of the task have them in turn, and a group has one."""
     shift: SimShiftSettings | None = None
     """The task changes in the middle of the run."""
+
+    def chance(self, steps: float) -> float:
+        """Of reward 1, after so many steps on trajectories of no age."""
+        return self.success + self.success_gain * -math.expm1(-steps / self.success_steps)
 
     def at(self, now_s: float) -> "SimTaskSettings":
         """The settings that hold at this time of the run."""
@@ -86,6 +99,20 @@ class SimRewardSettings(Settings):
     """An instance idle for this long is gone."""
     quota: Count | None = None
     """Instances that the platform runs at a time for these rewards; further calls wait for one. Default: no limit."""
+    others_per_s: NonNegative = 0.0
+    """Calls of other jobs, which share the quota: so many come in a second, at random. What is busy with them on
+    average is this times `others_s`; at the quota, calls wait longer and longer."""
+    others_s: Spread = Spread(mean=1.0)
+    """What one of these takes."""
+
+
+class SimImageSettings(Settings):
+    """The images of environments in the simulator (`sim.tasks.<name>.image_gb`)."""
+
+    cache_gb: NonNegative = 1000.0
+    """Kept on the machines with environments, in all; the image unused longest goes first. One in use stays."""
+    pull_gb_s: Positive = 1.0
+    """From where images are kept: all pulls under way share it evenly."""
 
 
 class SimJudgeSettings(Settings):
@@ -96,6 +123,8 @@ class SimJudgeSettings(Settings):
     prompt_tokens: Spread = Spread(mean=256)
     """The rubric and what is said around the episode; the episode itself comes to that."""
     answer_tokens: Spread = Spread(mean=64)
+    others: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of its engines' time that calls of other jobs take; those of this one take as much longer."""
 
 
 class SimTrainSettings(Settings):
@@ -108,6 +137,8 @@ class SimTrainSettings(Settings):
     the slowest. 0.7 makes about 40 % of peak."""
     tensor: Count = 1
     """Tensor parallel: devices that share every layer, and send its results to each other over their links."""
+    expert: Count = 1
+    """Expert parallel: devices that the experts of a layer are split over, and send tokens to."""
     token_s: NonNegative | None = None
     """Each token of the batch, prompts included, instead of what the hardware takes."""
     step_s: NonNegative | None = None
@@ -115,6 +146,15 @@ class SimTrainSettings(Settings):
     call_s: NonNegative = 0.0
     """For each generate call answered during a step, the step takes longer by this: the coordinator's work, where it
     shares the trainer's core."""
+    host_gb_s: Positive = 25.0
+    """With `train.colocated`: from the memory of each GPU to its host's and back. Weights reach the engines that way
+    too, not over `sim.links`."""
+    state_bytes: NonNegative = 14.0
+    """With `train.colocated`: what goes there before engines have the GPU again, and comes back before the next step,
+    for each parameter. 14: weights in bfloat16, and in float32 with two moments."""
+    age_discount: Share = 0.0
+    """By so much less a trajectory teaches for each version between the weights that began it and those that train on
+    it, down to nothing. An assumption, which no run has measured: 0 lets old ones count whole."""
     save_s: NonNegative = 1.0
     restore_s: NonNegative = 5.0
 
@@ -128,6 +168,8 @@ class SimLinkSettings(Settings):
     """Store to one engine."""
     shared_pull_gb_s: Positive | None = None
     """All pulls together: engines that pull at the same time share it evenly. Default: no limit."""
+    calls_gb_s: Positive | None = None
+    """Environment and reward calls: all that are under way share it evenly. Default: they travel for nothing."""
     blocking: bool = False
     """A baseline: nothing else is done while weights travel. Engines and trainer stand still for the push, and the pull
     begins only with the swap."""
@@ -282,6 +324,7 @@ class SimSettings(Settings):
     train: SimTrainSettings = SimTrainSettings()
     links: SimLinkSettings = SimLinkSettings()
     reward: SimRewardSettings = SimRewardSettings()
+    images: SimImageSettings = SimImageSettings()
     judges: dict[str, SimJudgeSettings] = Field(default_factory=dict)
     """By pool; a judge that is not named here behaves by the defaults."""
     faults: tuple[FaultSettings, ...] = ()

@@ -89,12 +89,32 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             )
             yield place, engines, "keep_kv", engines.type != "sglang", "engines.type embedded or vllm"
             yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
-    yield "sim.reward", job.sim.reward, "cold_start_s idle_s quota", serverless, "rewards.type http"
+    platform = job.sim.reward
+    yield "sim.reward", platform, "cold_start_s idle_s quota", serverless, "rewards.type http"
+    yield (
+        "sim.reward",
+        platform,
+        "others_per_s",
+        serverless and platform.quota is not None,
+        "rewards.type http and a quota",
+    )
+    yield "sim.reward", platform, "others_s", platform.others_per_s > 0, "others_per_s"
+    images = any(task.image_gb > 0 for task in job.sim.tasks.values())
+    yield "sim.images", job.sim.images, "cache_gb pull_gb_s", images, "an image_gb of a sim.tasks"
+    traffic = any(task.call_mb.mean or task.reward_mb.mean for task in job.sim.tasks.values())
+    yield "sim.links", job.sim.links, "calls_gb_s", traffic, "a call_mb or reward_mb of a sim.tasks"
+    simulated, colocated = job.sim.train, job.train.colocated
+    yield "sim.train", simulated, "host_gb_s state_bytes", colocated, "train.colocated"
+    own = "a trainer with GPUs of its own: no train.colocated"
+    yield "sim.links", job.sim.links, "push_gb_s pull_gb_s shared_pull_gb_s blocking", not colocated, own
     control = job.sim.control
     yield "sim.control", control, "coordinators", control.call_s > 0, "a sim.control.call_s above 0"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"
         yield f"sim.tasks.{name}", behaviour, "step_tail_s", behaviour.step_tail > 0, "a step_tail above 0"
+        linked, needs = job.sim.links.calls_gb_s is not None, "sim.links.calls_gb_s"
+        yield f"sim.tasks.{name}", behaviour, "call_mb reward_mb", linked, needs
+        yield f"sim.tasks.{name}", behaviour, "images", behaviour.image_gb > 0, "an image_gb above 0"
 
 
 def _reward_rows(place: str, reward: "RewardSettings") -> Iterator[tuple[str, BaseModel, str, bool, str]]:

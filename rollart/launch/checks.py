@@ -148,7 +148,23 @@ def unsupported(job: Job) -> Iterator[str]:
     yield from _agent_problems(job)
     if job.train.type == "single" and job.train.gpus > 1:
         yield f"train.gpus: {job.train.gpus}, but train.type single uses one; set train.type=fsdp2, or train.gpus=1"
+    yield from _colocation_problems(job)
     yield from _isolation_problems(job)
+
+
+def _colocation_problems(job: Job) -> Iterator[str]:
+    """What takes turns on one device names that device."""
+    if not job.train.colocated:
+        return
+    if job.cluster.type == "ray":
+        yield "train.colocated: on Ray each worker has devices of its own; set cluster.type to local, or remove it"
+    device = job.train.device
+    for pool, engines in job.engines:
+        if engines.device != device or (device != "cpu" and ":" not in device):
+            yield (
+                f"train.colocated: engines of pool {pool.name!r} have device {engines.device}, the trainer {device}; "
+                "name one for both, as engines.device=cuda:0 and train.device=cuda:0"
+            )
 
 
 def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
@@ -158,6 +174,11 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
         yield (
             f"{key}.gpus: {engines.gpus}, but an embedded engine computes on one device; set it to 1 and raise "
             "engines.count, or set engines.type to vllm or sglang"
+        )
+    if engines.parallel == "expert":
+        yield (
+            f"{key}.parallel: expert is simulated; leave it out, and give a server its own flags, as args: "
+            "[--enable-expert-parallel]"
         )
     if engines.type == "sglang" and adapters:
         yield (

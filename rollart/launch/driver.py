@@ -239,7 +239,7 @@ def facts(job: Job, clock: str) -> schema.Run:
         pools={
             pool.name: schema.PoolFacts(
                 hardware=pool.hardware,
-                cost=job.kinds[pool.hardware].cost if pool.cost is None else pool.cost,
+                cost=_price(job, pool),
                 engines=pool.engines.count if pool.engines else 0,
                 gpus=pool.engines.decode_gpus if pool.engines else 0,
                 prefill=_prefill_facts(job, pool),
@@ -251,7 +251,7 @@ def facts(job: Job, clock: str) -> schema.Run:
         train=schema.TrainFacts(
             pool=train_pool.name,
             gpus=job.train.gpus,
-            cost=job.kinds[train_pool.hardware].cost if train_pool.cost is None else train_pool.cost,
+            cost=0.0 if job.train.colocated else _price(job, train_pool),
         ),
         rewards=", ".join(sorted({reward.type for reward in job.asked_rewards.values()})),
         reward=shared,
@@ -274,6 +274,11 @@ def _reward_facts(reward: RewardSettings) -> schema.RewardFacts:
         votes=reward.votes,
         weight=reward.weight,
     )
+
+
+def _price(job: Job, pool: PoolSettings) -> float:
+    """Of an hour of one device."""
+    return job.kinds[pool.hardware].cost if pool.cost is None else pool.cost
 
 
 def _prefill_facts(job: Job, pool: PoolSettings) -> schema.PrefillFacts | None:

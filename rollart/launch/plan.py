@@ -1,45 +1,46 @@
-"""How to split GPUs between training and rollout: `rollart plan JOB`.
+"""`rollart plan JOB`: how to split GPUs between training and rollout, and which of the job's other settings to change.
 
-Every split is predicted, with the costs that affinity predicts with; the best few are simulated. A step takes as long
-as the longest of training, the push of its weights, and the pools; so this is for modes in which these overlap.
+Every split is predicted (`splits`); the best few are simulated (`trials`). On the best of them each other setting is
+tried alone: with a prediction where there is one, which may move GPUs too, and a simulation. Those that gain are put
+together one by one, and kept where they still gain with every seed.
 """
 
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from multiprocessing import get_context
+
+import msgspec
 
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.config.settings import PoolSettings, TaskSettings
-from rollart.config.sim import SimTaskSettings
 from rollart.errors import JobError
-from rollart.hardware import Hardware, TrainCosts, train_costs
-from rollart.launch.pools import build_affinity, task_shares
-from rollart.launch.simulation import simulate
-from rollart.policy.planning import Problem, best_plan
-from rollart.policy.prediction import NEVER_S, PoolSpeed
-from rollart.policy.profile import TaskProfile
-from rollart.report.reports import PlanReport, Split
-from rollart.sim.dice import Dice
-from rollart.types import ParsedJson
+from rollart.launch.splits import Splits, Variant, engine_counts, read_limits
+from rollart.launch.trials import Trials, at_half, score_steps, trials
+from rollart.report.reports import Apart, PlanReport, Split, Tried
+from rollart.types import Json, ParsedJson
 
 OVERLAPPING = ("rollart", "areal")
-DRAWN = 256
-"""Trajectories of each task that its profile is worked out from."""
-GRID = 8
-"""Sizes of each pool, and of the trainer, that are tried at first; then those between the best ones."""
+SETTINGS = ("bound", "affinity", "prefill", "spares", "bucket", "split")
+"""What `--try` may name."""
 MAX_MARGIN = 2.2
 """Predictions of rollout are too good where little is left over: tails, waves, caches that nearly fit. Of the splits
 that are simulated, one is best if they are right, one if rollout takes this many times as long, others in between."""
-STEPS, SKIPPED = 9, 3
-"""Of a simulated run, and of these not counted."""
+GAIN = 0.01
+"""A change that gains less than this share is not worth a changed job."""
+SHORTER = 0.02
+"""A change that leaves out long trajectories, so that those trained on are shorter by more than this share, is shown
+and not kept: a step with it is not the same step sooner."""
 MODEL_ERROR = 0.115
 """How far costs are off at worst where they were measured: tests/test_costs_measured.py."""
+BOUNDS = (-1, 1, 2)
+"""By so much the bound is changed."""
+SPARE_GROUPS = (16, 8)
+"""One spare group for so many of a step."""
+SPARE_MEMBERS = (1, 2)
+BUCKETS = (0.25, 4)
+"""Times the job's `weights.bucket_mb`."""
+PAIRS_SIMULATED = 2
+NEIGHBOURS_SIMULATED = 3
 
 
 def make_plan(
@@ -52,333 +53,300 @@ def make_plan(
     seeds: int,
     workers: int,
     progress: Callable[[str], None],
+    score: float | None = None,
+    settings: Sequence[str] = SETTINGS,
 ) -> PlanReport:
-    """The best splits of the GPUs that `pools` allows. Raises JobError where there is none."""
+    """The best ways to use the GPUs that `pools` allows. Raises JobError where there is none."""
     began_s = time.monotonic()
     if job.mode not in OVERLAPPING:
         raise JobError(
             f"plan: in mode {job.mode!r} training and rollout take turns, which is not planned for; set mode to rollart"
         )
     if any(engines.prefill for _, engines in job.engines):
-        raise JobError("plan: engines with prefill apart are not planned for; remove pools.engines.prefill")
-    planner = Planner(job, _limits(job, pools))
-    chosen: list[Split] = []
-    for number in range(best):
-        margin = MAX_MARGIN ** (number / max(1, best - 1))
-        ranked = planner.search(budget, goal, margin, progress)
-        chosen += [split for split in ranked if split not in chosen][:1]
-    if not chosen:
-        raise JobError(f"plan: no split of --pools {pools!r} fits --budget {budget}; raise one of them")
-    as_it_is = planner.split(
-        job.train.gpus, {pool.name: pool.engines.count * pool.engines.gpus for pool in planner.pools if pool.engines}
-    )
-    work = [(planner.job_of(split), seed) for split in (*chosen, as_it_is) for seed in range(seeds)]
-    took: list[float] = []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
-        for step_s in processes.map(_step_s, work):
-            took.append(step_s)
-            progress(f"simulated {len(took)}/{len(work)}: {step_s:.1f} s a step, {time.monotonic() - began_s:.0f} s")
-    played = [
-        _played(split, took[seeds * number : seeds * (number + 1)]) for number, split in enumerate((*chosen, as_it_is))
-    ]
-    value = (lambda split: split.step_s) if goal == "step-time" else (lambda split: split.cost_of_a_step)
-    ranked = sorted(played[:-1], key=value)
+        raise JobError("plan: prefill workers are among what it tries; remove pools.engines.prefill")
+    if (score is None) == (goal == "time-to-score"):
+        raise JobError("--score: is for --goal time-to-score, which needs it; give both, or neither")
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise JobError(f"--try {unknown[0]!r}: is not known; give some of {','.join(SETTINGS)}, or none")
+    steps = None if score is None else score_steps(job, score)
+    splits = Splits(job, read_limits(job, pools), budget, goal)
+
+    def say(text: str) -> None:
+        progress(f"{text} ({time.monotonic() - began_s:.0f} s)")
+
+    with trials(workers, steps, say) as run:
+        planner = _Planner(job, splits, run, goal, range(job.seed, job.seed + seeds), say, steps)
+        ranked, margin, as_it_is = planner.best_splits(best, f"--pools {pools!r} fits --budget {budget}")
+        found, tried = planner.with_settings(ranked[0], margin, settings)
     return PlanReport(
         goal=goal,
-        considered=planner.considered,
-        best=ranked,
-        as_it_is=played[-1],
+        score=score,
+        score_steps=None if steps is None else round(steps, 1),
+        considered=splits.considered,
+        runs=run.runs,
+        best=[found, *(split for split in ranked if split != found)],
+        as_it_is=as_it_is,
+        tried=tried,
         model_error=MODEL_ERROR,
         wall_s=round(time.monotonic() - began_s, 1),
-        job=planner.job_of(ranked[0]),
+        job=job_of(job, found),
     )
 
 
-def _played(split: Split, took: Sequence[float]) -> Split:
-    import msgspec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """One setting's new value, and the split with it."""
 
-    return msgspec.structs.replace(split, simulated_s=[round(step_s, 1) for step_s in took])
-
-
-def _limits(job: Job, text: str) -> dict[str, tuple[int, int]]:
-    """Kind -> fewest and most GPUs."""
-    found: dict[str, tuple[int, int]] = {}
-    for part in text.split(","):
-        kind, equals, span = part.strip().partition("=")
-        low, dots, high = span.partition("..")
-        try:
-            bounds = (int(low), int(high)) if dots else (int(span), int(span))
-        except ValueError:
-            bounds = (1, 0)
-        if not equals or kind not in job.kinds or not 0 <= bounds[0] <= bounds[1]:
-            raise JobError(
-                f"--pools {part!r}: write it as kind=low..high, such as h800=0..96; kinds: {', '.join(job.kinds)}"
-            )
-        found[kind] = bounds
-    used = {pool.hardware for pool in job.engine_pools} | {job.train_pool.hardware}
-    if missing := sorted(used - set(found)):
-        raise JobError(f"--pools: says nothing of {missing[0]}, which the job uses; add {missing[0]}=low..high")
-    if unused := sorted(set(found) - used):
-        raise JobError(f"--pools: no pool of the job has {unused[0]}; add one to the job, or remove it here")
-    return found
-
-
-@dataclass(slots=True)
-class _Expected:
-    """One task: what a trajectory needs, and what training on it costs."""
-
-    profile: TaskProfile
-    tokens: float
-    pairs: float
-
-
-class Planner:
-    def __init__(self, job: Job, limits: Mapping[str, tuple[int, int]]) -> None:
-        self._job = job
-        self._limits = limits
-        self._model = job.sim.shape
-        self.pools: list[PoolSettings] = list(job.engine_pools)
-        kinds = [pool.hardware for pool in self.pools]
-        if len(set(kinds)) < len(kinds):
-            raise JobError("plan: two pools have the same hardware; give each kind one pool of engines")
-        self._expected = {
-            task.name: _expected(job, task, job.sim.tasks.get(task.name, SimTaskSettings())) for task in job.tasks
-        }
-        self._affinity = build_affinity(job, self._model)
-        self._known: dict[tuple[int, ...], tuple[dict[str, dict[str, float]], dict[str, float]]] = {}
-        self._found: dict[tuple[int, ...], Split] = {}
-        self.considered = 0
-
-    @cached_property
-    def _counts(self) -> dict[str, float]:
-        """Task -> trajectories in a step."""
-        shares = task_shares(self._job)
-        groups = self._job.rollout.groups_per_step
-        return {task.name: shares[task.name] * groups * task.group_size for task in self._job.tasks}
+    kind: str
+    """Of those with the same kind one is kept."""
+    what: str
+    value: str
+    split: Split
+    predicted: bool
 
     @property
-    def _train_kind(self) -> Hardware:
-        return self._job.kinds[self._job.train_pool.hardware]
+    def words(self) -> str:
+        return f"{self.what} {self.value}"
 
-    def search(self, budget: float | None, goal: str, margin: float, progress: Callable[[str], None]) -> list[Split]:
-        """Splits that fit, the best first if rollout takes `margin` times as long as predicted: a coarse grid, then the
-        neighbours of its best."""
-        found = self._found
 
-        def add(train_gpus: int, sizes: Sequence[int]) -> None:
-            key = (train_gpus, *sizes)
-            if key not in found and self._fits(train_gpus, sizes, budget):
-                named = {pool.name: size for pool, size in zip(self.pools, sizes, strict=True)}
-                found[key] = self.split(train_gpus, named)
-                self.considered += 1
-                if self.considered % 50 == 0:
-                    progress(f"predicted {self.considered} splits")
+class _Planner:
+    def __init__(
+        self,
+        job: Job,
+        splits: Splits,
+        run: Trials,
+        goal: str,
+        seeds: Sequence[int],
+        say: Callable[[str], None],
+        score_steps: float | None,
+    ) -> None:
+        self._job = job
+        self._splits = splits
+        self._run = run
+        self._goal = goal
+        self._seeds = seeds
+        self._say = say
+        self._base = job if score_steps is None else build_job(at_half(job, score_steps))
+        """What is simulated, but for the split."""
 
-        def value(split: Split) -> tuple[float, float]:
-            step_s = max(split.other_s, margin * split.rollout_s)
-            return (step_s, split.price) if goal == "step-time" else (split.price * step_s, step_s)
+    def best_splits(self, best: int, nothing: str) -> tuple[list[Split], float, Split]:
+        """Simulated, the best first; the margin that it was found with; and the job's own, which is among them if it
+        fits."""
+        own = self._splits.own_split()
+        margins: list[float] = []
+        chosen: list[Split] = []
+        for number in range(best):
+            margin = MAX_MARGIN ** (number / max(1, best - 1))
+            ranked = self._splits.search(self._splits.own, margin, self._say)
+            for split in [split for split in ranked if split not in (*chosen, own)][:1]:
+                margins.append(margin)
+                chosen.append(split)
+        fits = self._splits.fits(own)
+        if not (chosen or fits):
+            raise JobError(f"plan: no split of {nothing}; raise one of them")
+        words = [f"split {number + 1}" for number in range(len(chosen))]
+        *played, as_it_is = self._played([*chosen, own], [*words, "the job as it is"])
+        if fits:
+            played.append(as_it_is)
+            margins.append(MAX_MARGIN)
+        order = sorted(range(len(played)), key=lambda number: played[number].value(self._goal))
+        return [played[number] for number in order], margins[order[0]], as_it_is
 
-        for train_gpus, sizes in self._grid():
-            add(train_gpus, sizes)
-        strides = [max(1, self._span(pool) // GRID) for pool in self.pools]
-        while True:
-            for key in sorted(found, key=lambda key: value(found[key]))[:6]:
-                for number, stride in enumerate(strides):
-                    unit = self._unit(number)
-                    for change in (-stride, stride):
-                        size = key[1 + number] + change * unit
-                        sizes = [*key[1 : 1 + number], size, *key[2 + number :]]
-                        add(key[0], sizes)
-                        moved = key[0] - change * unit
-                        if self.pools[number].hardware == self._train_kind.name:
-                            add(moved, sizes)
-            if max(strides) == 1:
-                break
-            strides = [max(1, stride // 2) for stride in strides]
-        return sorted(found.values(), key=value)
-
-    def _span(self, pool: PoolSettings) -> int:
-        assert pool.engines is not None
-        return self._limits[pool.hardware][1] // pool.engines.gpus
-
-    def _unit(self, number: int) -> int:
-        engines = self.pools[number].engines
-        assert engines is not None
-        return engines.gpus
-
-    def _grid(self) -> Iterator[tuple[int, list[int]]]:
-        most_train = self._limits[self._train_kind.name][1]
-        trains = sorted({max(1, round(most_train * part / GRID)) for part in range(1, GRID)})
-        own = self._job.train.gpus
-        for train_gpus in sorted({*trains, own}):
-            yield from ((train_gpus, sizes) for sizes in self._sizes(train_gpus, 0))
-
-    def _sizes(self, train_gpus: int, number: int) -> Iterator[list[int]]:
-        if number == len(self.pools):
-            yield []
-            return
-        pool = self.pools[number]
-        unit = self._unit(number)
-        most = self._limits[pool.hardware][1] - (train_gpus if pool.hardware == self._train_kind.name else 0)
-        engines = max(0, most // unit)
-        for count in sorted({round(engines * part / GRID) for part in range(GRID + 1)}):
-            for rest in self._sizes(train_gpus, number + 1):
-                yield [count * unit, *rest]
-
-    def _fits(self, train_gpus: int, sizes: Sequence[int], budget: float | None) -> bool:
-        used = dict.fromkeys(self._limits, 0)
-        used[self._train_kind.name] += train_gpus
-        for pool, size in zip(self.pools, sizes, strict=True):
-            used[pool.hardware] += size
-        inside = all(low <= used[kind] <= high for kind, (low, high) in self._limits.items())
-        if not inside or train_gpus < 1 or min(sizes) < 0 or not sum(sizes):
-            return False
-        return budget is None or self._price(train_gpus, sizes) <= budget
-
-    def _price(self, train_gpus: int, sizes: Sequence[int]) -> float:
-        def each(pool: PoolSettings) -> float:
-            return self._job.kinds[pool.hardware].cost if pool.cost is None else pool.cost
-
-        return train_gpus * each(self._job.train_pool) + sum(
-            size * each(pool) for pool, size in zip(self.pools, sizes, strict=True)
-        )
-
-    def split(self, train_gpus: int, sizes: Mapping[str, int]) -> Split:
-        """With its prediction."""
-        plan, periods = self._rollout([sizes[pool.name] for pool in self.pools])
-        costs = self._train(train_gpus)
-        tokens = sum(count * self._expected[task].tokens for task, count in self._counts.items())
-        pairs = sum(count * self._expected[task].pairs for task, count in self._counts.items())
-        parts = {"training": self._job.sim.train.fixed_s + costs.step_s(tokens, pairs), **periods}
-        if self._job.sim.train.step_s is not None:
-            parts["training"] = self._job.sim.train.step_s
-        parts["push"] = self._model.weight_bytes / (self._job.sim.links.push_gb_s * 1e9)
-        bottleneck = max(parts, key=lambda name: parts[name])
-        rollout_s = max(periods.values())
-        return Split(
-            train_gpus=train_gpus,
-            pools=dict(sizes),
-            affinity=plan,
-            predicted_s=round(parts[bottleneck], 1),
-            rollout_s=round(rollout_s, 1),
-            other_s=round(max(parts["training"], parts["push"]), 1),
-            price=round(self._price(train_gpus, [sizes[pool.name] for pool in self.pools]), 2),
-            bottleneck=bottleneck,
-        )
-
-    def _train(self, gpus: int) -> TrainCosts:
-        train = self._job.sim.train
-        if train.token_s is not None:
-            return TrainCosts(update_s=0.0, token_s=train.token_s * self._job.train.gpus / gpus, pair_s=0.0)
-        return train_costs(
-            self._model, self._train_kind, gpus, efficiency=train.efficiency, tensor=min(train.tensor, gpus)
-        )
-
-    def _rollout(self, sizes: Sequence[int]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-        """The best assignment, and each pool's period. Remembered: it does not depend on the trainer."""
-        key = tuple(sizes)
-        if key not in self._known:
-            speeds = [
-                speed.with_engines(size // speed.gpus) for speed, size in zip(self._affinity.pools, sizes, strict=True)
-            ]
-            problem = self._problem(speeds)
-            plan = best_plan(problem)
-            self._known[key] = (plan, problem.periods(plan))
-        return self._known[key]
-
-    def _problem(self, speeds: Sequence[PoolSpeed]) -> Problem:
-        up = [speed.name for speed in speeds if speed.engines]
-        return Problem(
-            profiles={name: one.profile for name, one in self._expected.items()},
-            demand=self._counts,
-            members={task.name: task.group_size for task in self._job.tasks},
-            pools=speeds,
-            fixed={task.name: task.affinity for task in self._job.tasks if task.affinity in up},
-            ahead=self._job.rollout.staleness + 0.5,
-        )
-
-    def job_of(self, split: Split) -> ParsedJson:
-        """The job with this split; tasks go where they are predicted to go best."""
-        raw = self._job.model_dump(mode="json", exclude_defaults=True)
-        raw["train"] = {**raw.get("train", {}), "gpus": split.train_gpus, "pool": self._job.train_pool.name}
-        pools = []
-        for pool in raw["pools"]:
-            size = split.pools.get(pool["name"])
-            if size == 0 and pool["name"] != self._job.train_pool.name:
+    def with_settings(self, best: Split, margin: float, settings: Sequence[str]) -> tuple[Split, list[Tried]]:
+        """The best split with the other settings that gain, and all that were tried."""
+        first = best
+        changes = [change for name in SETTINGS if name in settings for change in self._changes(name, best, margin)]
+        if not changes:
+            return best, []
+        before = best.value(self._goal, self._seeds[0])
+        played = self._played([change.split for change in changes], [change.words for change in changes], alone=True)
+        gains = [1.0 - split.value(self._goal) / before for split in played]
+        drawn = best.played[0].tokens
+        lengths = [split.tokens / drawn for split in played]
+        order = sorted(range(len(changes)), key=lambda number: -gains[number])
+        kept: list[int] = []
+        for number in order:
+            change = changes[number]
+            if (
+                gains[number] < GAIN
+                or lengths[number] < 1.0 - SHORTER
+                or any(changes[other].kind == change.kind for other in kept)
+            ):
                 continue
-            if size is not None:
-                engines = dict(pool["engines"])
-                if size:
-                    engines["count"] = size // engines.get("gpus", 1)
-                    pool = {**pool, "engines": engines}
-                else:
-                    pool = {key: value for key, value in pool.items() if key != "engines"}
-            pools.append(pool)
-        raw["pools"] = pools
-        for task in raw["tasks"]:
-            shares = split.affinity[task["name"]]
-            task["affinity"] = next(iter(shares)) if len(shares) == 1 else "auto"
-        return raw
+            together = self._together(first, best, change.split)
+            with_it = self._played([together], [f"with {change.words}"])[0]
+            if self._better(with_it, best):
+                best, kept = with_it, [*kept, number]
+        return best, [
+            Tried(
+                what=change.what,
+                value=change.value,
+                gain=round(gains[number], 4),
+                tokens=round(lengths[number], 4),
+                predicted_s=change.split.predicted_s if change.predicted else None,
+                kept=number in kept,
+            )
+            for number, change in enumerate(changes)
+        ]
+
+    def _better(self, new: Split, old: Split) -> bool:
+        """With every seed, and by enough."""
+        each = all(new.value(self._goal, seed) < old.value(self._goal, seed) for seed in self._seeds)
+        return each and new.value(self._goal) < (1.0 - GAIN) * old.value(self._goal)
+
+    def _together(self, first: Split, best: Split, change: Split) -> Split:
+        """`change` was made of the first split; `best` is the same with what was kept since."""
+        moved = (change.train_gpus, change.pools) != (first.train_gpus, first.pools)
+        source = change if moved else best
+        variant = Variant(
+            bound=best.bound if change.bound == self._job.rollout.staleness else change.bound,
+            free=best.free or change.free,
+            apart=change.apart or best.apart,
+        )
+        made = self._splits.again(source, variant)
+        return msgspec.structs.replace(made, settings={**best.settings, **change.settings})
+
+    # --- what is tried --------------------------------------------------------------------------------------------
+
+    def _changes(self, name: str, best: Split, margin: float) -> Iterator[_Change]:
+        match name:
+            case "bound":
+                yield from self._bounds(best, margin)
+            case "affinity":
+                yield from self._freed(best, margin)
+            case "prefill":
+                yield from self._prefill(best, margin)
+            case "spares":
+                groups = self._job.rollout.groups_per_step
+                counts = dict.fromkeys(max(1, groups // part) for part in SPARE_GROUPS)
+                yield from self._keys(best, "rollout.spare_groups", counts)
+                yield from self._keys(best, "rollout.spare_members", SPARE_MEMBERS)
+            case "bucket":
+                sizes = [max(1, round(self._job.weights.bucket_mb * times)) for times in BUCKETS]
+                yield from self._keys(best, "weights.bucket_mb", sizes)
+            case "split":
+                near = self._splits.neighbours(best, self._splits.own)
+                value = self._predicted(margin)
+                for split in sorted(near, key=value)[:NEIGHBOURS_SIMULATED]:
+                    yield _Change(kind="split", what="GPUs", value=gpus(split), split=split, predicted=True)
+
+    def _predicted(self, margin: float) -> Callable[[Split], float]:
+        def value(split: Split) -> float:
+            step_s = max(split.other_s, margin * split.rollout_s)
+            return step_s * (split.price if self._goal == "cost" else 1.0)
+
+        return value
+
+    def _bounds(self, best: Split, margin: float) -> Iterator[_Change]:
+        own = self._job.rollout.staleness
+        for bound in (own + change for change in BOUNDS):
+            if bound >= 1:
+                variant = Variant(bound=bound)
+                moved = self._splits.search(variant, margin, self._say, near=best)[0]
+                yield from self._as_it_is_and(moved, best, variant, "bound", "rollout.staleness", str(bound))
+
+    def _freed(self, best: Split, margin: float) -> Iterator[_Change]:
+        """Other tasks on a pool make other sizes of it best: so all are looked at again."""
+        if any(task.affinity != "auto" for task in self._job.tasks):
+            variant = Variant(bound=best.bound, free=True)
+            moved = self._splits.search(variant, margin, self._say)[0]
+            yield from self._as_it_is_and(moved, best, variant, "affinity", "tasks.affinity", "as predicted best")
+
+    def _as_it_is_and(
+        self, moved: Split, best: Split, variant: Variant, kind: str, what: str, value: str
+    ) -> Iterator[_Change]:
+        """With the GPUs as they are, where that changes anything, and as they are predicted to be best with it."""
+        same = self._splits.again(best, variant)
+        if (same.affinity, same.bound) != (best.affinity, best.bound):
+            yield _Change(kind=kind, what=what, value=value, split=same, predicted=True)
+        if (moved.train_gpus, moved.pools) != (same.train_gpus, same.pools):
+            value = f"{value}, GPUs {gpus(moved)}"
+            yield _Change(kind=kind, what=what, value=value, split=moved, predicted=True)
+
+    def _prefill(self, best: Split, margin: float) -> Iterator[_Change]:
+        found: list[Split] = []
+        for apart in self._splits.pairs():
+            if engine_counts(self._splits.pools, best.pools, apart)[apart.decode]:
+                found.append(self._splits.again(best, Variant(bound=best.bound, apart=apart)))
+        for split in sorted(found, key=self._predicted(margin))[:PAIRS_SIMULATED]:
+            assert split.apart is not None
+            yield _Change(kind="prefill", what="prefill", value=in_words(split.apart), split=split, predicted=True)
+
+    def _keys(self, best: Split, key: str, values: Iterable[int]) -> Iterator[_Change]:
+        *_, name = key.split(".")
+        section = self._job.rollout if key.startswith("rollout.") else self._job.weights
+        for value in values:
+            if value != getattr(section, name):
+                split = msgspec.structs.replace(best, settings={key: value}, played=[])
+                yield _Change(kind=key, what=key, value=str(value), split=split, predicted=False)
+
+    def _played(self, found: Sequence[Split], words: Sequence[str], *, alone: bool = False) -> list[Split]:
+        """Simulated, with all seeds or the first `alone`."""
+        jobs = [(word, job_of(self._base, split)) for word, split in zip(words, found, strict=True)]
+        seeds = self._seeds[:1] if alone else self._seeds
+        return [
+            msgspec.structs.replace(split, played=played)
+            for split, played in zip(found, self._run.play(jobs, seeds), strict=True)
+        ]
 
 
-def _step_s(work: tuple[ParsedJson, int]) -> float:
-    """Seconds a step, simulated; never, where the job does not finish."""
-    raw, seed = work
-    raw = {**raw, "seed": seed, "train": {**raw["train"], "steps": STEPS}}
-    ends: list[float] = []
-    result = simulate(build_job(raw), ends=ends)
-    if result.summary.state != "finished":
-        return NEVER_S
-    return (ends[-1] - ends[SKIPPED - 1]) / (len(ends) - SKIPPED)
+def gpus(split: Split) -> str:
+    return " + ".join([f"train {split.train_gpus}", *(f"{pool} {count}" for pool, count in split.pools.items())])
 
 
-def _expected(job: Job, task: TaskSettings, sim: SimTaskSettings) -> _Expected:
-    """What trajectories of a simulated task need, worked out from draws of its distributions."""
-    dice = Dice(job.seed)
-    needed = [_drawn(job, task, sim, dice, f"plan/{task.name}/{number}") for number in range(DRAWN)]
-    profile = needed[0][0]
-    for one, _ in needed[1:]:
-        profile = profile.seen(one, memory=float(DRAWN))
-    lengths = [length for _, length in needed]
-    return _Expected(
-        profile=profile,
-        tokens=statistics.fmean(lengths),
-        pairs=statistics.fmean(0.5 * length * length for length in lengths),
-    )
+def in_words(apart: Apart) -> str:
+    return f"{apart.workers} on {apart.prefill} for {apart.decoders} on {apart.decode}"
 
 
-def _drawn(job: Job, task: TaskSettings, sim: SimTaskSettings, dice: Dice, key: str) -> tuple[TaskProfile, float]:
-    """One trajectory's needs, and its length."""
-    turns = min(task.max_turns, dice.count(sim.turns, f"{key}/turns"))
-    context = float(dice.count(sim.prompt_tokens, f"{key}/prompt"))
-    new, prompts, decoded, held, played = context, 0.0, 0.0, 0.0, 0
-    elsewhere_s = dice.draw(sim.reset_s, f"{key}/reset") + dice.draw(sim.reward_s, f"{key}/reward")
-    for turn in range(turns):
-        answer = min(task.max_tokens, dice.count(sim.answer_tokens, f"{key}/{turn}/answer"))
-        if context + answer > job.model.context_tokens:
-            break
-        prompts += context
-        decoded += answer
-        context += answer
-        held += context
-        played += 1
-        elsewhere_s += dice.draw(sim.step_s, f"{key}/{turn}/step")
-        if turn + 1 < turns:
-            seen = dice.count(sim.observation_tokens, f"{key}/{turn}/obs")
-            new += seen
-            context += seen
-    played = max(1, played)
-    profile = TaskProfile(
-        prompt_tokens=prompts,
-        new_tokens=new,
-        cached_tokens=max(0.0, prompts - new),
-        prefill_tokens=new,
-        decode_tokens=decoded,
-        decode_squares=decoded * decoded,
-        turns=float(played),
-        context_tokens=held / played,
-        elsewhere_s=elsewhere_s,
-        trajectories=1,
-    )
-    assert math.isfinite(context)
-    return profile, context
+def job_of(job: Job, split: Split) -> ParsedJson:
+    """The job with this split and its settings; tasks go where they are predicted to go best."""
+    raw = job.model_dump(mode="json", exclude_defaults=True)
+    raw["train"] = {**raw.get("train", {}), "gpus": split.train_gpus, "pool": job.train_pool.name}
+    raw["rollout"] = {**raw.get("rollout", {}), "staleness": split.bound}
+    for key, value in split.settings.items():
+        section, name = key.split(".")
+        raw[section] = {**raw.get(section, {}), name: value}
+    counts = engine_counts(job.engine_pools, split.pools, split.apart)
+    raw["pools"] = [
+        kept
+        for pool in raw["pools"]
+        if (kept := _pool(pool, counts, split, keep=pool["name"] in _needed(job, split))) is not None
+    ]
+    measured = job.sim.engine.measured
+    if gone := [name for name in measured if not counts.get(name, 1)]:
+        left = {name: each for name, each in _mapping(raw["sim"]["engine"]["measured"]).items() if name not in gone}
+        raw["sim"] = {**raw["sim"], "engine": {**raw["sim"]["engine"], "measured": left}}
+    for task in raw["tasks"]:
+        shares = split.affinity[task["name"]]
+        task["affinity"] = next(iter(shares)) if len(shares) == 1 else "auto"
+    return raw
+
+
+def _needed(job: Job, split: Split) -> tuple[str, ...]:
+    """Pools that are used for something else than engines of their own."""
+    return (job.train_pool.name, *((split.apart.prefill,) if split.apart is not None else ()))
+
+
+def _pool(pool: ParsedJson, counts: Mapping[str, int], split: Split, *, keep: bool) -> ParsedJson | None:
+    """As a job file has it; None where nothing is left for it to do."""
+    name = str(pool["name"])
+    if name not in counts:
+        return pool
+    if not counts[name]:
+        rest = {key: value for key, value in pool.items() if key != "engines"}
+        return rest if keep or pool.get("slots") else None
+    engines: dict[str, Json] = {**_mapping(pool["engines"]), "count": counts[name]}
+    apart = split.apart
+    if apart is not None and apart.decode == name:
+        engines["prefill"] = {
+            "pool": apart.prefill,
+            "workers": apart.workers,
+            "gpus": apart.gpus,
+            "decoders": apart.decoders,
+        }
+    return {**pool, "engines": engines}
+
+
+def _mapping(value: object) -> dict[str, Json]:
+    assert isinstance(value, dict)
+    return value

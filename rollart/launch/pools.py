@@ -38,7 +38,7 @@ def bindings(job: Job) -> list[Binding]:
             ("judge" if pool.judge else "rollout", engines, decode_gpus),
             ("prefill", sum(workers for workers, _ in prefilling), sum(workers * gpus for workers, gpus in prefilling)),
             ("environments", pool.slots or 0, 0),
-            ("train", int(pool is job.train_pool), job.train.gpus),
+            ("train", int(pool is job.train_pool), 0 if job.train.colocated else job.train.gpus),
         ]
         found += [
             Binding(role, pool.name, pool.hardware, workers, devices) for role, workers, devices in rows if workers
@@ -113,6 +113,7 @@ def build_affinity(job: Job, model: ModelShape, held: Mapping[str, float] | None
             runtime=job.sim.engine.runtime(pool.engines.type),
             disaggregated=apart.get(pool.name),
             kv_tokens=kv_bound(pool),
+            parallel=pool.engines.parallel,
         )
         for pool in job.engine_pools
         if pool.engines

@@ -31,9 +31,14 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
+from rollart.sim.learning import SimLearning
 from rollart.sim.links import SimDisk, SimLink, SimStore
 from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
+from rollart.sim.traffic import SharedLink, SimImages
 from rollart.sim.trainer import SimCluster, SimJournal
+
+AT_ONCE_GB_S = 1e9
+"""Weights that are where they are needed already: what is left is to load them."""
 
 
 def simulate(
@@ -43,20 +48,27 @@ def simulate(
     audit: bool = True,
     progress: Callable[[str], None] | None = None,
     ends: list[float] | None = None,
+    watch: Callable[[EventLog], None] | None = None,
 ) -> RunResult:
     """Run a job on the virtual clock; write its run directory where `out` is given. `ends`: gets the time of each
-    step's end."""
+    step's end. `watch`: gets the log before anything is written into it, to read what it likes."""
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends))
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch))
     if out is not None:
         write_summary(out, result.summary)
     return result
 
 
 async def _simulate(
-    job: Job, out: Path | None, *, audit: bool, progress: Callable[[str], None] | None, ends: list[float] | None
+    job: Job,
+    out: Path | None,
+    *,
+    audit: bool,
+    progress: Callable[[str], None] | None,
+    ends: list[float] | None,
+    watch: Callable[[EventLog], None] | None,
 ) -> RunResult:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
@@ -66,13 +78,15 @@ async def _simulate(
             books.log.read_by(_tell(progress, job.train.steps), schema.StepEnd)
         if ends is not None:
             books.log.read_by(_note_ends(ends), schema.StepEnd)
+        if watch is not None:
+            watch(books.log)
         books.log.emit(facts(job, clock="virtual"))
         disk = SimDisk()
-        journal = SimJournal(disk)
+        journal = SimJournal(disk, SimLearning(job.sim.train.age_discount))
         faults = Faults(job.sim.faults, books.log)
         faults.start()
         faults.on("full_store", _filler(faults, disk))
-        push = SimLink(job.sim.links.push_gb_s * 1e9)
+        push = SimLink(_push_gb_s(job) * 1e9)
         pull = SimLink(_pull_gb_s(job) * 1e9)
 
         def live() -> Life:
@@ -90,9 +104,16 @@ async def _simulate(
     return books.result(error)
 
 
+def _push_gb_s(job: Job) -> float:
+    """A colocated trainer has its weights in the host's memory when it leaves the GPUs."""
+    return AT_ONCE_GB_S if job.train.colocated else job.sim.links.push_gb_s
+
+
 def _pull_gb_s(job: Job) -> float:
     """Of one engine, when all pull."""
     links = job.sim.links
+    if job.train.colocated:
+        return AT_ONCE_GB_S
     if links.shared_pull_gb_s is None:
         return links.pull_gb_s
     return min(links.pull_gb_s, links.shared_pull_gb_s / sum(engines.count for _, engines in job.engines))
@@ -169,6 +190,8 @@ def simulated_world(
         disaggregated=disaggregated(job),
         tasks={**tasks, **answers},
         judges={name: known_shape(each.model) for name, each in judged.items()},
+        taken={name: each.others for name, each in judged.items()},
+        parallel={pool.name: engines.parallel for pool, engines in job.all_engines},
         dice=dice,
         store=store,
         pull=pull,
@@ -188,15 +211,18 @@ def simulated_world(
         faults,
         journal.noted,
         disk,
+        journal.learning,
+        job.train.colocated,
     )
     slots = sum(pool.slots or 0 for pool in job.pools)
+    calls = None if sim.links.calls_gb_s is None else SharedLink(sim.links.calls_gb_s * 1e9)
 
     def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
         if settings.pool is not None:
-            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice)
-        return SimRewards(settings, sim.reward, tasks, dice, faults)
+            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice, journal.learning)
+        return SimRewards(settings, sim.reward, tasks, dice, faults, journal.learning, calls, f"rewards/{task}")
 
-    played = in_lockstep(job, SimHost(slots, tasks, dice, faults), rewards)
+    played = in_lockstep(job, SimHost(slots, tasks, dice, faults, SimImages(sim.images), calls), rewards)
     return World(
         cluster=cluster,
         engines=engine_specs(job),

@@ -22,6 +22,10 @@ def run_sweep(
 ) -> SweepReport:
     """Every combination of the values, in the order given. All jobs are checked before any is run."""
     choices = [_values(sweep) for sweep in sweeps]
+    keys = [sweep.partition("=")[0] for sweep in sweeps]
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            raise JobError(f"--sweep {key}: is given twice; give all its values at once, such as {key}=1,2,3")
     combinations = list(itertools.product(*choices))
     for changes in combinations:
         load_job(path, (*overrides, *changes))
@@ -31,14 +35,22 @@ def run_sweep(
             rows.append(row)
             if progress is not None:
                 progress(f"{len(rows)}/{len(combinations)}: {' '.join(row.changes)}: {row.step_s:.1f} s a step")
-    return SweepReport(keys=[sweep.partition("=")[0] for sweep in sweeps], rows=rows)
+    return SweepReport(keys=keys, rows=rows)
 
 
 def _values(sweep: str) -> list[str]:
-    key, equals, values = sweep.partition("=")
-    if not equals or not key or not values:
+    """A value may have commas of its own in brackets: `{kind: normal, mean: 3}`."""
+    key, equals, text = sweep.partition("=")
+    values, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not equals or not key or not all(value.strip() for value in values):
         raise JobError(f"--sweep {sweep!r}: write it as key=a,b,c, such as rollout.staleness=1,2,3")
-    return [f"{key}={value}" for value in values.split(",")]
+    return [f"{key}={value.strip()}" for value in values]
 
 
 def _run(work: tuple[Path, tuple[str, ...], tuple[str, ...]]) -> SweepRow:

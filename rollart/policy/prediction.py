@@ -59,6 +59,10 @@ class PoolSpeed:
     """Where prefill is on workers of its own. `gpus` and `max_batch` are then those of one decode worker."""
     kv_tokens: int | None = None
     """Bound of an engine's cache; where none is given its memory is. With prefill apart, of a decode worker's."""
+    parallel: str = "tensor"
+    """How the GPUs of an engine share the model."""
+    measured: EngineCosts | None = None
+    """Where steps were measured: in place of what the hardware takes."""
     learnt: Learnt = TABLE
     """How far its engines were seen to be from the table."""
 
@@ -75,12 +79,17 @@ class PoolSpeed:
     @property
     def table(self) -> EngineCosts:
         """`costs` by the hardware alone."""
-        return engine_costs(self.model, self.hardware, self.gpus, self.runtime).holding(self.kv_tokens)
+        if self.measured is not None:
+            return self.measured
+        costs = engine_costs(self.model, self.hardware, self.gpus, self.runtime, self.parallel)
+        return costs.holding(self.kv_tokens)
 
     @property
     def prefill_table(self) -> EngineCosts:
+        if self.measured is not None:
+            return self.measured
         apart = self.disaggregated or self
-        return engine_costs(self.model, apart.hardware, apart.gpus, self.runtime)
+        return engine_costs(self.model, apart.hardware, apart.gpus, self.runtime, self.parallel)
 
     def _learnt(self, table: EngineCosts) -> EngineCosts | LearntCosts:
         return table if self.learnt == TABLE else LearntCosts(table=table, learnt=self.learnt)

@@ -26,6 +26,8 @@ DRAW_EVERY_S = 1.0
 """On a terminal."""
 LINE_EVERY_S = 10.0
 """Elsewhere."""
+UNWRAPPED = 200
+"""Columns of a table that is not shown on a terminal."""
 RECENT_STEPS = 20
 """The time left is estimated from the pace of these steps."""
 RECENT_EPISODES = 200
@@ -89,7 +91,10 @@ def _print_table(title: str | None, columns: Iterable[str], rows: Iterable[Itera
     table = Table(*names, title=title, title_justify="left", show_header=bool(names))
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no edge to wrap at
+        console = Console(width=UNWRAPPED)
+    console.print(table)
 
 
 def _warn(text: str) -> None:
@@ -144,7 +149,7 @@ def show_sweep(report: SweepReport) -> None:
             f"{row.tokens_per_s:,.0f}",
             f"{row.cost:,.2f}",
             str(row.stale),
-            "#" * round(30 * row.step_s / longest),
+            "#" * round(30 * row.step_s / longest) if row.state == "finished" else row.state,
         )
         for row in report.rows
     )
@@ -152,29 +157,70 @@ def show_sweep(report: SweepReport) -> None:
 
 
 def show_plan(report: PlanReport) -> None:
-    columns = ("train", "roll out", "step, s", "predicted", "cost of a step", "longest, as predicted")
+    """The best ways to use the GPUs, what else was tried on the best, and how sure that is."""
+    scored = report.score is not None
+    columns = ("", "train", "roll out", "step, s", "range", "predicted", "waits", "age", "cost of a step", "longest")
 
     def cells(name: str, split: Split) -> Iterable[str]:
-        spread = f" ({min(split.simulated_s):,.1f} to {max(split.simulated_s):,.1f})" if split.simulated_s else ""
+        low_s, high_s = split.range_s(report.model_error)
         return (
-            f"{name}{split.train_gpus}",
+            name,
+            str(split.train_gpus),
             ", ".join(f"{pool} {gpus}" for pool, gpus in split.pools.items()),
-            f"{split.step_s:,.1f}{spread}",
+            f"{split.step_s:,.1f}",
+            f"{low_s:,.0f} to {high_s:,.0f}",
             f"{split.predicted_s:,.1f}",
+            f"{split.waits:.0%}",
+            f"{split.age:.1f}",
             f"{split.cost_of_a_step:,.2f}",
             split.bottleneck,
+            *([f"{split.value(report.goal) / 3600:,.2f} h"] if scored else []),
         )
 
-    rows = [cells("", split) for split in report.best] + [cells("as it is: ", report.as_it_is)]
-    _print_table(f"GPUs; simulated; the best of {report.considered} splits by {report.goal}", columns, rows)
+    own = report.as_it_is
+    rows = [
+        cells(f"{number}, the job's" if split == own else str(number), split)
+        for number, split in enumerate(report.best, start=1)
+    ]
+    if own not in report.best:
+        rows.append(cells("the job's", own))
+    title = f"GPUs; simulated; the best of {report.considered} by {report.goal}"
+    _print_table(title, (*columns, *([f"to {report.score:g}"] if scored else [])), rows)
+    if report.tried:
+        tried = (
+            (
+                one.what,
+                one.value,
+                f"{one.gain:+.1%}",
+                "" if one.predicted_s is None else f"{one.predicted_s:,.1f}",
+                f"{one.tokens - 1.0:+.1%}",
+                "yes" if one.kept else "",
+            )
+            for one in report.tried
+        )
+        title = f"on the best split: how much less of {report.goal} each takes alone"
+        _print_table(title, ("setting", "value", "gain", "predicted step, s", "tokens", "kept"), tried)
+    _print_notes(report)
+
+
+def _print_notes(report: PlanReport) -> None:
+    best, console = report.best[0], Console()
     where = (
         f"{task} on {' and '.join(f'{pool} ({share:.0%})' if share < 1 else pool for pool, share in shares.items())}"
-        for task, shares in report.best[0].affinity.items()
+        for task, shares in best.affinity.items()
     )
-    Console().print(f"The first one's tasks: {', '.join(where)}.")
-    Console().print(
-        f"{report.wall_s:.0f} s. Costs are off by up to {report.model_error:.0%} where they were measured "
-        "(docs/evaluation.md); splits nearer to each other than that, and than their seeds, are alike."
+    console.print(f"The first one: {', '.join(where)}; rollout.staleness {best.bound}", end="")
+    console.print("".join(f", {key} {value}" for key, value in best.settings.items()) + ".")
+    if report.score is not None:
+        console.print(
+            f"The score takes {report.score_steps:,.0f} steps on fresh trajectories, by sim.tasks; older ones count as "
+            "sim.train.age_discount says, which nobody has measured, and work thrown away counts as its time alone."
+        )
+    console.print(
+        f"{report.runs} runs, {report.wall_s:.0f} s. Range: of the seeds, and costs that are off by up to "
+        f"{report.model_error:.0%} where they were measured (docs/evaluation.md). Waits: share of the time in which "
+        "the trainer waits for a batch. Tokens: of a trajectory that is trained on; a change that leaves out long ones "
+        "is not kept. Age: versions from a trajectory's first token to the weights that train on it."
     )
 
 

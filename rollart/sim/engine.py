@@ -79,16 +79,23 @@ class EngineWorld:
     """By pool, the bound of each worker's cache, where its memory is not."""
     judges: Mapping[str, ModelShape] = field(default_factory=dict)
     """By pool, where its engines serve a judge."""
+    taken: Mapping[str, float] = field(default_factory=dict)
+    """By pool of a judge, the share of its engines' time that other jobs take."""
+    parallel: Mapping[str, str] = field(default_factory=dict)
+    """By pool: `pools.engines.parallel`."""
 
     def model_of(self, pool: str) -> ModelShape:
         return self.judges.get(pool, self.model)
 
     def costs(self, pool: str, hardware: Hardware, gpus: int, kind: str) -> EngineCosts:
         """What steps of a worker of this pool cost; measured, where that is known."""
-        costs = engine_costs(self.model_of(pool), hardware, gpus, self.settings.runtime(kind))
+        parallel = self.parallel.get(pool, "tensor")
+        costs = engine_costs(self.model_of(pool), hardware, gpus, self.settings.runtime(kind), parallel)
         costs = costs.holding(self.kv_tokens.get(pool))
         measured = self.settings.measured.get(pool)
-        return costs if measured is None else measured.costs(costs.kv_tokens)
+        costs = costs if measured is None else measured.costs(costs.kv_tokens)
+        taken = self.taken.get(pool, 0.0)
+        return costs.slowed(1.0 / (1.0 - taken)) if taken else costs
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, Workplace
+from rollart.sim.traffic import SharedLink, SimImages
 from rollart.types import Endpoint, Message, Observation, Program, Task, Tokens, Tool, TrajectoryId
 
 _ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -53,7 +54,18 @@ class SimTaskSet:
 class SimHost:
     """All environment slots of the job."""
 
-    def __init__(self, slots: int, tasks: Mapping[str, SimTaskSettings], dice: Dice, faults: Faults) -> None:
+    def __init__(
+        self,
+        slots: int,
+        tasks: Mapping[str, SimTaskSettings],
+        dice: Dice,
+        faults: Faults,
+        images: SimImages | None = None,
+        calls: SharedLink | None = None,
+    ) -> None:
+        """`images`, `calls`: where these take time."""
+        self.images = images
+        self.calls = calls
         self.room = asyncio.Semaphore(slots)
         self._tasks = tasks
         self.dice = dice
@@ -64,7 +76,15 @@ class SimHost:
     async def open(self, task: Task, trajectory: TrajectoryId) -> "SimEnv":
         await self.room.acquire()
         settings = self._tasks[task.domain].at(asyncio.get_running_loop().time())
-        return SimEnv(self, settings, task.domain, str(trajectory), trajectory.group)
+        env = SimEnv(self, settings, task.domain, str(trajectory), trajectory.group)
+        if self.images is not None and settings.image_gb:
+            env.image = f"{task.domain}/{task.index % settings.images}"
+            try:
+                await self.images.take(env.image, settings.image_gb * 1e9)
+            except BaseException:
+                await env.close()
+                raise
+        return env
 
 
 def _strike(work: Work, fault: FaultSettings) -> None:
@@ -88,6 +108,7 @@ class SimEnv:
         self._key = key
         self._group = group
         self._open = True
+        self.image: str | None = None
         self._step = 0
         self._turns = self._dice.count(settings.turns, f"{key}/turns")
         self._fails_at = self._unlucky(settings.failure, "failure")
@@ -104,6 +125,7 @@ class SimEnv:
         spread = settings.reset_s
         if settings.reset_tail and self._dice.uniform(f"{key}/tail") < settings.reset_tail:
             spread = settings.reset_tail_s
+        await self._sent(f"{key}/reset")
         await self._work(self._dice.draw(spread, f"{key}/reset"))
         return self._observe(self._dice.count(settings.prompt_tokens, f"{self._group}/prompt"))
 
@@ -113,6 +135,7 @@ class SimEnv:
         spread = self._settings.step_s
         if self._settings.step_tail and self._dice.uniform(f"{name}/tail") < self._settings.step_tail:
             spread = self._settings.step_tail_s
+        await self._sent(f"{name}/step")
         await self._work(self._dice.draw(spread, f"{name}/step"))
         if self._step >= self._turns:
             return Observation(done=True)
@@ -125,10 +148,17 @@ class SimEnv:
         if self._open:
             self._open = False
             self._host.room.release()
+            if self._host.images is not None and self.image is not None:
+                self._host.images.leave(self.image)
 
     def _observe(self, tokens: int) -> Observation:
         refused = self._faults.armed and self._faults.take("refused_observation", self._key) is not None
         return Observation(messages=(Message(role=REFUSED if refused else "user", content=str(tokens)),))
+
+    async def _sent(self, name: str) -> None:
+        """What this call sends and gets, over the link of all calls."""
+        if self._host.calls is not None:
+            await self._host.calls.transfer(1e6 * self._dice.draw(self._settings.call_mb, f"{name}/mb"))
 
     async def _work(self, seconds: float) -> None:
         """One call of the environment, with whatever goes wrong in it."""

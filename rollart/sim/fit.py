@@ -24,6 +24,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
+from rollart.sim.curve import Curve, fit_curve
 from rollart.sim.steps import GenerateCall, Residual, StepCosts, fit_steps
 from rollart.types import Json, JsonObject, ParsedJson
 
@@ -51,10 +52,14 @@ class _Attempt:
     """Tokens of that answer."""
     prompt: int = 0
     """Of the last call."""
+    born: int | None = None
+    """The version of its first token."""
+    trained: bool = True
+    """Not of an evaluation."""
 
 
 Seen = dict[str, list[float]]
-"""What was seen of one task: values by the key of `sim.tasks` that they are for; `rewards` beside."""
+"""What was seen of one task: values by the key of `sim.tasks` that they are for."""
 
 
 class Fit:
@@ -63,6 +68,8 @@ class Fit:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tasks: dict[str, Seen] = {task.name: defaultdict(list) for task in job.tasks}
+        self._rewards: dict[str, dict[str, list[tuple[int, float]]]] = {task.name: {} for task in job.tasks}
+        """Task -> group, its run in front -> version that began each member, and its reward."""
         self._live: dict[str, _Attempt] = {}
         self._calls: dict[str, GenerateCall] = {}
         """Sent and not answered."""
@@ -97,7 +104,7 @@ class Fit:
     def read(self, event: Event) -> None:
         match event:
             case schema.Start():
-                self._live[event.id] = _Attempt(event.task.split("/", 1)[0], event.t)
+                self._live[event.id] = _Attempt(event.task.split("/", 1)[0], event.t, trained=not event.eval)
             case schema.Send():
                 self._sent(event)
             case schema.Said():
@@ -154,6 +161,8 @@ class Fit:
         if attempt is not None:
             call.prompt = attempt.prompt
             attempt.free_s, attempt.said = event.t, event.tokens
+            if attempt.born is None and event.spans:
+                attempt.born = event.spans[0][0]
             if call.whole:
                 self._tasks[attempt.task]["answer_tokens"].append(event.tokens)
         self._done.append(call)
@@ -162,7 +171,9 @@ class Fit:
         attempt = self._live.get(event.id)
         if attempt is not None:
             self._tasks[attempt.task]["reward_s"].append(event.s - event.cold_s)
-            self._tasks[attempt.task]["rewards"].append(event.value)
+            if attempt.trained and attempt.born is not None:
+                group = f"{self._run}/{event.id.partition('.')[0]}"
+                self._rewards[attempt.task].setdefault(group, []).append((attempt.born, event.value))
         if event.cold_s > 0:
             self._cold_s.append(event.cold_s)
 
@@ -196,7 +207,11 @@ class Fit:
         serverless = self._job.rewards.type == "http"  # other simulated workers are always warm
         return {
             "model": self._job.sim.model,
-            "tasks": {name: _task_settings(task) for name, task in self._tasks.items() if task["answer_tokens"]},
+            "tasks": {
+                name: _task_settings(task, self._curve(name))
+                for name, task in self._tasks.items()
+                if task["answer_tokens"]
+            },
             "engine": {
                 "start_s": _rounded(max(0.0, statistics.fmean(self._start_s) - fixed_s)),
                 "load_gb_s": _rate_gb_s(weight_bytes, self._swap_s),
@@ -235,8 +250,24 @@ class Fit:
                 }
                 for pool, cost in self.engines().items()
             },
+            "success": {
+                task: {"version": curve.last, "fitted": _rounded(curve.at(curve.last))}
+                for task, curve in self.curves().items()
+            },
             **{one.what: _as_json(one) for one in self.others()},
         }
+
+    def _curve(self, task: str) -> Curve | None:
+        """How the task's rewards rose; None where there were none."""
+        groups = [
+            (min(version for version, _ in members), statistics.fmean(value for _, value in members))
+            for members in self._rewards[task].values()
+        ]
+        return fit_curve(groups) if groups else None
+
+    def curves(self) -> dict[str, Curve]:
+        """By task."""
+        return {task: curve for task in self._tasks if (curve := self._curve(task)) is not None}
 
     def others(self) -> list[Residual]:
         """Of train steps; and of pushes, pulls and swaps, of which the median is fitted."""
@@ -299,6 +330,13 @@ def residual_lines(fit: Fit) -> list[str]:
             f"{one.what}: {one.measured_s:.3g} -> {one.predicted_s:.3g} s, {one.error:.1%}, {one.worst:.1%}, "
             f"{one.bias:+.1%} ({one.count} times)"
         )
+    for task, curve in fit.curves().items():
+        lines.append(
+            f"success of {task}: {curve.success:.2f} at version 0, {curve.at(curve.last):.2f} at {curve.last}, the "
+            f"last seen; from there to {curve.success + curve.success_gain:.2f} the curve is a guess"
+            if curve.success_gain
+            else f"success of {task}: {curve.success:.2f}, no rise beyond chance"
+        )
     return lines
 
 
@@ -337,13 +375,15 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(kind="normal", mean=_rounded(mean), sigma=_rounded(deviation), low=low, high=high)
 
 
-def _task_settings(seen: Seen) -> JsonObject:
+def _task_settings(seen: Seen, curve: Curve | None) -> JsonObject:
     settings: dict[str, Json] = {
         key: spread_of(seen[key]).model_dump(exclude_defaults=True) for key in SPREADS if seen[key]
     }
-    if seen["rewards"]:
-        settings["success"] = _rounded(min(1.0, max(0.0, statistics.fmean(seen["rewards"]))))
-        settings["success_gain"] = 0.0
+    if curve is not None:
+        settings["success"] = _rounded(curve.success)
+        settings["success_gain"] = _rounded(curve.success_gain)
+        if curve.success_steps is not None:
+            settings["success_steps"] = _rounded(curve.success_steps)
     return settings
 
 

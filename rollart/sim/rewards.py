@@ -2,7 +2,6 @@
 simulated engines that batch."""
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +12,9 @@ from rollart.errors import AnswerError, EngineError, RequestError, RewardError
 from rollart.ports import FrozenModel
 from rollart.sim.dice import Dice
 from rollart.sim.faults import PLATFORM, Faults, Work, Workplace
+from rollart.sim.learning import SimLearning
+from rollart.sim.platform import Platform
+from rollart.sim.traffic import SharedLink
 from rollart.types import GenerateRequest, Sampling, Score, Tokens, Trajectory
 
 _TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
@@ -28,55 +30,45 @@ class SimRewards:
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
         faults: Faults,
+        learning: SimLearning | None = None,
+        calls: SharedLink | None = None,
+        name: str = "rewards",
     ) -> None:
+        """`calls`: the link that they go over, where that costs anything."""
+        self._learning = learning or SimLearning()
+        self._calls = calls
         self._serverless = settings.type == "http"
-        self._sim = sim
         self._tasks = tasks
         self._dice = dice
         self._loop = asyncio.get_running_loop()
-        self._warm: deque[float] = deque()
-        """When each idle instance became idle; the latest last."""
-        self._places = None if sim.quota is None or not self._serverless else asyncio.Semaphore(sim.quota)
+        self._platform = Platform(sim, dice, name, self._loop.time()) if self._serverless else None
         self._faults = faults
         self._work = Workplace(faults, ("reward_error", "reward_timeout"), _strike)
         if self._serverless:
             faults.on("reward_outage", faults.stop_platform)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        if self._places is None:
-            return await self._score(trajectory)
-        async with self._places:
-            return await self._score(trajectory)
-
-    async def _score(self, trajectory: Trajectory) -> Score:
         key = str(trajectory.id)
         settings = self._tasks[trajectory.task.domain]
         self._must_answer(calls=0)
         busy_s = self._dice.draw(settings.reward_s, f"{key}/reward")
-        cold_s = self._cold_start_s()
+        if self._calls is not None:
+            await self._calls.transfer(1e6 * self._dice.draw(settings.reward_mb, f"{key}/reward_mb"))
+        now_s, cold_s = self._loop.time(), 0.0
+        if self._platform is not None:
+            start_s, cold_s = self._platform.take(now_s, busy_s)
+            if start_s > now_s:
+                await asyncio.sleep(start_s - now_s)
         await self._work.do(Work(key, cold_s + busy_s))
         self._must_answer(calls=1)
-        if self._serverless:
-            self._warm.append(self._loop.time())
-        return Score(value=_value(trajectory, settings, self._dice), cold_start_s=cold_s, busy_s=busy_s)
+        value = _value(trajectory, settings, self._dice, self._learning)
+        return Score(value=value, cold_start_s=cold_s, busy_s=busy_s)
 
     def _must_answer(self, *, calls: int) -> None:
         """A platform that is down takes its instances with it."""
-        if self._serverless and self._faults.broken(*PLATFORM):
-            self._warm.clear()
+        if self._platform is not None and self._faults.broken(*PLATFORM):
+            self._platform.stop()
             raise RewardError("nobody answers (simulated)", answered=False, calls=calls)
-
-    def _cold_start_s(self) -> float:
-        """Take the instance used last, which is the warmest; start one where none is warm."""
-        if not self._serverless:
-            return 0.0
-        oldest_s = self._loop.time() - self._sim.idle_s
-        while self._warm and self._warm[0] < oldest_s:
-            self._warm.popleft()
-        if self._warm:
-            self._warm.pop()
-            return 0.0
-        return self._sim.cold_start_s
 
 
 def judge_domain(pool: str) -> str:
@@ -94,6 +86,7 @@ class SimJudge:
         model: FrozenModel,
         tasks: Mapping[str, SimTaskSettings],
         dice: Dice,
+        learning: SimLearning | None = None,
     ) -> None:
         assert settings.pool is not None
         self._settings = settings
@@ -101,6 +94,7 @@ class SimJudge:
         self._model = model
         self._tasks = tasks
         self._dice = dice
+        self._learning = learning or SimLearning()
         self._domain = judge_domain(settings.pool)
         self._asked = 0
 
@@ -126,14 +120,13 @@ class SimJudge:
             except (EngineError, RequestError, AnswerError) as error:
                 raise RewardError(str(error), calls=vote + 1) from error
             busy_s += completion.busy_s + completion.prefill_busy_s
-        value = _value(trajectory, self._tasks[trajectory.task.domain], self._dice)
+        value = _value(trajectory, self._tasks[trajectory.task.domain], self._dice, self._learning)
         return Score(value=value, busy_s=busy_s, calls=votes)
 
 
-def _value(trajectory: Trajectory, settings: SimTaskSettings, dice: Dice) -> float:
+def _value(trajectory: Trajectory, settings: SimTaskSettings, dice: Dice, learning: SimLearning) -> float:
     """1 or 0; the chance of 1 rises with the weights that played."""
-    version = trajectory.born or 0
-    chance = settings.success + settings.success_gain * (1.0 - 2.718281828 ** (-version / settings.success_steps))
+    chance = settings.chance(learning.steps(trajectory.born or 0))
     return 1.0 if dice.uniform(f"{trajectory.id}/success") < chance else 0.0
 
 

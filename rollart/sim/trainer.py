@@ -9,6 +9,7 @@ from rollart.hardware import Hardware, ModelShape, TrainCosts, train_costs
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
+from rollart.sim.learning import SimLearning
 from rollart.sim.links import SLOW, SimDisk, SimLink, SimStore, digest_of
 from rollart.types import (
     Batch,
@@ -40,12 +41,17 @@ class SimTrainer:
         answered: Callable[[], int],
         blocking: bool,
         hold: Callable[[bool], None],
+        learning: SimLearning,
+        change_s: float,
     ) -> None:
         """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
-        the engines there are now. `hold`: called with true when a push begins, with false when it has ended."""
+        the engines there are now. `hold`: called with true when engines are to stand still, with false when they may go
+        on. `change_s`: until the trainer has the engines' GPUs, and until they have them again; 0 with its own."""
         self._settings = settings
         self._answered = answered
         self._hold = hold
+        self._learning = learning
+        self._change_s = change_s
         self._at_work = asyncio.Lock()
         """Held by a push, and by a step where these exclude each other."""
         self._blocking = blocking
@@ -85,6 +91,9 @@ class SimTrainer:
         self._set_aside(batch)
         self.stepping = True
         try:
+            if self._change_s:
+                self._hold(True)
+                await self._sleep(self._change_s)
             if self._faults.take("trainer_during", f"step {batch.step}"):
                 await self._sleep(seconds / 2)
                 self.die("in the middle of a step")
@@ -95,8 +104,13 @@ class SimTrainer:
                     await self._work(seconds)
             else:
                 await self._work(seconds)
+            if self._change_s:
+                await self._sleep(self._change_s)
         finally:
             self.stepping = False
+            if self._change_s:
+                self._hold(False)
+        self._learning.trained(batch)
         self.version += 1
         if self._faults.take("trainer_after", f"step {batch.step}"):
             self.die("after the optimizer step")
@@ -192,6 +206,11 @@ def _untrainable(batch: Batch, way: int) -> tuple[SetAside, ...]:
     return tuple(SetAside(name, "its loss is not a finite number (simulated)") for name in found)
 
 
+def _change_s(model: ModelShape, train: SimTrainSettings, gpus: int) -> float:
+    """Until the trainer's state is on its GPUs, or off them: each has a part of it, and a link of its own."""
+    return model.params * train.state_bytes / (train.host_gb_s * 1e9 * gpus)
+
+
 def _set(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
@@ -211,12 +230,21 @@ class SimCluster:
         faults: Faults,
         noted: dict[int, tuple[SetAside, ...]],
         disk: SimDisk | None = None,
+        learning: SimLearning | None = None,
+        colocated: bool = False,
     ) -> None:
+        self._change_s = _change_s(engines.model, train, train_gpus) if colocated else 0.0
         self._disk = disk or SimDisk()
+        self._learning = learning or SimLearning()
         self._world = engines
         self._train = train
         self._costs = train_costs(
-            engines.model, train_hardware, train_gpus, efficiency=train.efficiency, tensor=train.tensor
+            engines.model,
+            train_hardware,
+            train_gpus,
+            efficiency=train.efficiency,
+            tensor=train.tensor,
+            expert=train.expert,
         )
         if train.token_s is not None:
             self._costs = TrainCosts(update_s=0.0, token_s=train.token_s, pair_s=0.0)
@@ -259,6 +287,8 @@ class SimCluster:
             lambda: sum(engine.answered for engine in self.engines.values()),
             self._world.blocking,
             self._hold_engines,
+            self._learning,
+            self._change_s,
         )
         return self.current
 
@@ -326,8 +356,9 @@ class SimCluster:
 class SimJournal:
     """Survives the coordinator: everything in it is frozen, so keeping it is as good as writing it down."""
 
-    def __init__(self, disk: SimDisk | None = None) -> None:
+    def __init__(self, disk: SimDisk | None = None, learning: SimLearning | None = None) -> None:
         self._disk = disk
+        self.learning = learning or SimLearning()
         self._batches: dict[int, Batch] = {}
         self._checkpoint: Checkpoint | None = None
         self.noted: dict[int, tuple[SetAside, ...]] = {}

@@ -11,10 +11,12 @@ from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.config.settings import Spread
+from rollart.config.sim import SimTaskSettings
 from rollart.errors import JobError
 from rollart.events import schema
 from rollart.launch.simulation import simulate
-from rollart.sim.fit import fit_runs, spread_of
+from rollart.sim.curve import fit_curve
+from rollart.sim.fit import as_yaml, fit_runs, spread_of
 from rollart.sim.steps import GenerateCall, fit_steps
 from tests.events import some
 
@@ -79,6 +81,31 @@ def test_the_task_is_found_again(profile: dict[str, Any]) -> None:
     assert found["step_s"]["sigma"] == pytest.approx(0.1, rel=0.15)
     assert found["reward_s"] == {"mean": 0.01}
     assert found["success"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_rise_of_success_is_found_again(tmp_path: Path) -> None:
+    rising: dict[str, Any] = {**TASK, "success": 0.2, "success_gain": 0.6, "success_steps": 15.0}
+    learning = job("sync+", tasks={"game": rising})
+    simulate(build_job({**learning.model_dump(mode="json"), "train": {"steps": 60}}), tmp_path / "run")
+    fit = fit_runs([tmp_path / "run"])
+    found: Any = fit.profile()["tasks"]
+    found = found["game"]
+    sim = SimTaskSettings(**rising)
+    fitted = SimTaskSettings(**{key: found[key] for key in ("success", "success_gain", "success_steps")})
+    for version in (0, 10, 30, 60):
+        assert fitted.chance(version) == pytest.approx(sim.chance(version), abs=0.08)
+    assert "guess" in as_yaml(fit, ["run"])
+    quality: Any = fit.quality()["success"]
+    assert quality["game"]["version"] == 59
+
+
+def test_rewards_that_rise_no_more_than_chance_does_are_a_constant(profile: dict[str, Any]) -> None:
+    assert profile["tasks"]["game"]["success_gain"] == 0.0
+    assert "success_steps" not in profile["tasks"]["game"]
+    few = [(version, 0.0 if version < 4 else 1.0) for version in range(8)]
+    assert fit_curve(few).success_gain == 0.0, "eight groups say nothing"
+    many = [(version, min(1.0, version / 20)) for version in range(24)]
+    assert fit_curve(many).success_gain > 0.5
 
 
 def test_the_engine_is_found_again(profile: dict[str, Any]) -> None:

@@ -64,6 +64,17 @@ def test_what_judges_compute_is_paid_as_engine_time_of_the_tasks(tmp_path: Path)
     assert used + cost.idle == pytest.approx(cost.pools["policy"] + cost.pools["judge"], rel=0.02)
 
 
+def test_a_judge_that_other_jobs_ask_too_takes_longer() -> None:
+    """They take two thirds of its engines' time, so what is this job's takes three times as long."""
+
+    def busy_s(others: float) -> float:
+        judge = {"model": "qwen3-32b", "others": others}
+        result = simulate(judged_job(engines=8, sim={"engine": {"start_s": 5}, "judges": {"judge": judge}}))
+        return result.summary.reward.mean_s
+
+    assert busy_s(2 / 3) == pytest.approx(3 * busy_s(0.0), rel=0.1)
+
+
 def test_a_judge_grades_many_episodes_in_one_batch(tmp_path: Path) -> None:
     """One engine. A grade takes its time alone; beside others it uses a part of the engine's."""
     both = []
