@@ -135,3 +135,11 @@ def test_what_crossed_for_an_engine_and_what_had_changed_is_shown(result: Placem
     version = VersionFigures(version=3, bytes=37_000_000, engines={"a-0": figures})
     shown = words(msgspec.structs.replace(result, weights=[version]))
     assert shown.splitlines()[-1].endswith("a-0 1.00 / 0.10, 0.002 GB came, 1.8 % changed")
+
+
+def test_engines_of_a_pool_that_has_several_are_told_together(result: Placements) -> None:
+    engines = {f"compute-{number}": EngineFigures(pull_s=2.0 + number, exposed_s=0.5) for number in range(3)}
+    engines["bandwidth-0"] = EngineFigures(pull_s=1.0)
+    version = VersionFigures(version=1, push_s=4.0, arrival_s=5.0, bytes=10**9, engines=engines)
+    shown = words(msgspec.structs.replace(result, weights=[version]))
+    assert "compute x 3 3.00 (2.00 to 4.00) / 0.50; bandwidth-0 1.00 / -" in shown

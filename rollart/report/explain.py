@@ -4,7 +4,8 @@ explain`.
 Decisions and predictions come from the `affinity` events, what then happened from the others.
 """
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -134,18 +135,43 @@ def words(result: Placements) -> str:
         if not task.fallbacks:
             lines.append("  fallback    none")
     if result.weights:
-        lines += ["", "weights, by version, in seconds: push, arrival, GB; each engine: pull / exposed"]
+        lines += [
+            "",
+            "weights, by version, in seconds: push, arrival, GB; engines (of several the median): pull / exposed",
+        ]
     for figures in result.weights:
-        engines = "; ".join(f"{name} {_brought(one)}" for name, one in figures.engines.items())
+        engines = "; ".join(f"{who} {_brought(ones)}" for who, ones in _by_pool(figures.engines).items())
         parts = f"{_plain(figures.push_s):>8} {_plain(figures.arrival_s):>8} {figures.bytes / 1e9:>8.3f}"
         lines.append(f"  {figures.version:>6} {parts}  {engines}")
     return "\n".join(lines)
 
 
-def _brought(one: EngineFigures) -> str:
-    came = f", {one.crossed_bytes / 1e9:.3f} GB came" if one.crossed_bytes else ""
-    changed = f", {one.density:.1%} changed".replace("%", " %") if one.density is not None else ""
-    return f"{one.pull_s:.2f} / {_plain(one.exposed_s)}{came}{changed}"
+def _by_pool(engines: Mapping[str, EngineFigures]) -> dict[str, list[EngineFigures]]:
+    """An engine alone by its name; those of a pool that has several together."""
+    pools: dict[str, list[str]] = {}
+    for name in engines:
+        pools.setdefault(name.rpartition("-")[0], []).append(name)
+    return {
+        names[0] if len(names) == 1 else f"{pool} x {len(names)}": [engines[name] for name in names]
+        for pool, names in pools.items()
+    }
+
+
+def _brought(engines: Sequence[EngineFigures]) -> str:
+    crossed = sum(one.crossed_bytes for one in engines)
+    densities = [one.density for one in engines if one.density is not None]
+    exposed = [one.exposed_s for one in engines if one.exposed_s is not None]
+    came = f", {crossed / 1e9:.3f} GB came" if crossed else ""
+    changed = f", {statistics.median(densities):.1%} changed".replace("%", " %") if densities else ""
+    return f"{_median([one.pull_s for one in engines])} / {_median(exposed)}{came}{changed}"
+
+
+def _median(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    low, high = min(seconds), max(seconds)
+    span = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+    return f"{statistics.median(seconds):.2f}{span}"
 
 
 def _profile(profile: schema.Profile | None) -> str:

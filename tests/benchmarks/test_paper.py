@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.paper import NO_LINKS, TASKS, TENSOR_PARALLEL, Setup, play
-from rollart.launch.plan import Planner
+from rollart.launch.splits import Splits
 
 
 def test_frozen_lake_is_faster_on_h800_than_on_h20_of_the_same_price() -> None:
@@ -38,6 +38,6 @@ def test_auto_sends_frozen_lake_to_h800_and_maths_to_h20_on_the_paper_s_mix(
         skip=0,
         model=model,
     )
-    where = Planner(one.job, {"h800": (0, 96), "h20": (0, 32)}).split(32, {"compute": 64, "bandwidth": 32}).affinity
+    where = Splits(one.job, {"h800": (0, 96), "h20": (0, 32)}, None, "step-time").own_split().affinity
     assert where["frozen_lake"] == {"compute": 1.0}
     assert where["maths"] == {"bandwidth": 1.0}
