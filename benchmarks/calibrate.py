@@ -1,10 +1,10 @@
 """How long answers of maths are in the paper's experiments, by its B alone. `python -m benchmarks.calibrate`.
 
-The paper gives no token counts. Of every mean, spread and cap below, B is played with 32, 64 and 128 trajectories, and
-those are taken that come nearest to the paper's range of H20 / H800: its worst end with the fewest trajectories, its
-best with the most (least sum of squared logarithms). The one-turn game, for which the paper has no such measurement,
-answers as maths does in one turn. No other experiment is looked at; `benchmarks.paper` plays D with what is chosen
-(`D_by_B`), beside D with the counts of jobs/profiles/paper.yaml.
+The paper gives neither token counts nor the batch of B. Of every mean, spread and cap below, B is played with 128
+trajectories (the batch of its A) to 512 (that of its set-up), and those are taken that come nearest to the paper's
+range of H20 / H800: its worst end with the fewest trajectories, its best with the most (least sum of squared
+logarithms). The one-turn game, for which the paper has no such measurement, answers as maths does in one turn. No other
+experiment is looked at. What is chosen stands in jobs/profiles/paper.yaml.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from benchmarks.paper import B_POOLS, GROUP, MATHS_GROUPS, NO_LINKS, Setup
 from rollart.errors import JobError
 from rollart.launch.simulation import simulate
 
-MEANS = (1500, 2000, 3000, 4000, 6000, 8000)
+MEANS = (1000, 1500, 2000, 2500, 3000, 4000)
 SPREADS = (0.2, 0.35, 0.5, 0.7)
 CAPS = (8192, 16384)
 """The first is what four turns leave to each in a context of 32k tokens."""
