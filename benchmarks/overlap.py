@@ -61,6 +61,8 @@ PUSH_OF_PULL = 4.6
 TRAIN_OF_PUSH = 1.5
 """A step is longer than a push, as in the paper."""
 LINKLESS = ("shm", "files")
+LINKLESS_TRAIN_S = 20.0
+"""No link is imitated there, so that a step need not be longer than this."""
 BUCKET_BYTES = 32_000_000
 BLOCKS, STEPS = 3, 3
 """Blocks of each kind, and steps in each; the first step of a block is not counted."""
@@ -394,6 +396,8 @@ def measure_store(kind: str, num_bytes: int, engines: int, disk: Path | None) ->
             host_pull_s = statistics.median(row["pull_s"] - row["link_s"] for row in warm[-2:])
             shape(num_bytes / 1e9 / (PUSH_OF_PULL * host_pull_s))
             train_s = TRAIN_OF_PUSH * PUSH_OF_PULL * host_pull_s
+            if kind in LINKLESS:
+                train_s = min(train_s, LINKLESS_TRAIN_S)
             if keeper := keeper_of(place):
                 pids["keeper"] = keeper
             peak = Peak(place.root, pids)
