@@ -211,7 +211,7 @@ class _Planner:
     def _changes(self, name: str, best: Split, margin: float) -> Iterator[_Change]:
         match name:
             case "bound":
-                yield from self._bounds(best, margin)
+                yield from self._bounds(best)
             case "affinity":
                 yield from self._freed(best, margin)
             case "prefill":
@@ -237,31 +237,35 @@ class _Planner:
 
         return value
 
-    def _bounds(self, best: Split, margin: float) -> Iterator[_Change]:
+    def _bounds(self, best: Split) -> Iterator[_Change]:
+        """Predictions of pools with other bounds are too far off to search splits by. What a larger bound leaves over
+        goes to the trainer: one engine's GPUs of it."""
         own = self._job.rollout.staleness
         for bound in (own + change for change in BOUNDS):
             if bound >= 1:
                 variant = Variant(bound=bound)
-                moved = self._splits.search(variant, margin, self._say, near=best)[0]
-                yield from self._as_it_is_and(moved, best, variant, "bound", "rollout.staleness", str(bound))
+                yield from self._as_it_is_and(
+                    self._splits.shifted(best, variant), best, variant, "bound", "rollout.staleness", str(bound)
+                )
 
     def _freed(self, best: Split, margin: float) -> Iterator[_Change]:
         """Other tasks on a pool make other sizes of it best: so all are looked at again."""
         if any(task.affinity != "auto" for task in self._job.tasks):
             variant = Variant(bound=best.bound, free=True)
-            moved = self._splits.search(variant, margin, self._say)[0]
+            moved = self._splits.search(variant, margin, self._say)[:1]
             yield from self._as_it_is_and(moved, best, variant, "affinity", "tasks.affinity", "as predicted best")
 
     def _as_it_is_and(
-        self, moved: Split, best: Split, variant: Variant, kind: str, what: str, value: str
+        self, moved: Sequence[Split], best: Split, variant: Variant, kind: str, what: str, value: str
     ) -> Iterator[_Change]:
-        """With the GPUs as they are, where that changes anything, and as they are predicted to be best with it."""
+        """With the GPUs as they are, where that changes anything, and moved."""
         same = self._splits.again(best, variant)
         if (same.affinity, same.bound) != (best.affinity, best.bound):
             yield _Change(kind=kind, what=what, value=value, split=same, predicted=True)
-        if (moved.train_gpus, moved.pools) != (same.train_gpus, same.pools):
-            value = f"{value}, GPUs {gpus(moved)}"
-            yield _Change(kind=kind, what=what, value=value, split=moved, predicted=True)
+        for split in moved:
+            if (split.train_gpus, split.pools) != (same.train_gpus, same.pools):
+                words = f"{value}, GPUs {gpus(split)}"
+                yield _Change(kind=kind, what=what, value=words, split=split, predicted=True)
 
     def _prefill(self, best: Split, margin: float) -> Iterator[_Change]:
         found: list[Split] = []

@@ -126,11 +126,9 @@ class Splits:
 
     # --- the search -------------------------------------------------------------------------------------------
 
-    def search(
-        self, variant: Variant, margin: float, progress: Callable[[str], None], near: Split | None = None
-    ) -> list[Split]:
-        """Splits that fit, the best first if rollout takes `margin` times as long as predicted: a coarse grid, or one
-        split, then the neighbours of the best."""
+    def search(self, variant: Variant, margin: float, progress: Callable[[str], None]) -> list[Split]:
+        """Splits that fit, the best first if rollout takes `margin` times as long as predicted: a coarse grid, then the
+        neighbours of its best."""
         found = self._found.setdefault(variant, {})
 
         def add(train_gpus: int, sizes: Sequence[int]) -> None:
@@ -144,11 +142,8 @@ class Splits:
             step_s = max(split.other_s, margin * split.rollout_s)
             return (split.price * step_s, step_s) if self._goal == "cost" else (step_s, split.price)
 
-        if near is None:
-            for train_gpus, sizes in self._grid():
-                add(train_gpus, sizes)
-        else:
-            add(near.train_gpus, [near.pools[pool.name] for pool in self.pools])
+        for train_gpus, sizes in self._grid():
+            add(train_gpus, sizes)
         strides = [max(1, self._span(pool) // GRID) for pool in self.pools]
         while True:
             for key in sorted(found, key=lambda key: value(found[key]))[:NEAREST]:
@@ -167,6 +162,16 @@ class Splits:
             for train_gpus, sizes in self._neighbours(key, [1] * len(self.pools))
             if self._fits(train_gpus, sizes, variant)
         ]
+
+    def shifted(self, split: Split, variant: Variant) -> list[Split]:
+        """Those with the GPUs of one engine given to the trainer."""
+        found = []
+        for pool in self.pools:
+            unit = _engines(pool).gpus
+            sizes = [split.pools[other.name] - unit * (other is pool) for other in self.pools]
+            if pool.hardware == self._train_kind.name and self._fits(split.train_gpus + unit, sizes, variant):
+                found.append(self.split(split.train_gpus + unit, sizes, variant))
+        return found
 
     def _neighbours(self, key: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         for number, stride in enumerate(strides):
