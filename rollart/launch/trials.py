@@ -1,7 +1,7 @@
 """Short simulations of one job in many forms, side by side on this machine's cores: what `rollart plan` compares."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -26,12 +26,15 @@ MOST_STEPS = 1e5
 Ask = tuple[ParsedJson, int, float | None]
 """A job, a seed, and how many steps on fresh trajectories the score takes."""
 
+Players = Callable[[Callable[[Ask], Played], Iterable[Ask]], Iterator[Played]]
+"""One process after another, or several at a time: their results in order."""
+
 
 class Trials:
-    """Plays jobs in processes of their own, and says how far it is."""
+    """Plays jobs, and says how far it is."""
 
-    def __init__(self, processes: ProcessPoolExecutor, score_steps: float | None, say: Callable[[str], None]) -> None:
-        self._processes = processes
+    def __init__(self, played: Players, score_steps: float | None, say: Callable[[str], None]) -> None:
+        self._played = played
         self._score_steps = score_steps
         self._say = say
         self.runs = 0
@@ -41,7 +44,7 @@ class Trials:
         asks = [(raw, seed, self._score_steps) for _, raw in jobs for seed in seeds]
         words = [word for word, _ in jobs for _ in seeds]
         done: list[Played] = []
-        for played in self._processes.map(play, asks):
+        for played in self._played(play, asks):
             done.append(played)
             self.runs += 1
             self._say(f"simulated {len(done)}/{len(asks)}: {words[len(done) - 1]}: {played.step_s:.1f} s a step")
@@ -50,8 +53,11 @@ class Trials:
 
 @contextmanager
 def trials(workers: int, score_steps: float | None, say: Callable[[str], None]) -> Iterator[Trials]:
+    if workers == 1:
+        yield Trials(map, score_steps, say)
+        return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
-        yield Trials(processes, score_steps, say)
+        yield Trials(processes.map, score_steps, say)
 
 
 def score_steps(job: Job, score: float) -> float:
@@ -90,7 +96,7 @@ def at_half(job: Job, steps: float) -> ParsedJson:
 
 def play(ask: Ask) -> Played:
     """One run; a job that does not finish takes for ever."""
-    from rollart.launch.simulation import simulate  # in the processes alone that simulate
+    from rollart.launch.simulation import simulate  # not with the module: a longer chain of imports than allowed
 
     raw, seed, score = ask
     skipped = build_job(raw).rollout.staleness + 2
