@@ -19,10 +19,8 @@ from rollart.report.show import (
     show_chaos,
     show_eval,
     show_failed,
-    show_plan,
     show_plays,
     show_summary,
-    show_sweep,
 )
 
 
@@ -92,6 +90,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
 def _sweep(arguments: argparse.Namespace) -> int:
     from rollart.launch.sweep import run_sweep
     from rollart.report.charts import bars
+    from rollart.report.show_plan import show_sweep
 
     if arguments.out is not None:
         raise JobError("--out: a sweep keeps no run directories; leave it out, or --json > FILE")
@@ -117,6 +116,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     from rollart.launch.plan import make_plan
+    from rollart.report.show_plan import show_plan
 
     if arguments.out is not None:
         if arguments.out.exists():

@@ -19,7 +19,7 @@ from rollart.events import schema
 from rollart.events.log import Reader
 from rollart.events.schema import Event, task_set
 from rollart.report.fold import SummaryFold
-from rollart.report.reports import ChaosReport, PlanReport, PoolReport, PoolsReport, Role, Split, SweepReport
+from rollart.report.reports import ChaosReport, PoolReport, PoolsReport, Role
 from rollart.report.summary import Play, Plays, Progress, Summary, TaskSummary
 
 DRAW_EVERY_S = 1.0
@@ -51,8 +51,8 @@ def show_summary(summary: Summary, out: Path) -> None:
         f"exposed {weights.exposed_s:.2f} s",
         "cost": f"{cost.total:.2f}, wasted {cost.wasted:.2f}, idle {cost.idle:.2f}",
     }
-    _print_table(f"{summary.name} ({summary.mode}), {clock}", (), rows.items())
-    _print_table(
+    print_table(f"{summary.name} ({summary.mode}), {clock}", (), rows.items())
+    print_table(
         "tasks",
         ("task", "pool", "trained share", "with gradient", "stale share", "reward", "turns", "tokens", "of all begun"),
         (
@@ -64,7 +64,7 @@ def show_summary(summary: Summary, out: Path) -> None:
             for name, row in summary.tasks.items()
         ),
     )  # fmt: skip
-    _print_table(
+    print_table(
         "pools",
         ("pool", "engines", "utilisation", "requests", "fallbacks"),
         (
@@ -85,7 +85,7 @@ def show_summary(summary: Summary, out: Path) -> None:
     Console().print(f"run directory: {out}", markup=False)
 
 
-def _print_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+def print_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Without columns: pairs of a name and its value."""
     names = tuple(columns)
     table = Table(*names, title=title, title_justify="left", show_header=bool(names))
@@ -103,11 +103,11 @@ def _warn(text: str) -> None:
 
 def show_pools(report: PoolsReport) -> None:
     has = ((node.name, ", ".join(_amount(*item) for item in node.resources.items())) for node in report.nodes)
-    _print_table(f"cluster: {report.cluster.type}", ("machine", "has"), has)
+    print_table(f"cluster: {report.cluster.type}", ("machine", "has"), has)
     columns = ("pool", "hardware", "role", "workers", "each needs", "tasks", "stand-ins")
-    _print_table("pools", columns, (_role_cells(pool, role) for pool in report.pools for role in pool.roles))
+    print_table("pools", columns, (_role_cells(pool, role) for pool in report.pools for role in pool.roles))
     if report.devices:
-        _print_table("devices", ("worker", "GPUs"), ((name, ", ".join(own)) for name, own in report.devices.items()))
+        print_table("devices", ("worker", "GPUs"), ((name, ", ".join(own)) for name, own in report.devices.items()))
     for text in report.missing:
         Console().print(f"missing: {text}", style="red", markup=False)
     for name, other in report.fallbacks.items():
@@ -132,96 +132,9 @@ def show_chaos(report: ChaosReport) -> None:
         f"{report.deadlocks} deadlocks, {report.lost} groups lost, {report.trained_twice} trained twice"
     )
     rows = ((kind, str(row.fired), str(row.during_swap)) for kind, row in report.faults.items())
-    _print_table(None, ("fault", "fired", "during a swap"), rows)
+    print_table(None, ("fault", "fired", "during a swap"), rows)
     for failure in report.failures[:10]:
         console.print(f"seed {failure.seed}: {failure.text}", markup=False)
-
-
-def show_sweep(report: SweepReport) -> None:
-    """A row for each combination; the bar is its step time."""
-    longest = max(row.step_s for row in report.rows)
-    columns = ("changed", "step, s", "p95", "tokens/s", "cost", "stale", "")
-    rows = (
-        (
-            " ".join(row.changes),
-            f"{row.step_s:,.1f}",
-            f"{row.p95_step_s:,.1f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.cost:,.2f}",
-            str(row.stale),
-            "#" * round(30 * row.step_s / longest) if row.state == "finished" else row.state,
-        )
-        for row in report.rows
-    )
-    _print_table("simulated", columns, rows)
-
-
-def show_plan(report: PlanReport) -> None:
-    """The best ways to use the GPUs, what else was tried on the best, and how sure that is."""
-    scored = report.score is not None
-    columns = ("", "train", "roll out", "step, s", "range", "predicted", "waits", "age", "cost of a step", "longest")
-
-    def cells(name: str, split: Split) -> Iterable[str]:
-        low_s, high_s = split.range_s(report.model_error)
-        return (
-            name,
-            str(split.train_gpus),
-            ", ".join(f"{pool} {gpus}" for pool, gpus in split.pools.items()),
-            f"{split.step_s:,.1f}",
-            f"{low_s:,.0f} to {high_s:,.0f}",
-            f"{split.predicted_s:,.1f}",
-            f"{split.waits:.0%}",
-            f"{split.age:.1f}",
-            f"{split.cost_of_a_step:,.2f}",
-            split.bottleneck,
-            *([f"{split.value(report.goal) / 3600:,.2f} h"] if scored else []),
-        )
-
-    own = report.as_it_is
-    rows = [
-        cells(f"{number}, the job's" if split == own else str(number), split)
-        for number, split in enumerate(report.best, start=1)
-    ]
-    if own not in report.best:
-        rows.append(cells("the job's", own))
-    title = f"GPUs; simulated; the best of {report.considered} by {report.goal}"
-    _print_table(title, (*columns, *([f"to {report.score:g}"] if scored else [])), rows)
-    if report.tried:
-        tried = (
-            (
-                one.what,
-                one.value,
-                f"{one.gain:+.1%}",
-                "" if one.predicted_s is None else f"{one.predicted_s:,.1f}",
-                f"{one.tokens - 1.0:+.1%}",
-                "yes" if one.kept else "",
-            )
-            for one in report.tried
-        )
-        title = f"on the best split: how much less of {report.goal} each takes alone"
-        _print_table(title, ("setting", "value", "gain", "predicted step, s", "tokens", "kept"), tried)
-    _print_notes(report)
-
-
-def _print_notes(report: PlanReport) -> None:
-    best, console = report.best[0], Console()
-    where = (
-        f"{task} on {' and '.join(f'{pool} ({share:.0%})' if share < 1 else pool for pool, share in shares.items())}"
-        for task, shares in best.affinity.items()
-    )
-    console.print(f"The first one: {', '.join(where)}; rollout.staleness {best.bound}", end="")
-    console.print("".join(f", {key} {value}" for key, value in best.settings.items()) + ".")
-    if report.score is not None:
-        console.print(
-            f"The score takes {report.score_steps:,.0f} steps on fresh trajectories, by sim.tasks; older ones count as "
-            "sim.train.age_discount says, which nobody has measured, and work thrown away counts as its time alone."
-        )
-    console.print(
-        f"{report.runs} runs, {report.wall_s:.0f} s. Range: of the seeds, and costs that are off by up to "
-        f"{report.model_error:.0%} where they were measured (docs/evaluation.md). Waits: share of the time in which "
-        "the trainer waits for a batch. Tokens: of a trajectory that is trained on; a change that leaves out long ones "
-        "is not kept. Age: versions from a trajectory's first token to the weights that train on it."
-    )
 
 
 def show_eval(tasks: Mapping[str, Progress]) -> None:
@@ -236,12 +149,12 @@ def show_eval(tasks: Mapping[str, Progress]) -> None:
         (task, play, row) for task, own in tasks.items() for play, row in (("sampled", own), ("greedy", own.greedy))
     )
     columns = ("task", "play", "before", "after", "control", "episodes")
-    _print_table("held-out", columns, (cells(task, play, row) for task, play, row in rows if row is not UNSET))
+    print_table("held-out", columns, (cells(task, play, row) for task, play, row in rows if row is not UNSET))
 
 
 def show_plays(tasks: Plays, model: str) -> None:
     """One evaluation, with the 95 % interval of its mean."""
-    _print_table(
+    print_table(
         model,
         ("task", "play", "mean reward", "95 % interval", "episodes"),
         (
