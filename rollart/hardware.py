@@ -253,6 +253,8 @@ class EngineCosts:
     """One prompt token looking at one token before it."""
     kv_tokens: int
     """Cached tokens that there is memory for."""
+    prompted_s: float = 0.0
+    """Each step in which prompts are computed, beyond what their tokens take."""
 
     def holding(self, kv_tokens: int | None) -> "EngineCosts":
         """The same, where the cache is bounded to this many tokens."""
@@ -278,7 +280,7 @@ class EngineCosts:
         computed_s = tokens * self.token_s + sampled * self.head_s
         if computed_s > products_s:
             products_s = computed_s
-        return (
+        seconds = (
             self.fixed_s
             + sampled * self.sequence_s
             + products_s
@@ -286,6 +288,7 @@ class EngineCosts:
             + cached * self.kv_token_s
             + prefill * (self.passed_s + seen * self.attention_s)
         )
+        return seconds + self.prompted_s if prefill else seconds
 
     def covered(self, tokens: float) -> float:
         """Share of the experts that at least one of this many tokens uses, if each chooses by itself."""

@@ -186,6 +186,8 @@ class MeasuredEngineSettings(Settings):
     """For each token in the caches of these."""
     prefill_token_s: Positive = 1e-9
     """For each prompt token computed; all that decode wait meanwhile."""
+    prompt_step_s: NonNegative = 0.0
+    """For each step in which prompts are computed."""
 
     def costs(self, kv_tokens: int) -> EngineCosts:
         """With memory for this many tokens."""
@@ -202,6 +204,7 @@ class MeasuredEngineSettings(Settings):
             kv_token_s=self.kv_token_s,
             attention_s=0.0,
             kv_tokens=kv_tokens,
+            prompted_s=self.prompt_step_s,
         )
 
     @model_validator(mode="after")

@@ -60,9 +60,8 @@ class Proxy:
                 self._refused(slot, request, str(error), cause)
                 raise
             if completion is not None:
-                if completion.work is not None and self._worked is not None:
-                    before, slot.work = slot.work, completion.work
-                    self._worked(slot.spec.pool, before, completion.work)
+                if completion.work is not None:
+                    self._note_work(slot, completion.work)
                 slot.restarts = slot.refused = 0
                 slot.served += 1
                 return completion, slot.view, self._log_said(request, slot, completion, cause), sent_s
@@ -70,6 +69,14 @@ class Proxy:
             if self._recorded:
                 cause = self._log.emit(schema.Lost(id=request.id, engine=slot.spec.id, reason=reason, cause=cause))
         raise EngineError(f"{MAX_SENDS} engines in a row were lost with this request; the last: {reason}")
+
+    def _note_work(self, slot: EngineSlot, work: EngineWork) -> None:
+        if self._worked is not None:
+            before, slot.work = slot.work, work
+            self._worked(slot.spec.pool, before, work)
+        if self._recorded:
+            decode, mixed, prefill = ([round(value, 6) for value in sums] for sums in work)
+            self._log.emit(schema.EngineWorked(engine=slot.spec.id, decode=decode, mixed=mixed, prefill=prefill))
 
     async def _place(
         self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int

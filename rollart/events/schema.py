@@ -1126,6 +1126,24 @@ class Loaded(Event, tag="loaded", kw_only=True):
     """The versions its buckets were of."""
 
 
+class EngineWorked(Event, tag="engine.worked", kw_only=True):
+    """What an engine's steps had in them, summed since its process began: it says so with an answer, about every 32
+    steps. Each list has steps, sequences that decoded, tokens in their caches, prompts that were done, tokens of
+    prompts, tokens that these looked at, and seconds.
+
+    By: control/proxy
+    """
+
+    engine: str
+    """Which."""
+    decode: list[float]
+    """Of steps without prompts."""
+    mixed: list[float]
+    """Of those with prompts beside sequences that decode."""
+    prefill: list[float]
+    """Of those with prompts alone."""
+
+
 class EngineSwap(Event, tag="engine.swap", kw_only=True):
     """One engine serves the version.
 

@@ -26,7 +26,7 @@ from rollart.events.log import read_events
 from rollart.events.schema import Event
 from rollart.sim.curve import Curve, fit_curve
 from rollart.sim.steps import GenerateCall, Residual, StepCosts, fit_steps
-from rollart.types import Json, JsonObject, ParsedJson
+from rollart.types import EngineWork, Json, JsonObject, ParsedJson, StepSums
 
 SAME = 0.01
 """Values that spread by less than this share of their mean are taken for constant."""
@@ -75,6 +75,12 @@ class Fit:
         """Sent and not answered."""
         self._done: list[GenerateCall] = []
         self._run = 0
+        self._worked: dict[str, EngineWork] = {}
+        """By engine: what it said last of its steps."""
+        self.reports: dict[str, list[StepSums]] = {}
+        """By pool: what the steps between two reports had in them, by kind of step."""
+        self._pools: dict[str, str] = {}
+        """Of each engine."""
         self._swap_s: list[float] = []
         self._swap_began: float | None = None
         self._swapped_s = -1.0
@@ -115,7 +121,10 @@ class Fit:
                 self._ended(event)
             case schema.Lost():
                 self._give_up(event.id, event.t)
+            case schema.EngineDown():
+                self._worked.pop(event.engine, None)
             case schema.Started():
+                self._worked.clear()  # of these or an earlier process
                 self._start_s.append(event.t - self._began[schema.Starting])
             case schema.Written():
                 self._written_s = event.t - self._began[schema.Batch]
@@ -132,6 +141,8 @@ class Fit:
                 assert self._swap_began is not None
                 self._swap_s.append(event.t - self._swap_began)
                 self._swap_began, self._swapped_s = None, event.t
+            case schema.EngineWorked():
+                self._engine_worked(event)
             case schema.EngineSwap():
                 self._pull_s.append(event.pull_s)
             case schema.Checkpoint():  # what lies between the last thing that was done and this is the save
@@ -139,7 +150,19 @@ class Fit:
                 self._save_s.append(event.t - max(before, default=event.t))
         self._began[type(event)] = event.t
 
+    def _engine_worked(self, event: schema.EngineWorked) -> None:
+        now = EngineWork(*(StepSums(*sums) for sums in (event.decode, event.mixed, event.prefill)))
+        before = self._worked.get(event.engine)
+        self._worked[event.engine] = now
+        if before is None:
+            return  # its first steps also warm up what it runs on
+        for old, new in zip(before, now, strict=True):
+            done = StepSums(*(b - a for a, b in zip(old, new, strict=True)))
+            if done.steps > 0:
+                self.reports.setdefault(self._pools[event.engine], []).append(done)
+
     def _sent(self, event: schema.Send) -> None:
+        self._pools[event.engine] = event.pool
         attempt = self._live[event.id.rpartition("/")[0]]
         task, undisturbed = self._tasks[attempt.task], not self._swapped_since(attempt.free_s or attempt.started_s)
         if attempt.free_s is None:
@@ -222,6 +245,7 @@ class Fit:
                         "sequence_s": _rounded(cost.sequence_s),
                         "kv_token_s": _rounded(cost.kv_token_s),
                         "prefill_token_s": _rounded(max(cost.prefill_token_s, 1e-9)),
+                        **({"prompt_step_s": _rounded(cost.prompt_step_s)} if cost.prompt_step_s else {}),
                     }
                     for pool, cost in costs.items()
                 },
@@ -282,7 +306,10 @@ class Fit:
     def engines(self) -> dict[str, StepCosts]:
         """By pool: what an engine step costs, and how well that explains the calls."""
         pools = dict.fromkeys(call.pool for call in self._done)
-        return {pool: fit_steps([call for call in self._done if call.pool == pool]) for pool in pools}
+        return {
+            pool: fit_steps([call for call in self._done if call.pool == pool], self.reports.get(pool, ()))
+            for pool in pools
+        }
 
 
 def fit_runs(runs: Sequence[Path]) -> Fit:

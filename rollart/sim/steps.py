@@ -1,8 +1,10 @@
-"""What an engine's step costs, from when calls were sent and answered: a linear model by least relative error.
+"""What an engine's step costs: a linear model by least relative error.
 
 One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` for each cached token of these +
-`prefill_token_s` for each prompt token computed in it; a call takes as many steps as it has tokens, and `call_s` on
-the way. Which calls were in the engine together is known from their times, so each call is one row.
+`prefill_token_s` for each prompt token computed in it + `prompt_step_s` if there are any; a call takes as many steps as
+it has tokens, and `call_s` on the way. An engine that says what its steps had in them is taken at its word: a row for
+each report, and `call_s` is what calls take beyond their steps. Of others it is known when calls were sent and
+answered, and so which were in the engine together: a row for each call, and no `prompt_step_s`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from rollart.types import StepSums
 
 Array = npt.NDArray[np.float64]
 
@@ -26,6 +30,8 @@ MIN_CALLS = 8
 """Fewer calls than this get no row of their own among the residuals."""
 WIDER = 4.0
 """Contexts are put together that differ by less than this factor; batches, by less than two."""
+MIN_REPORTS = 24
+"""Reports of a pool's engines from which on these are believed."""
 PASSES = 6
 """Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
@@ -83,6 +89,7 @@ class StepCosts:
     sequence_s: float
     kv_token_s: float
     prefill_token_s: float
+    prompt_step_s: float = 0.0
     calls: int
     error: float
     """Median of |predicted - measured| / measured, over the calls."""
@@ -90,8 +97,10 @@ class StepCosts:
     """Of all calls, by batch and context, and of those that are mostly prefill."""
 
 
-def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
-    """`calls` of engines of one kind."""
+def fit_steps(calls: Sequence[GenerateCall], reports: Sequence[StepSums] = ()) -> StepCosts:
+    """`calls` of engines of one kind, and what these said of their steps, each of one kind of steps."""
+    if len(reports) >= MIN_REPORTS:
+        return _fit_reports(calls, reports)
     engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
     seconds = np.concatenate([engine.seconds for engine in engines])
     weights = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
@@ -118,6 +127,35 @@ def fit_steps(calls: Sequence[GenerateCall]) -> StepCosts:
         calls=len(seconds),
         error=float(np.median(relative)),
         residuals=tuple(_residuals(met, rows * weights, seconds)),
+    )
+
+
+def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
+    sums: Array = np.array(reports, dtype=np.float64)
+    steps, sequences, cached, prompts, tokens, _, seconds = sums.T
+    rows = np.stack([steps, sequences + prompts, cached, tokens, np.where(tokens > 0, steps, 0.0)], axis=1)
+    weights = _least_deviating(rows, seconds, steps)
+    step_s, sequence_s, kv_token_s, prefill_token_s, prompt_step_s = (float(weight) for weight in weights)
+    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
+    taken = np.concatenate([engine.seconds for engine in engines])
+    costs = np.array([0.0, step_s, sequence_s, kv_token_s, prefill_token_s])
+    met = np.concatenate([engine.rows(costs) for engine in engines])
+    shared = np.concatenate([engine.prompt_steps(costs) for engine in engines])
+    inside = met @ costs + shared * prompt_step_s
+    call_s = max(0.0, float(np.median(taken - inside)))
+    parts = met * costs
+    parts[:, 0], parts[:, 4] = call_s, parts[:, 4] + shared * prompt_step_s
+    everything, *some = _residuals(met, parts, taken)
+    return StepCosts(
+        call_s=call_s,
+        step_s=step_s,
+        sequence_s=sequence_s,
+        kv_token_s=kv_token_s,
+        prefill_token_s=prefill_token_s,
+        prompt_step_s=prompt_step_s,
+        calls=len(taken),
+        error=float(np.median(np.abs(parts.sum(axis=1) - taken) / taken)),
+        residuals=(everything, Residual.of("steps, as reported", rows @ weights, seconds, steps), *some),
     )
 
 
@@ -154,12 +192,14 @@ class _Timeline:
         times = np.unique(np.concatenate([sent, said]))
         came, went = np.searchsorted(times, sent), np.searchsorted(times, said)
         self._lengths_s = np.diff(times, append=times[-1])
+        self._sent = np.sort(sent)
         self._number = _running(came, went, np.ones(len(calls)), len(times))
         self._cached = _running(came, went, context, len(times))
         prefill: Array = np.array([call.prefill for call in calls], dtype=np.float64)
         prefilled = _sums(np.bincount(came, prefill, len(times)).astype(np.float64))
         counted = np.array([call.whole and call.said_s > call.sent_s for call in calls], dtype=bool)
         self._from, self._to = came[counted], went[counted]
+        self._times = times
         self._tokens = np.array([call.tokens for call in calls], dtype=np.float64)[counted]
         self._prefill = prefilled[self._to] - prefilled[self._from]
         self.seconds: Array = (said - sent)[counted]
@@ -177,6 +217,24 @@ class _Timeline:
         columns = [ones, self._tokens, self._tokens * beside / taken, self._tokens * cached / taken, self._prefill]
         return np.stack(columns, axis=1)
 
+    def prompt_steps(self, weights: Array) -> Array:
+        """For each whole call: steps in which prompts are computed while it is there. What comes while one is under way
+        is computed in the next, all of it."""
+        _, step_s, sequence_s, kv_token_s, _ = weights
+        lasts_s = step_s + sequence_s * self._number + kv_token_s * self._cached
+        begun: list[float] = []
+        free_s = -np.inf
+        for sent_s, at in zip(self._sent, np.searchsorted(self._times, self._sent), strict=True):
+            if sent_s > free_s or not begun:
+                begun.append(sent_s)
+                free_s = sent_s + lasts_s[at]
+            elif begun[-1] <= sent_s:
+                begun.append(free_s)
+                free_s += lasts_s[at]
+        starts = np.array(begun)
+        first, last = (np.searchsorted(starts, self._times[ends]) for ends in (self._from, self._to))
+        return np.asarray(last - first, dtype=np.float64)
+
 
 def _alike(lengths: Array) -> bool:
     return len(lengths) == 0 or float(lengths.std()) < ALIKE * float(lengths.mean())
@@ -193,13 +251,14 @@ def _sums(values: Array) -> Array:
     return np.cumsum(values) - values
 
 
-def _least_deviating(rows: Array, seconds: Array) -> Array:
-    """No negative weight, and the least sum of relative errors."""
-    counts = 1.0 / seconds
+def _least_deviating(rows: Array, seconds: Array, shares: Array | float = 1.0) -> Array:
+    """No negative weight, and the least sum of relative errors, each counted by its share."""
+    scale = np.sqrt(shares) / seconds
+    counts = scale
     for _ in range(REWEIGHTED):
         weights = _not_negative(rows * counts[:, None], seconds * counts)
         off = np.abs(rows @ weights - seconds) / seconds
-        counts = 1.0 / (seconds * np.sqrt(np.maximum(off, EXACT)))
+        counts = scale / np.sqrt(np.maximum(off, EXACT))
     return weights
 
 

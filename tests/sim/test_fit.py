@@ -16,7 +16,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.launch.simulation import simulate
 from rollart.sim.curve import fit_curve
-from rollart.sim.fit import as_yaml, fit_runs, spread_of
+from rollart.sim.fit import Fit, as_yaml, fit_runs, spread_of
 from rollart.sim.steps import GenerateCall, fit_steps
 from tests.events import some
 
@@ -34,7 +34,8 @@ TASK = {
 ENGINE = {"step_s": 4e-3, "sequence_s": 2e-4, "kv_token_s": 1e-6, "prefill_token_s": 5e-5}
 
 
-def job(mode: str, **sim: Any) -> Job:
+def job(mode: str, affinity: str = "cpu", **sim: Any) -> Job:
+    """With affinity `auto` engines say what their steps had in them."""
     settings = {
         "model": "qwen3-0.6b",
         "tasks": {"game": TASK},
@@ -46,7 +47,7 @@ def job(mode: str, **sim: Any) -> Job:
         {
             "name": "fitted",
             "mode": mode,
-            "tasks": [{"name": "game", "group_size": 8, "max_turns": 8, "max_tokens": 256}],
+            "tasks": [{"name": "game", "group_size": 8, "max_turns": 8, "max_tokens": 256, "affinity": affinity}],
             "rollout": {"groups_per_step": 4, "zero_variance": "keep"},
             "pools": [{"name": "cpu", "engines": {"count": 1}}, {"name": "environments", "slots": 128}],
             "train": {"steps": 8},
@@ -117,6 +118,50 @@ def test_the_engine_is_found_again(profile: dict[str, Any]) -> None:
         assert predicted_s == pytest.approx(expected_s, rel=0.1)
     assert found["prefill_token_s"] == pytest.approx(ENGINE["prefill_token_s"], rel=0.5), "groups share their prompts"
     assert engine["call_s"] == pytest.approx(0.006, abs=0.004)
+
+
+REPORTED = {**ENGINE, "prompt_step_s": 2e-3}
+
+
+def test_what_engines_report_of_their_steps_is_taken_at_its_word(tmp_path: Path) -> None:
+    """Prompts and answers all alike, contexts that grow with the batch: call times cannot tell these costs apart."""
+    alike = {**TASK, "prompt_tokens": 40, "observation_tokens": 12, "answer_tokens": 30}
+    settings = {"start_s": 3.0, "load_gb_s": 40.0, "call_s": 6e-3, "measured": {"cpu": REPORTED}}
+    simulate(job("sync+", "auto", engine=settings, tasks={"game": alike}), tmp_path / "run")
+    fit = fit_runs([tmp_path / "run"])
+    engine: Any = fit.profile()["engine"]
+    for key, value in REPORTED.items():
+        assert engine["measured"]["cpu"][key] == pytest.approx(value, rel=0.02), key
+    assert engine["call_s"] == pytest.approx(6e-3, rel=0.2), "answers of one length, and still it is told"
+    quality: Any = fit.quality()["engines"]
+    reported = next(row for row in quality["cpu"]["residuals"] if row["what"] == "steps, as reported")
+    assert reported["median_error"] < 1e-3
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_engines_that_report_are_predicted_with_more_in_them_than_was_seen(bound: int, tmp_path: Path) -> None:
+    """Fitted on policy, where a step's groups are there; predicted with four times as many."""
+    settings = {"start_s": 3.0, "load_gb_s": 40.0, "call_s": 6e-3, "measured": {"cpu": REPORTED}}
+    simulate(job("sync+", "auto", engine=settings), tmp_path / "run")
+    profile = fit_runs([tmp_path / "run"]).profile()
+    large = job("rollart", "auto", engine=settings).model_dump(mode="json")
+    large["rollout"] = {"groups_per_step": 8, "zero_variance": "keep", "staleness": bound}
+    true_s = simulate(build_job(large)).summary.step_time_s.mean
+    assert simulate(build_job({**large, "sim": profile})).summary.step_time_s.mean == pytest.approx(true_s, rel=0.05)
+
+
+def test_an_engine_that_was_started_again_reports_from_nothing() -> None:
+    fit = Fit(job("sync+"))
+    fit.read(some(schema.Start, id="g0.0.0", task="game/0"))
+    fit.read(some(schema.Send, id="g0.0.0/0", engine="cpu-0", pool="cpu"))
+    for event in (32.0, 64.0, schema.EngineDown, 80.0, 120.0, schema.Started, 150.0, 200.0):
+        if isinstance(event, float):
+            sums = [event, 2 * event, 0.0, 0.0, 0.0, 0.0, 0.01 * event]
+            fit.read(some(schema.EngineWorked, engine="cpu-0", decode=sums, mixed=[0.0] * 7, prefill=[0.0] * 7))
+        else:
+            fit.read(some(schema.Starting))
+            fit.read(some(event, engine="cpu-0") if event is schema.EngineDown else some(event))
+    assert [sums.steps for sums in fit.reports["cpu"]] == [32.0, 40.0, 50.0], "the first report of each process is left"
 
 
 def test_prompts_alike_do_not_make_their_tokens_dear(tmp_path: Path) -> None:
