@@ -60,7 +60,7 @@ docs: setup  ## Write docs/job.md, docs/events.md and docs/summary.md again, fro
 	$(BIN)/python -m scripts.event_reference
 	$(BIN)/python -m scripts.summary_reference
 
-figures: setup  ## Make the README's table again from docs/figures/. ROW=chaos runs that command first, and keeps what it prints
+figures: setup  ## Make the tables of README and docs/modes.md again from docs/figures/. ROW=chaos runs that command first, and keeps what it prints
 	$(BIN)/python -m scripts.figures $(ROW)
 
 clean:  ## Remove .venv and what tools leave behind; runs/ stays

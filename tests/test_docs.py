@@ -29,6 +29,10 @@ def test_the_figures_of_the_readme_are_those_that_were_kept() -> None:
     assert figures.README.read_text(encoding="utf-8") == figures.render(), "run `make figures`"
 
 
+def test_the_figures_of_the_modes_are_those_that_were_kept() -> None:
+    assert figures.MODES.read_text(encoding="utf-8") == figures.render_modes(), "run `make figures`"
+
+
 def test_every_kept_output_is_of_a_command_and_has_a_row() -> None:
     kept = {path.stem for path in figures.FOLDER.glob("*.json")}
     assert kept == set(figures.COMMANDS) == {name for _, names, _ in figures.ROWS for name in names.split()}
