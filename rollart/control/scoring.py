@@ -123,7 +123,7 @@ class Scorer:
         sources = self._sources[attempt.task.domain]
         if attempt.settings.rewards:
             calls = await _together([self._ask(attempt, trajectory, source) for source in sources])
-            score = _sum(attempt.settings.rewards, [score for score, _ in calls])
+            score = summed(attempt.settings.rewards, [score for score, _ in calls])
         else:
             calls = [await self._ask(attempt, trajectory, sources[0])]
             score = calls[0][0]
@@ -342,7 +342,7 @@ async def _together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sum(rewards: Sequence[RewardSettings], scores: Sequence[Score]) -> Score:
+def summed(rewards: Sequence[RewardSettings], scores: Sequence[Score]) -> Score:
     """Each times its weight; what each gave is a part, and so are its own parts under its name."""
     parts: dict[str, float] = {}
     for reward, score in zip(rewards, scores, strict=True):
@@ -351,7 +351,7 @@ def _sum(rewards: Sequence[RewardSettings], scores: Sequence[Score]) -> Score:
     return Score(
         value=math.fsum(parts[reward.label] for reward in rewards),
         parts=parts,
-        cold_start_s=max(score.cold_start_s for score in scores),
+        cold_start_s=max((score.cold_start_s for score in scores), default=0.0),
         busy_s=math.fsum(score.busy_s for score in scores),
         calls=sum(score.calls for score in scores),
     )

@@ -1,6 +1,6 @@
 """`rollart play`: one episode of a task in the terminal, by hand or with a model. Nothing is trained or written.
 
-The environment runs in a process of its own, as in a job; the reward is the task's own reward function, asked here.
+The environment runs in a process of its own, as in a job; reward functions are asked here, judges and URLs are not.
 """
 
 import asyncio
@@ -13,12 +13,13 @@ from typing import Any
 
 from rollart.config.settings import TaskSettings
 from rollart.control.draw import draw
+from rollart.control.scoring import summed
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import EnvError, JobError, TaskError
 from rollart.report.reading import visible
 from rollart.tasks.api import Episode, EpisodeTurn, as_reward, text_of
 from rollart.tasks.load import load_reward, load_task_set, reward_of
-from rollart.types import Json, JsonObject, Message, Observation, Task, TrajectoryId
+from rollart.types import Json, JsonObject, Message, Observation, Score, Task, TrajectoryId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +54,17 @@ def play(
     except EnvError as error:
         raise JobError(f"{settings.use}: {error}") from None
     episode = Episode(id=task.id, status=played.status, task=task, turns=tuple(played.turns))
-    played.reward, played.parts = as_reward(load_reward(reward_of(settings.use))(episode))
+    score = load_reward(reward_of(settings.use))
+    if not settings.rewards:
+        played.reward, played.parts = as_reward(score(episode))
+        return played
+    here = [one for one in settings.rewards if one.type == "local"]
+    for one in settings.rewards:
+        if one not in here:
+            show(f"reward {one.label}: not asked for, since a {one.type} is elsewhere")
+    scores = [as_reward((load_reward(one.function) if one.function else score)(episode)) for one in here]
+    total = summed(here, [Score(value=value, parts=parts) for value, parts in scores])
+    played.reward, played.parts = total.value, total.parts
     return played
 
 

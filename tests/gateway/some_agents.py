@@ -1,9 +1,13 @@
 """Agents as people have them: they know OpenAI's client and nothing of us. And some that nobody would want."""
 
+import contextlib
 import os
+import socket
 import threading
 import time
+import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,6 @@ def solve(question: str) -> str:
 
 def solve_in_a_box(question: str) -> str:
     """First it looks around for a network, and for other sockets."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
         try:
             there.connect(("192.0.2.1", 53))
@@ -65,15 +67,18 @@ def solve_with_pydantic_ai(question: str) -> str:
 
 
 def dies(question: str) -> str:
+    _sign().touch()
     _post("{}")
     os._exit(3)
 
 
 def raises(question: str) -> str:
+    _sign().touch()
     raise KeyError("tool")
 
 
 def hangs(question: str) -> str:
+    _sign().touch()
     while True:
         time.sleep(60)
 
@@ -84,12 +89,56 @@ def floods(question: str) -> str:
     def flood() -> None:
         while True:
             _post('{"messages": []}')
+            _sign().touch()
 
     threads = [threading.Thread(target=flood, daemon=True) for _ in range(16)]
     for thread in threads:
         thread.start()
     threads[0].join()
     return ""
+
+
+MOST_LINES = 900
+"""A process may have 1,024 files."""
+
+
+def connects(question: str) -> str:
+    """As fast as it can, and never asks."""
+    at = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    kept: list[socket.socket] = []
+    while True:
+        with contextlib.suppress(OSError):
+            line = socket.create_connection((at.hostname or "", at.port or 0), timeout=60)
+            if len(kept) < MOST_LINES:
+                kept.append(line)
+            else:
+                _sign().touch()
+
+
+def bad_for(question: str) -> bool:
+    return int(question.partition("+")[0]) % 2 == 1
+
+
+def _half(bad: Callable[[str], str]) -> Callable[[str], str]:
+    """Bad for half of the questions; for the others it waits until one of the bad has begun, and plays beside it."""
+
+    def play(question: str) -> str:
+        if bad_for(question):
+            return bad(question)
+        import openai  # noqa: F401
+
+        while not _sign().exists():
+            time.sleep(0.01)
+        return solve(question)
+
+    return play
+
+
+half_dies, half_raises, half_hangs, half_floods, half_connects = map(_half, (dies, raises, hangs, floods, connects))
+
+
+def _sign() -> Path:
+    return Path(os.environ["BAD_HAS_BEGUN"])
 
 
 def _post(body: str) -> None:

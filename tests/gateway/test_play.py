@@ -12,11 +12,13 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from rollart.config.load import build_job
 from rollart.errors import JobError
+from rollart.gateway import server
 from rollart.launch.checks import refuse_functions
 from rollart.ports import Tokenizer
 from rollart.types import Endpoint, Message, Played, Status, Tokens, Tool, ToolCall, TrajectoryId
 from rollart.workers.sandbox import missing
 from tests.gateway.play import AGENTS, job, play
+from tests.gateway.some_agents import bad_for
 from tests.gateway.talk_tasks import LAST, SURE
 from tests.tasks.libraries import interpreter_with
 
@@ -207,18 +209,24 @@ def test_an_agent_of_a_framework_in_another_interpreter(
     [
         ("dies", "its process exited with status 3"),
         ("raises", "KeyError: 'tool'"),
-        ("hangs", "EnvError: agent: no answer in 5 s"),
+        ("hangs", "EnvError: agent: no answer in 10 s"),
         ("floods", "500 requests that were refused"),
+        ("connects", "EnvError: agent: no answer in 10 s"),
     ],
 )
-def test_a_bad_agent_costs_itself_only(model: Path, tmp_path: Path, name: str, reason: str) -> None:
-    """Two tasks in one job: the agents of one are bad, those of the other well."""
-    raw = job(model, PROGRAM, episodes=2)
-    bad = {**raw["tasks"][0], "name": "bad", "agent": {"function": f"{AGENTS}:{name}"}}
-    played, _ = play({**raw, "tasks": [bad, *raw["tasks"]], "limits": {"step_s": 5.0}}, tmp_path / "run")
-    for one in played.values():
-        trajectory = one.trajectory
-        if trajectory.task.domain == "bad":
+def test_a_bad_agent_costs_itself_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    """Half of the agents are bad, and the others play at the same time."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 800)
+    monkeypatch.setenv("BAD_HAS_BEGUN", str(tmp_path / "bad has begun"))
+    agent = {"function": f"{AGENTS}:half_{name}"}
+    raw = job(model, agent, episodes=6, slots=6, environment=["BAD_HAS_BEGUN"])
+    played, _ = play({**raw, "limits": {"step_s": 10.0}}, tmp_path / "run")
+    bad = {one.trajectory.id: bad_for(one.trajectory.task.payload["question"]) for one in played.values()}
+    assert set(bad.values()) == {True, False}
+    for trajectory in (one.trajectory for one in played.values()):
+        if bad[trajectory.id]:
             assert trajectory.status is Status.FAILED
             assert reason in trajectory.reason
         else:

@@ -1,5 +1,6 @@
 """The tiny model: a normal directory, the same each time, that speaks the tasks in few tokens."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_any_hugging_face_tool_loads_it(tiny: Path) -> None:
     answer = model.generate(**prompt, max_new_tokens=4)
     assert answer.shape[1] > prompt["input_ids"].shape[1]
     assert model.generation_config.eos_token_id == ChatTokenizer(tiny).end_of_turn
+
+
+def test_it_plays_in_the_terminal(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    said = ChatTokenizer(tiny).encode("calc 1+1").tolist()
+    seen: list[list[int]] = []
+
+    def generate(model: Any, *, input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.append(input_ids[0].tolist())
+        return torch.cat([input_ids, torch.tensor([said])], dim=1)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "generate", generate)
+    assert main(["play", "rollart.tasks.guess_number", "--model", str(tiny), "--json"]) == 0
+    turns = json.loads(capsys.readouterr().out)["turns"]
+    assert len(turns) == len(seen) > 2
+    assert {turn["said"] for turn in turns} == {"calc 1+1"}
+    for before, after in itertools.pairwise(seen):
+        assert after[: len(before) + len(said)] == before + said, "what it said stays as it was"
+    assert main(["play", "rollart.tasks.guess_number", "--model", str(tiny.parent)]) == 2
+    assert "is not a Hugging Face directory" in capsys.readouterr().err
 
 
 def test_the_same_seed_and_steps_make_the_same_model(tiny: Path, tmp_path: Path) -> None:

@@ -318,3 +318,31 @@ def test_play_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert (out["status"], out["reward"], out["task"]["id"]) == ("truncated", 0.0, "guess_number/held_out/0")
     assert main(["play", "rollart.tasks.guess_number", "highest=3"]) == 2
     assert "it takes no arguments" in capsys.readouterr().err
+
+
+def test_play_adds_up_the_rewards_that_the_job_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "form.py").write_text("def short(episode):\n    return 2.0 / len(episode.turns)\n")
+    (tmp_path / "job.yaml").write_text("""
+name: lakes
+model: {path: models/mine}
+tasks:
+  - name: lake
+    use: gymnasium:FrozenLake-v1
+    args: {is_slippery: false, actions: [left, down, right, up]}
+    max_turns: 8
+    rewards:
+      - {name: game, type: local, weight: 3.0}
+      - {name: form, type: local, function: form.py:short}
+      - {type: judge, url: "http://127.0.0.1:9/v1", model: any, rubric: Short.}
+pools: [{name: cpu, engines: {count: 1}}, {name: environments, slots: 4}]
+""")
+    lines = iter(WAY)
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    assert main(["play", str(tmp_path / "job.yaml"), "--json"]) == 0
+    said = capsys.readouterr()
+    played = json.loads(said.out)
+    assert played["parts"] == {"game": 3.0, "form": pytest.approx(2.0 / 6)}
+    assert played["reward"] == pytest.approx(3.0 + 2.0 / 6)
+    assert "reward judge: not asked for" in said.err
