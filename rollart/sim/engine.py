@@ -13,9 +13,10 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError, WeightError
