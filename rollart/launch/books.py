@@ -66,7 +66,11 @@ class Folds:
     def again(self, path: Path, views: Sequence[Reader]) -> Event:
         """Read what was written before the run was resumed; the views read it as well."""
         rows: list[Mapping[str, float]] = []
-        last = read_again(path, (*self.readers, *views, metric_rows(self._summary, [rows.append])))
+        try:
+            last = read_again(path, (*self.readers, *views, metric_rows(self._summary, [rows.append])))
+        except BaseException:
+            self.close()
+            raise
         for row in rows:  # made again from the events, so none is missing or twice there
             self.takers[0](row)
         return last

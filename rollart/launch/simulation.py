@@ -58,9 +58,7 @@ def simulate(
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(
-            _simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch, beside=beside)
-        )
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch, beside=beside))
     if out is not None:
         write_summary(out, result.summary)
     return result
