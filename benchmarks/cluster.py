@@ -25,7 +25,7 @@ from benchmarks.control import run_turns
 from benchmarks.stub import ANSWER_TOKENS, StubEngine, start
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
-from rollart.launch.driver import say
+from rollart.launch.books import say
 from rollart.types import EngineSpec, GenerateRequest, Needs, Sampling
 from rollart.workers.handles import WorkerEngine
 from rollart.workers.setup import StoreSetup, WorkerSetup

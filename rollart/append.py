@@ -32,26 +32,24 @@ class AppendFile:
         """`fresh`: what is there is thrown away."""
         self._path = path
         self.file: IO[bytes] = open(path, "wb" if fresh else "ab", buffering=0)  # noqa: SIM115 - closed in close()
-        self._held: list[bytes] = []
-        self.held_bytes = 0
+        self.held = bytearray()
+        """Put, and not written yet."""
         self.full = False
         """The last try found no room."""
 
     def put(self, data: bytes) -> None:
-        self._held.append(data)
-        self.held_bytes += len(data)
+        self.held += data
 
     def write_out(self, *, durable: bool = False) -> None:
         """Raises StoreFull; then what was not written is still held."""
         self.full = True
         with writing(str(self._path)):
-            left = memoryview(b"".join(self._held))
+            left = memoryview(self.held)
             try:
                 while left:  # a disk that gets full takes a part first
                     left = left[self.file.write(left) :]
             finally:
-                self._held = [bytes(left)] if left else []
-                self.held_bytes = len(left)
+                self.held = bytearray(left)
             if durable:
                 os.fsync(self.file.fileno())
         self.full = False
@@ -83,4 +81,4 @@ class AppendFile:
             pass  # whoever closes says so
         finally:
             self.file.close()
-        return self.held_bytes
+        return len(self.held)

@@ -1,6 +1,8 @@
 """Every value that crosses a boundary of RollArt.
 
-Frozen dataclasses, numpy arrays, no torch: control moves these, adapters fill them, nobody changes them.
+Frozen dataclasses, numpy arrays, no torch: control moves these, adapters fill them, nobody changes them. What every
+turn makes is a frozen struct of msgspec instead: that takes a tenth of the time, and with `gc=False` the garbage
+collector does not look at them. They hold text, numbers and arrays, and are part of no reference cycle.
 `WeightVersion` is an int: 0 is the initial model, and the trainer mints n + 1 when step n ends.
 """
 
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -96,8 +99,7 @@ class Tool:
     """The JSON schema of its arguments, as text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The model asks for one call of a tool."""
 
     id: str
@@ -107,8 +109,7 @@ class ToolCall:
     """JSON, as text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One chat message; `role` is what the model's chat template knows: system, user, assistant, tool."""
 
     role: str
@@ -121,8 +122,7 @@ class Message:
     """Of a tool: the call that this answers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says after reset or step."""
 
     messages: tuple[Message, ...] = ()
@@ -135,11 +135,10 @@ class Observation:
     """The environment's own limit was reached."""
     fresh: bool = False
     """History was rewritten: `messages` is the whole conversation and the prefix restarts."""
-    info: Mapping[str, object] = field(default_factory=dict)
+    info: Mapping[str, object] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How an engine samples one completion."""
 
     max_tokens: int = 256
@@ -152,8 +151,7 @@ class Sampling:
     """Together with the request's id it decides what is sampled, whatever else is in the batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One call of the model. The prompt is whole, so that any engine can serve it."""
 
     id: str
@@ -295,8 +293,7 @@ class WorkMeter:
         return EngineWork(StepSums(*self._decode), StepSums(*self._mixed), StepSums(*self._prefill))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What an engine sampled. `spans` lengths add up to `len(tokens)`; versions never fall."""
 
     tokens: Tokens
@@ -328,8 +325,7 @@ class ChatAnswer:
     """The text of each sampled token, where it was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One round: what the model was shown, what it said, what that earned."""
 
     context: Tokens

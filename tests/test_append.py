@@ -10,7 +10,7 @@ from rollart.append import AppendFile
 from rollart.errors import StoreFull, writing
 from rollart.events import schema
 from rollart.events.log import EventLog, read_events
-from rollart.launch.driver import as_lines
+from rollart.launch.books import as_lines
 from tests.events import some
 
 
@@ -131,3 +131,19 @@ def test_a_full_disk_or_quota_is_told_from_other_errors(error: Exception, full: 
     words = str(error.args[-1]).split("(")[0].strip()
     with pytest.raises(StoreFull if full else type(error), match=words), writing("somewhere"):
         raise error
+
+
+def test_each_line_is_handed_on_once_whatever_the_disk_takes(tmp_path: Path) -> None:
+    path, got = tmp_path / "events.jsonl", list[bytes]()
+    log = EventLog(lambda: 0.0, path, lines=got.append)
+    assert log.file is not None
+    disk = put_on(log.file, room=10)
+    for number in range(3):
+        log.emit(some(schema.Warning, text=f"number {number}"))
+        log.flush()
+        log.flush()
+    assert len(got) == 3
+    disk.room = 10_000
+    assert log.close() == 0
+    assert len(got) == 3
+    assert b"".join(got) == path.read_bytes()

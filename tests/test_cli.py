@@ -14,7 +14,7 @@ import yaml
 from rollart.cli import EXTRAS, main
 from rollart.config.job import Job
 from rollart.config.load import load_job
-from rollart.launch.driver import RunResult
+from rollart.launch.books import RunResult
 from rollart.launch.resume import Resumption, write_job
 from rollart.store.journal import FileJournal
 from tests.contracts.trainer import checkpoint

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.events.log import EventLog, Fold, drop_torn_line, event_files, read_events
+from rollart.events.log import EventLog, Fold, drop_torn_line, event_files, micros, read_events
 from rollart.events.schema import Event
-from rollart.launch.driver import read_again
+from rollart.launch.books import read_again
 from rollart.launch.simulation import simulate
 from rollart.launch.training import LoggedFacts
 from rollart.types import Span
@@ -315,3 +317,10 @@ def test_a_fold_gets_the_kinds_that_its_methods_name_and_its_parts_get_theirs() 
 def test_two_handlers_of_one_kind_are_refused() -> None:
     with pytest.raises(AssertionError, match="two handlers of SwapEnd"):
         Counting(Swaps(), Swaps())
+
+
+@given(st.floats(0.0, 1e7))
+def test_microseconds_are_as_round_gives_them(seconds: float) -> None:
+    half = round(seconds, 6) + 5e-7  # where digits are few enough for doubt
+    for one in (seconds, half, math.nextafter(half, 0.0), math.nextafter(half, 1e9)):
+        assert micros(one) == round(one, 6)

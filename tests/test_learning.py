@@ -89,6 +89,6 @@ def test_success_rises(tmp_path: Path) -> None:
 
 
 def test_nothing_is_learnt_without_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollart.control.buffer.advantages", lambda rewards, kind: (0.0,) * len(rewards))
+    monkeypatch.setattr("rollart.control.groups.advantages", lambda rewards, kind: (0.0,) * len(rewards))
     rates = success(tmp_path)
     assert max(mean(rates[:SHOWN]), mean(rates[-SHOWN:])) < CHANCE

@@ -1,7 +1,6 @@
 """Values cross between our processes unchanged; junk is a ValueError and nothing else."""
 
 import contextlib
-import dataclasses
 import enum
 from typing import Any
 
@@ -124,8 +123,8 @@ def same(one: Any, other: Any) -> bool:
         )
     if type(one) is not type(other):
         return False
-    if dataclasses.is_dataclass(one):
-        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    if type(one) in FIELDS:
+        return all(same(getattr(one, name), getattr(other, name)) for name in FIELDS[type(one)])
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def model(arguments: argparse.Namespace) -> int:
-    from rollart.launch.driver import say
+    from rollart.launch.books import say
 
     if (arguments.go_on_from is None) != (arguments.as_long_as is None):
         raise JobError("--go-on-from and --as-long-as: belong together; give both or neither")

@@ -9,7 +9,7 @@ from rollart.cli.output import print_json, resume_command, run_dir, warn
 from rollart.cli.words import NEWEST, OVERRIDE
 from rollart.config.load import load_job
 from rollart.errors import JobError
-from rollart.launch.driver import RunResult, say
+from rollart.launch.books import RunResult, say
 from rollart.launch.resume import Resumption, resumption
 from rollart.launch.rundir import add_control, newest_run
 from rollart.records.reader import Archive, TrajectoryFilter
@@ -43,7 +43,7 @@ def sim(arguments: argparse.Namespace) -> int:
 
     out = run_dir(arguments.out, job)
     warn(job)
-    return _told(arguments, simulate(job, out, progress=say), out)
+    return _told(arguments, simulate(job, out, progress=say, beside=True), out)
 
 
 def _fit(arguments: argparse.Namespace) -> int:

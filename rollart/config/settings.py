@@ -76,19 +76,16 @@ class Spread(Settings):
 
     def value(self, uniform: float) -> float:
         """The value that this share of all draws, in (0, 1), lie below: a draw, where the share is random."""
-        if self.kind == "constant":
-            return self.mean
-        if self.kind == "uniform":
-            value = self.mean + (2 * uniform - 1) * self.sigma
+        kind, mean, sigma = self.kind, self.mean, self.sigma
+        if kind == "constant":
+            return mean
+        if kind == "uniform":
+            value = mean + (2 * uniform - 1) * sigma
         else:
             z = _NORMAL.inv_cdf(uniform)
-            if self.kind == "normal":
-                value = self.mean + z * self.sigma
-            else:
-                value = self.mean * math.exp(z * self.sigma - self.sigma**2 / 2)
-        if value < self.low:
-            value = self.low
-        return self.high if value > self.high else value
+            value = mean + z * sigma if kind == "normal" else mean * math.exp(z * sigma - sigma**2 / 2)
+        low, high = self.low, self.high
+        return low if value < low else high if value > high else value
 
 
 class HardwareSettings(Settings):

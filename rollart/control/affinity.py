@@ -80,22 +80,27 @@ class AffinityDriver:
 
 def needs(trajectory: Trajectory) -> TaskProfile:
     """What one trajectory took, counted from its turns."""
-    length = prompts = context = new = 0
+    length = prompts = context = new = cached = prefilled = decoded = 0
+    generating_s = 0.0
     for turn in trajectory.turns:
-        length = len(turn.context) if turn.fresh else length + len(turn.context)
-        new += len(turn.context)
+        completion, shown, said = turn.completion, len(turn.context), len(turn.completion.tokens)
+        length = shown if turn.fresh else length + shown
+        new += shown
         prompts += length
-        length += len(turn.completion.tokens)
+        length += said
         context += length
+        decoded += said
+        cached += completion.cached_tokens
+        prefilled += completion.prefill_tokens
+        generating_s += turn.generate_s
     turns = len(trajectory.turns)
-    generating_s = sum(turn.generate_s for turn in trajectory.turns)
     return TaskProfile(
         prompt_tokens=prompts,
         new_tokens=new,
-        cached_tokens=sum(turn.completion.cached_tokens for turn in trajectory.turns),
-        prefill_tokens=sum(turn.completion.prefill_tokens for turn in trajectory.turns),
-        decode_tokens=trajectory.sampled_tokens,
-        decode_squares=float(trajectory.sampled_tokens) ** 2,
+        cached_tokens=cached,
+        prefill_tokens=prefilled,
+        decode_tokens=decoded,
+        decode_squares=float(decoded) ** 2,
         turns=turns,
         context_tokens=context / turns,
         elsewhere_s=max(0.0, trajectory.ended_s - trajectory.started_s - generating_s),

@@ -10,10 +10,10 @@ they play, one that goes on after another is a new prefix, which holds its old t
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollart.control.env_manager import Session
 from rollart.control.render import Prefix

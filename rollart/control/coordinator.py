@@ -10,6 +10,7 @@ from rollart.control.context import JobContext
 from rollart.control.env_manager import EnvManager
 from rollart.control.evaluation import Evaluation
 from rollart.control.fleet import Fleet, Repair
+from rollart.control.groups import GroupPlayer
 from rollart.control.learner import Learner
 from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout
@@ -94,7 +95,8 @@ class Coordinator:
         room = Room(self._context)
         trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made[0])
         fleet, affinity, manager = self._connect(made[1], self._repair)
-        rollout = Rollout(self._context, world, affinity, manager, fleet)
+        rollout = Rollout(self._context, world, affinity, fleet)
+        rollout.players = GroupPlayer(self._context, manager, fleet, rollout)
         swaps = plan(job.rollout.swap, job.rollout.rolling)
         self.learner = Learner(
             job,

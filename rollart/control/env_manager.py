@@ -60,8 +60,8 @@ class Session:
         manager, attempt = self.manager, self.attempt
         began_s = manager.loop.time()
         attempt.stage = "env.reset"
-        with boundary(EnvError, "env.reset"):
-            observation = checked(await manager.env_calls(attempt).reset.guard(attempt.key, self.env.reset()))
+        with boundary(EnvError, "env.reset"), manager.env_calls(attempt).reset.during(attempt.key):
+            observation = checked(await self.env.reset())
         attempt.stage = "agent"
         manager.movement.moved(attempt.mover)
         if attempt.notes is not None:
@@ -76,8 +76,8 @@ class Session:
         if attempt.notes is not None:
             attempt.notes.text = action
         attempt.stage = "env.step"
-        with _STEP:
-            observation = checked(await manager.env_calls(attempt).step.guard(attempt.key, self.env.step(action)))
+        with _STEP, manager.env_calls(attempt).step.during(attempt.key):
+            observation = checked(await self.env.step(action))
         attempt.stage = "agent"
         self.stepped(observation, began_s)
         return observation
@@ -95,21 +95,21 @@ class Session:
     ) -> Completion | None:
         """One answer to the prompt grown by `context`; None when turns or context have run out. `max_tokens` and
         `stop` may end it sooner than the job would."""
-        manager, attempt, job = self.manager, self.attempt, self.manager.job
+        manager, attempt, settings = self.manager, self.attempt, self.attempt.settings
         if attempt.said is not None:  # an environment that was not asked in between
             attempt.settle()
-        turn = len(attempt.turns)
+        turn, max_turns = len(attempt.turns), settings.max_turns
         prefix = attempt.prefix.extended(context, fresh=fresh)
-        room = job.model.context_tokens - prefix.length
+        room = manager.context_tokens - prefix.length
         if room < 1 and not turn:
             raise EnvError(
                 f"the first prompt has {prefix.length} tokens or more, which leaves none of model.context_tokens "
-                f"{job.model.context_tokens} for an answer: raise it, or let the environment say less"
+                f"{manager.context_tokens} for an answer: raise it, or let the environment say less"
             )
-        if turn >= attempt.settings.max_turns or room < 1:
+        if turn >= max_turns or room < 1:
             return None
         serving = manager.fleet.serving
-        if manager.live and not attempt.evaluation and is_stale(attempt.born, serving, job.rollout.staleness):
+        if manager.live and not attempt.evaluation and is_stale(attempt.born, serving, manager.bound):
             attempt.stop(Status.STALE, "too old before its next turn")
             await asyncio.sleep(0)  # the cancellation arrives here
         request = GenerateRequest(
@@ -119,9 +119,9 @@ class Session:
             turn=turn,
             prompt=prefix.pieces,
             prompt_tokens=prefix.length,
-            sampling=manager.sampling(attempt.settings, room, max_tokens, stop),
+            sampling=manager.sampling(settings, room, max_tokens, stop),
             min_version=attempt.min_version,
-            last=turn + 1 >= attempt.settings.max_turns,
+            last=turn + 1 >= max_turns,
         )
         if attempt.born is None:
             attempt.born = serving
@@ -207,6 +207,8 @@ class EnvManager:
         self._samplings: dict[tuple[str, float], Sampling] = {}
         self.live = job.rollout.recheck == "live"
         """A run's age is looked at before each turn."""
+        self.bound = job.rollout.staleness
+        self.context_tokens = job.model.context_tokens
         alone = job.rollout.stepping == "asynchronous"
         """In lockstep a wait includes the others' time; the wrapper around the ports keeps the limits there."""
         self._calls = {task.name: _env_calls(waits, job, task, alone=alone) for task in job.tasks}
@@ -250,8 +252,8 @@ class EnvManager:
 
     async def _play(self, attempt: Attempt) -> Status:
         attempt.stage = "env.open"
-        with boundary(EnvError, "env.open"):
-            env = await self.env_calls(attempt).open.guard(attempt.key, self._host.open(attempt.task, attempt.id))
+        with boundary(EnvError, "env.open"), self.env_calls(attempt).open.during(attempt.key):
+            env = await self._host.open(attempt.task, attempt.id)
         attempt.stage = "agent"
         self.movement.moved(attempt.mover)
         if attempt.notes is not None:
@@ -278,8 +280,8 @@ class EnvManager:
     def sampling(
         self, settings: TaskSettings, room: int, max_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Sampling:
+        as_usual = max_tokens is None and not stop and room >= settings.max_tokens
         key = (settings.name, settings.temperature)
-        as_usual = room >= settings.max_tokens and max_tokens is None and not stop
         if as_usual:
             known = self._samplings.get(key)
             if known is not None:

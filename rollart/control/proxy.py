@@ -13,8 +13,9 @@ from rollart.control.fleet import EngineSlot, Fleet, InFlightCall
 from rollart.control.waits import Expired
 from rollart.errors import AnswerError, BoundaryError, EngineError, RequestError
 from rollart.events import schema
+from rollart.events.log import micros
 from rollart.policy.answers import engine_is_broken, wrong_with
-from rollart.policy.routing import choose
+from rollart.policy.routing import Route, choose
 from rollart.types import Completion, EngineView, EngineWork, GenerateRequest
 
 MAX_SENDS = 6
@@ -50,7 +51,10 @@ class Proxy:
         """
         reason = ""
         for _ in range(MAX_SENDS):
-            slot = await self._place(request, order, last, cause)
+            route = choose(self._fleet.pools, order, last, request.min_version)
+            if route is None:
+                route = await self._until_one_is_free(request, order, last)
+            slot = self._sent(request, order[0], route, cause)
             sent_s = self._loop.time()
             try:
                 completion, reason = await self._send(slot, request)
@@ -78,18 +82,20 @@ class Proxy:
             decode, mixed, prefill = ([round(value, 6) for value in sums] for sums in work)
             self._log.emit(schema.EngineWorked(engine=slot.spec.id, decode=decode, mixed=mixed, prefill=prefill))
 
-    async def _place(
-        self, request: GenerateRequest, order: Sequence[str], last: EngineView | None, cause: int
-    ) -> EngineSlot:
-        """Choose an engine, waiting for one where none takes requests now."""
-        fleet = self._fleet
-        while True:
-            route = choose(fleet.pools, order, last, request.min_version)
-            if route is not None:
-                break
+    async def _until_one_is_free(
+        self, request: GenerateRequest, order: Sequence[str], last: EngineView | None
+    ) -> Route:
+        """No engine takes the request now."""
+        fleet, route = self._fleet, None
+        while route is None:
             if all(slot.gone for slot in fleet.slots.values()):
                 raise EngineError("no engine is left")
             await self._queueing.guard(request.id, fleet.freed.next())
+            route = choose(fleet.pools, order, last, request.min_version)
+        return route
+
+    def _sent(self, request: GenerateRequest, want: str, route: Route, cause: int) -> EngineSlot:
+        """Note where it is sent."""
         view = route.engine
         if self._recorded:
             self._log.emit(
@@ -97,7 +103,7 @@ class Proxy:
                     id=request.id,
                     engine=view.id,
                     pool=view.pool,
-                    want=order[0],
+                    want=want,
                     version=view.version,
                     why=route.why,
                     prompt=request.prompt_tokens,
@@ -105,7 +111,7 @@ class Proxy:
                     cause=cause,
                 )
             )
-        return fleet.slots[view.id]
+        return self._fleet.slots[view.id]
 
     async def _send(self, slot: EngineSlot, request: GenerateRequest) -> tuple[Completion | None, str]:
         """The completion; or None and why the engine was lost."""
@@ -115,8 +121,8 @@ class Proxy:
         slot.calls[request.id] = call
         slot.view.in_flight += 1
         try:
-            with slot.at_engine:
-                return await self._generating.guard(request.id, slot.engine.generate(request)), ""
+            with slot.at_engine, self._generating.during(request.id):
+                return await slot.engine.generate(request), ""
         except (RequestError, AnswerError):
             raise
         except BoundaryError as error:
@@ -165,8 +171,8 @@ class Proxy:
                 spans=[*completion.spans],
                 prefill=completion.prefill_tokens,
                 cached=completion.cached_tokens,
-                busy_s=round(completion.busy_s, 6),
-                finish=completion.finish.value,
+                busy_s=micros(completion.busy_s),
+                finish=completion.finish,
                 prefill_busy_s=round(completion.prefill_busy_s, 6) if completion.prefill_busy_s else None,
                 cause=cause,
             )

@@ -1,20 +1,18 @@
-"""Feeds the rollout: admits groups while there is room, plays their members, settles them, and hands out batches.
+"""Feeds the rollout: admits groups while there is room, has them played, and hands out batches.
 
-Invariants: never more groups alive than slots; a group ends exactly once; what is too old is stopped at every
-swap, in an engine, an environment or a reward. `feed` is called whenever room may have appeared; it never waits.
+Invariants: never more groups alive than slots; every admitted group is open or ready until it ends exactly once:
+trained, filtered, stale, failed or surplus. `feed` is called whenever room may have appeared; it never waits.
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from rollart.config.job import advantage_of
 from rollart.control.affinity import AffinityDriver
-from rollart.control.attempt import Attempt
-from rollart.control.buffer import GroupInProgress, Member, SampleBuffer
+from rollart.control.buffer import SampleBuffer
 from rollart.control.context import JobContext
 from rollart.control.draw import draw
-from rollart.control.env_manager import EnvManager
-from rollart.control.fleet import Fleet
 from rollart.control.health import Health
 from rollart.control.waits import Signal
 from rollart.control.world import World
@@ -22,8 +20,8 @@ from rollart.errors import JobStopped, TaskError
 from rollart.events import schema
 from rollart.policy.admission import Slots, is_stale
 from rollart.policy.mix import Mix, shares
-from rollart.policy.redundancy import GroupVerdict, backoff_s, surplus
-from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, TrajectoryId
+from rollart.policy.redundancy import surplus
+from rollart.types import Batch, Checkpoint, Group, OpenGroup, Status, Task, Trajectory, WeightVersion
 
 ATTEMPTS_PER_LIFE = 100
 """Each life of the coordinator numbers its attempts from its own hundred on: no attempt's id is ever used twice."""
@@ -33,21 +31,58 @@ class StopAsked(Exception):
     """The user wants the job to stop, with a checkpoint."""
 
 
+class Serves(Protocol):
+    """Who knows the version that all engines serve."""
+
+    @property
+    def serving(self) -> WeightVersion: ...
+
+
+class Players(Protocol):
+    """Who plays groups. Each is reported once to the rollout, unless it was taken back before."""
+
+    def play(self, group_id: str, task: Task, order: tuple[str, ...], *, first: int, cause: int) -> None:
+        """Begin a group. `first`: the number of its members' first attempts."""
+
+    def stop(self, group_id: str, status: Status, reason: str) -> None:
+        """Take a group back."""
+
+    def sweep(self, serving: WeightVersion) -> list[str]:
+        """Take back the groups that are too old."""
+
+    async def any_too_old(self, serving: WeightVersion) -> bool:
+        """Whether groups are under way that are too old when this version serves."""
+
+    async def drain(self) -> None:
+        """Begin no further attempt, and wait until none runs."""
+
+    def reopen(self) -> None:
+        """Go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A group that was admitted, and is played."""
+
+    id: str
+    task: Task
+    pool: str
+    admitted_s: float
+
+
 class Rollout:
-    def __init__(
-        self, context: JobContext, world: World, affinity: AffinityDriver, manager: EnvManager, fleet: Fleet
-    ) -> None:
+    def __init__(self, context: JobContext, world: World, affinity: AffinityDriver, fleet: Serves) -> None:
         job, rollout, waits = context.job, context.job.rollout, context.waits
         self._job = job
         self._log = context.log
         self._warn = context.warn
         self._supervisor = context.supervisor
         self._recorder = world.recorder
-        self._settings = {task.name: task for task in job.tasks}
         self._task_sets = world.task_sets
         self._affinity = affinity
-        self._manager = manager
         self._fleet = fleet
+        self.players: Players
+        """Set once: they report to this."""
         self._loop = asyncio.get_running_loop()
         quotas = {task.name: task.quota for task in job.tasks}
         self.mix = Mix(
@@ -57,37 +92,29 @@ class Rollout:
             quotas,
         )
         self.health = Health(context, self.mix)
-        self.buffer = SampleBuffer(
-            self.mix,
-            bound=rollout.staleness,
-            advantage=advantage_of(job.train),
-            attempts=job.limits.attempts,
-            filter_zero_variance=rollout.zero_variance == "refill",
-        )
+        self.buffer = SampleBuffer(self.mix, bound=rollout.staleness)
+        self.open: dict[str, Admitted] = {}
+        """Groups that are played, in the order in which they were admitted."""
         self.slots = Slots(job.slots)
         self._live = rollout.recheck == "live"
         self._bound = rollout.staleness
         self._refill_limit = int(rollout.refill_factor * rollout.groups_per_step)
         self._filling = waits.on("a batch")
-        self._draining = waits.on("drain")
-        self._holding = waits.on("admission")
         self._next_group = 0
         self._incarnation = 0
         self._refills = 0
         self._short = 0
         self._unchecked = True
         """A ready group may be too old: after a swap, a restart, or when an old group became ready."""
-        self._running = 0
         self._begun = False
         self._stopping = False
         self._closed = False
-        """Draining: nothing new starts, not even another attempt."""
+        """Draining: nothing new is admitted."""
         self._sated = False
         """Bound 0 and the batch is formed: what starts now would be too old for the next one."""
         self._swapped_s = self._loop.time()
         self._changed = Signal()
         """A batch may be formed now, or the last attempt has ended."""
-        self._opened = Signal()
         self._reopened: list[OpenGroup] = []
         self._superseded: list[tuple[str, Task]] = []
 
@@ -130,86 +157,54 @@ class Rollout:
             self._supervisor.spawn(wait(wait_s))
 
     def _admit(self, group_id: str, task: Task) -> None:
-        settings = self._settings[task.domain]
         first = self._incarnation * ATTEMPTS_PER_LIFE
-        places = [Member(first) for _ in range(settings.group_size + self._job.rollout.spare_members)]
-        group = GroupInProgress(group_id, task, settings, places, self._loop.time())
         self.slots.admit(group_id)
-        self.buffer.admit(group)
-        group.order = self._affinity.admit(task.domain)
-        group.cause = self._log.emit(schema.Admit(group=group_id, task=task.id, serving=self._fleet.serving))
-        for number, member in enumerate(group.members):
-            self._supervisor.spawn(self._play(group, number, member))
+        order = self._affinity.admit(task.domain)
+        self.open[group_id] = Admitted(group_id, task, order[0], self._loop.time())
+        cause = self._log.emit(schema.Admit(group=group_id, task=task.id, serving=self._fleet.serving))
+        self.players.play(group_id, task, order, first=first, cause=cause)
 
-    async def _play(self, group: GroupInProgress, number: int, member: Member) -> None:
-        """One member of a group, attempt after attempt, until it is scored or the group needs it no more."""
-        while group.id in self.buffer.in_progress:
-            if self._closed:
-                await self._holding.guard(group.id, self._opened.next())
-                continue
-            id = TrajectoryId(group.id, number, member.next_attempt)
-            attempt = member.attempt = Attempt(id, group.task, group.settings, group.order, group.cause)
-            member.next_attempt += 1
-            self._running += 1
-            try:
-                trajectory = await self._manager.run(attempt)
-            finally:
-                self._running -= 1
-                if not self._running:
-                    self._changed.give()
-            self._affinity.measure(trajectory)
-            if trajectory.status is Status.FAILED:
-                self.health.attempt_failed(group.task.domain, trajectory.reason)
-            if group.id not in self.buffer.in_progress:
-                if trajectory.reward is not None:
-                    self._log.emit(schema.Late(id=attempt.key, cause=attempt.cause))
-                return
-            verdict = self.buffer.ended(group, member, trajectory, self._fleet.serving)
-            if verdict is not GroupVerdict.RETRY:
-                self._settle(group, verdict, attempt.cause)
-                return
-            await asyncio.sleep(backoff_s(self._job.limits.backoff_s, member.tries))
+    # --- what the players report -----------------------------------------------------------------------------
 
-    def _settle(self, group: GroupInProgress, verdict: GroupVerdict, cause: int) -> None:
-        match verdict:
-            case GroupVerdict.READY:
-                done = self.buffer.complete(group)
-                self._affinity.left(group.task.domain, group.order[0])
-                self._stop_members(group, Status.ABORTED, "surplus: the group has enough members")
-                self.health.group_scored(group.task.domain, group.id, group.rewards, cause, filtered=done is None)
-                if done is None:
-                    self._end(group.id, group.task, "filtered", cause)
-                else:
-                    self._log.emit(
-                        schema.Ready(
-                            group=group.id,
-                            born=done.born,
-                            members=[str(member.id) for member in done.members],
-                            gradient=any(done.advantages),
-                            cause=cause,
-                        ),
-                    )
-                    self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
-                    self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
-                self._changed.give()
-            case GroupVerdict.STALE:
-                self._kill(group, "stale", Status.STALE, "a member of the group is too old", cause)
-            case GroupVerdict.FAILED:
-                self._kill(group, "failed", Status.ABORTED, "too few members of the group are left", cause)
-            case _:
-                pass
+    def attempted(self, trajectory: Trajectory) -> None:
+        self._affinity.measure(trajectory)
+        if trajectory.status is Status.FAILED:
+            self.health.attempt_failed(trajectory.task.domain, trajectory.reason)
+
+    def complete(self, group_id: str, done: Group | None, rewards: Sequence[float], cause: int) -> None:
+        group = self._closed_group(group_id)
+        self.health.group_scored(group.task.domain, group_id, rewards, cause, filtered=done is None)
+        if done is None:
+            self._end(group_id, group.task, "filtered", cause)
+        else:
+            self.buffer.ready[group_id] = done
+            self._log.emit(
+                schema.Ready(
+                    group=group_id,
+                    born=done.born,
+                    members=[str(member.id) for member in done.members],
+                    gradient=any(done.advantages),
+                    cause=cause,
+                ),
+            )
+            self.mix.took_s(group.task.domain, self._loop.time() - group.admitted_s)
+            self._unchecked |= is_stale(done.born, self._fleet.serving, self._bound)
+        self._changed.give()
         self.feed()
 
-    def _kill(self, group: GroupInProgress, how: str, status: Status, reason: str, cause: int) -> None:
-        """End a group whose members are still under way."""
-        del self.buffer.in_progress[group.id]
-        self._affinity.left(group.task.domain, group.order[0])
-        self._stop_members(group, status, reason)
-        self._end(group.id, group.task, how, cause)
+    def given_up(self, group_id: str, how: str, cause: int) -> None:
+        group = self._closed_group(group_id)
+        self._end(group_id, group.task, how, cause)
+        self.feed()
 
-    def _stop_members(self, group: GroupInProgress, status: Status, reason: str) -> None:
-        for attempt in group.attempts():
-            attempt.stop(status, reason)
+    def idle(self) -> None:
+        self._changed.give()
+
+    def _closed_group(self, group_id: str) -> Admitted:
+        """It is not played any more."""
+        group = self.open.pop(group_id)
+        self._affinity.left(group.task.domain, group.pool)
+        return group
 
     def _end(self, group_id: str, task: Task, how: str, cause: int) -> None:
         """A group is over, untrained. Its slot is free at once."""
@@ -250,8 +245,8 @@ class Rollout:
 
     def _sweep(self, cause: int) -> None:
         """Stop the groups under way that are too old: in an engine, an environment or a reward."""
-        for group in self.buffer.stale_in_progress(self._fleet.serving):
-            self._kill(group, "stale", Status.STALE, "too old after a swap", cause)
+        for group_id in self.players.sweep(self._fleet.serving):
+            self._end(group_id, self._closed_group(group_id).task, "stale", cause)
 
     def _evict(self, cause: int) -> None:
         """Throw out the ready groups that are too old."""
@@ -270,11 +265,13 @@ class Rollout:
             if self._job.rollout.recheck != "start" and self._unchecked:
                 self._evict(-1)
                 self.feed()
-            enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step and not self._waits_for_late(step)
+            enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step and not await self._waits_for_late(
+                step
+            )
             groups = self.buffer.form() if enough else None
             if groups is not None:
                 self._short = 0
-            elif not self.buffer.in_progress:
+            elif not self.open:
                 if self.slots.room == 0 and self.buffer.ready:
                     groups = self.buffer.form(relaxed=True)
                 elif self._refills >= self._refill_limit or self.health.hopeless:
@@ -283,9 +280,9 @@ class Rollout:
                 return self._formed(step, groups)
             await self._filling.guard(f"step {step}", self._changed.next())
 
-    def _waits_for_late(self, step: int) -> bool:
+    async def _waits_for_late(self, step: int) -> bool:
         """Groups are under way that are too old for the version that is swapped in after this batch, the step's."""
-        return self._job.rollout.late == "wait" and bool(self.buffer.stale_in_progress(step))
+        return self._job.rollout.late == "wait" and await self.players.any_too_old(step)
 
     def _short_batch(self) -> list[Group]:
         groups = self.buffer.form(short=True)
@@ -322,10 +319,12 @@ class Rollout:
 
     def _cancel_surplus(self, cause: int) -> None:
         """The batch is full: stop what no batch can use, the oldest first, which are the slowest."""
-        under_way, ready = list(self.buffer.in_progress.values()), list(self.buffer.ready.values())
+        under_way, ready = list(self.open.values()), list(self.buffer.ready.values())
         wanted = self._job.rollout.groups_per_step
         for group in under_way[: surplus(len(under_way), len(ready), bound=self._bound, groups_per_step=wanted)]:
-            self._kill(group, "surplus", Status.ABORTED, "surplus: the batch is full", cause)
+            self.players.stop(group.id, Status.ABORTED, "surplus: the batch is full")
+            self._closed_group(group.id)
+            self._end(group.id, group.task, "surplus", cause)
         for done in ready if self._bound == 0 else ():
             del self.buffer.ready[done.id]
             self._end(done.id, done.task, "surplus", cause)
@@ -335,12 +334,11 @@ class Rollout:
     async def drain(self) -> None:
         """Close admission and wait until no attempt runs."""
         self._closed = True
-        while self._running:
-            await self._draining.guard(f"{self._running} trajectories", self._changed.next())
+        await self.players.drain()
 
     def reopen(self) -> None:
         self._closed = False
-        self._opened.give()
+        self.players.reopen()
         self.feed()
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -353,7 +351,7 @@ class Rollout:
             mix=self.mix.state(),
             breakers=self.health.state(),
             ready=tuple(self.buffer.ready.values()),
-            open=(*self._reopened, *self.buffer.open_groups()),
+            open=(*self._reopened, *(OpenGroup(id=group.id, task=group.task) for group in self.open.values())),
             next_group=self._next_group,
             incarnation=self._incarnation,
         )

@@ -180,8 +180,8 @@ class Scorer:
         began_s = attempt.mover.moved_s
         asked.tries += 1
         try:
-            with boundary(RewardError, "reward"):
-                score = _checked(await source.waits.guard(attempt.key, source.backend.score(trajectory)))
+            with boundary(RewardError, "reward"), source.waits.during(attempt.key):
+                score = _checked(await source.backend.score(trajectory))
             self._was_answered(attempt, source)
             return score, schema.RewardCall(
                 s=round(self._loop.time() - began_s, 6),

@@ -6,7 +6,7 @@ of its own. The watchdog reads the same lists to say who waits on what.
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -43,13 +43,32 @@ class Waiting(NamedTuple):
     since_s: float
 
 
-@dataclass(slots=True, eq=False)
 class _Wait:
-    who: str
-    since_s: float
-    due_s: float
-    task: "asyncio.Task[object]"
-    expired: bool = False
+    """One wait, while its context is open."""
+
+    __slots__ = ("_list", "due_s", "expired", "since_s", "task", "who")
+
+    def __init__(self, waits: "WaitList", who: str, task: "asyncio.Task[object]", since_s: float, due_s: float) -> None:
+        self._list = waits
+        self.who = who
+        self.task = task
+        self.since_s = since_s
+        self.due_s = due_s
+        self.expired = False
+
+    def __enter__(self) -> None:
+        self._list.waits[self] = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._list.waits[self]
+        if not self.expired:
+            return
+        if not isinstance(error, asyncio.CancelledError):
+            self.forgive()
+        elif self.task.uncancel() == 0:
+            raise Expired(f"no answer in {self._list.limit_s:g} s") from None
 
     def expire(self, next_s: float) -> None:
         """Cancel what is awaited; again, where it swallowed the last time."""
@@ -72,59 +91,52 @@ class WaitList:
         self.what = what
         self.limit_s = limit_s
         self._loop = asyncio.get_running_loop()
-        self._waits: dict[_Wait, None] = {}
+        self.waits: dict[_Wait, None] = {}
+        """Oldest first."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._waits)
+        return len(self.waits)
 
-    async def guard(self, who: str, awaitable: Awaitable[T]) -> T:
-        """Await it under this list's name; Expired when the limit passes first."""
+    def during(self, who: str) -> _Wait:
+        """A context in which this task waits, under this list's name; Expired when the limit passes first."""
         task = asyncio.current_task(self._loop)
         assert task is not None
         now_s = self._loop.time()
-        limit_s = self.limit_s
-        wait = _Wait(who, now_s, 0.0 if limit_s is None else now_s + limit_s, task)
-        self._waits[wait] = None
-        if self._timer is None and limit_s is not None:
-            self._timer = self._loop.call_at(wait.due_s, self._expire)
-        try:
-            result = await awaitable
-        except asyncio.CancelledError:
-            if wait.expired and task.uncancel() == 0:
-                raise Expired(f"no answer in {self.limit_s:g} s") from None
-            raise
-        except BaseException:
-            wait.forgive()
-            raise
-        finally:
-            del self._waits[wait]
-        if wait.expired:
-            wait.forgive()
-        return result
+        if self.limit_s is None:
+            return _Wait(self, who, task, now_s, 0.0)
+        due_s = now_s + self.limit_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(due_s, self._expire)
+        return _Wait(self, who, task, now_s, due_s)
+
+    async def guard(self, who: str, awaitable: Awaitable[T]) -> T:
+        """Await it in such a context. One coroutine more, where calls are few."""
+        with self.during(who):
+            return await awaitable
 
     def _expire(self) -> None:
         """End the waits that are over their limit; look again when the next one may be."""
         assert self.limit_s is not None
         now_s = self._loop.time()
         self._timer = None
-        for wait in list(self._waits):
+        for wait in list(self.waits):
             if wait.due_s > now_s:
                 self._timer = self._loop.call_at(wait.due_s, self._expire)
                 return
             wait.expire(now_s + self.limit_s)
-            del self._waits[wait]
-            self._waits[wait] = None  # it now falls due last: the list stays in order
-        if self._waits:
+            del self.waits[wait]
+            self.waits[wait] = None  # it now falls due last: the list stays in order
+        if self.waits:
             self._timer = self._loop.call_at(now_s + self.limit_s, self._expire)
 
     def oldest(self) -> Waiting | None:
-        wait = min(self._waits, key=lambda wait: wait.since_s, default=None)
+        wait = min(self.waits, key=lambda wait: wait.since_s, default=None)
         return None if wait is None else Waiting(wait.who, self.what, wait.since_s)
 
     def holds(self, who: str) -> bool:
         """Whether this one waits here, or a call of its."""
-        return any(wait.who == who or wait.who.startswith(f"{who}/") for wait in self._waits)
+        return any(wait.who == who or wait.who.startswith(f"{who}/") for wait in self.waits)
 
     def close(self) -> None:
         if self._timer is not None:

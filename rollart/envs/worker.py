@@ -4,8 +4,9 @@ import asyncio
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from rollart.tasks.api import Environment, TaskSet, as_observation, text_of
 from rollart.tasks.load import load_task_set

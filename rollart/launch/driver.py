@@ -1,105 +1,31 @@
 """One driver for train, eval and sim: a coordinator over a world, on whatever clock the event loop has.
 
-`Books` are the log of a run and the folds over it. `drive` runs the coordinator, and starts another over the same
-journal when one is killed.
+`drive` runs the coordinator, and starts another over the same journal when one is killed. What reads the events is in
+`books.py`.
 """
 
 import asyncio
 import contextlib
 import gc
-import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
-from rollart.append import AppendFile
 from rollart.config.job import Job
 from rollart.config.settings import PoolSettings, RewardSettings
 from rollart.control.coordinator import Coordinator
 from rollart.control.world import World
-from rollart.errors import Deadlock, Interrupted, JobError, RollartError, StayedFull, StoreFull
+from rollart.errors import Deadlock, Interrupted, RollartError, StayedFull
 from rollart.events import schema
-from rollart.events.log import EventLog, LogHandle, Reader, drop_torn_line, event_files, read_events
-from rollart.events.schema import Event
+from rollart.events.log import EventLog, LogHandle
 from rollart.launch.pools import task_shares
-from rollart.report.audit import Audit
-from rollart.report.fold import SummaryFold
-from rollart.report.summary import Summary
 
-EVENTS = "events.jsonl"
 RESTART_S = 5.0
 """Until a killed coordinator is replaced."""
 
 Work = Callable[[Coordinator], Coroutine[Any, Any, None]]
-Row = Callable[[Mapping[str, float]], object]
-"""Takes the metrics of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    summary: Summary
-    violations: list[str]
-    deadlock: bool
-    faults: dict[str, list[int]]
-    """Kind -> [fired, of these during a swap]"""
-    full: bool = False
-    """It stopped because its store was full for longer than it may wait."""
-
-
-class Books:
-    """The event log of a run, read by summary, audit and metrics."""
-
-    def __init__(
-        self,
-        job: Job,
-        out: Path | None,
-        *,
-        audited: bool = True,
-        summary: SummaryFold | None = None,
-        views: Sequence[Reader] = (),
-        history: Reader | None = None,
-    ) -> None:
-        """`views` read the events too. `history`: the run is resumed; it and all others first read what was written."""
-        self.summary = summary or SummaryFold()
-        self.audit = Audit() if audited else None
-        folds: list[Reader] = [self.summary.read, *([self.audit.read] if self.audit else []), *views]
-        rows: list[Mapping[str, float]] = []
-        self._path = path = out / EVENTS if out else None
-        last = None
-        if history is not None:
-            assert path is not None
-            last = read_again(path, (*folds, history, metric_rows(self.summary, [rows.append])))
-        clock = asyncio.get_running_loop().time
-        self.log = EventLog(clock, path, after=last, part_bytes=job.track.events_mb * 1_000_000)
-        self._metrics = AppendFile(out / "metrics.jsonl", fresh=True) if out else None
-        self.takers: list[Row] = [as_lines(self._metrics)] if self._metrics else []
-        """Get the metrics of each step."""
-        for row in rows:  # made again from the events, so none is missing or twice there
-            self.takers[0](row)
-        for reader in folds:
-            self.log.read_by(reader)
-        self.log.read_by(metric_rows(self.summary, self.takers), schema.StepEnd, schema.Replayed)
-
-    def close(self) -> None:
-        left = self.log.close()
-        if left:
-            say(f"rollart: {self._path}: no room for the last {left} bytes of events; the journal is whole")
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def result(self, error: RollartError | None) -> RunResult:
-        """`error`: what stopped the run, where something did."""
-        return RunResult(
-            summary=self.summary.result(),
-            violations=self.audit.finish() if self.audit else [],
-            deadlock=isinstance(error, Deadlock),
-            faults=self.audit.faults if self.audit else {},
-            full=isinstance(error, StayedFull),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,44 +81,6 @@ async def _was_done(job: Job, log: EventLog, life: Life, work: Work, started: Ca
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return False
-
-
-def read_again(path: Path, readers: tuple[Reader, ...]) -> Event:
-    """Feed a run's history to its readers, in one pass, and cut off a torn last line. Returns the last event."""
-    if not event_files(path):
-        raise JobError(f"--resume: {path} is not there; give the run directory of a job that was stopped or killed")
-    drop_torn_line(path)
-    last: Event | None = None
-    for event in read_events(path):
-        for reader in readers:
-            reader(event)
-        last = event
-    if last is None:
-        raise JobError(f"--resume: {path} is empty; start the job anew without --resume")
-    return last
-
-
-def metric_rows(summary: SummaryFold, takers: Sequence[Row]) -> Reader:
-    """Hands each step's metrics to those who keep them."""
-
-    def read(event: Event) -> None:
-        if summary.row is not None:
-            row, summary.row = summary.row, None
-            for take in takers:
-                take(row)
-
-    return read
-
-
-def as_lines(file: AppendFile) -> Callable[[Mapping[str, float]], None]:
-    """`metrics.jsonl`: one JSON object a line, written at once, or when there is room again."""
-
-    def keep(row: Mapping[str, float]) -> None:
-        file.put(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-        with contextlib.suppress(StoreFull):
-            file.write_out()
-
-    return keep
 
 
 @contextlib.contextmanager
@@ -286,8 +174,3 @@ def _prefill_facts(job: Job, pool: PoolSettings) -> schema.PrefillFacts | None:
     if other is None or prefill is None:
         return None
     return schema.PrefillFacts(pool=other.name, workers=prefill.workers, gpus=prefill.gpus)
-
-
-def say(text: str) -> None:
-    """Progress, on standard error: results go to standard output."""
-    print(text, file=sys.stderr, flush=True)

@@ -22,7 +22,8 @@ from rollart.errors import Deadlock
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.events.schema import Event
-from rollart.launch.driver import Books, Life, RunResult, drive, facts, rare_collections
+from rollart.launch.books import Books, RunResult
+from rollart.launch.driver import Life, drive, facts, rare_collections
 from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of, kv_bound
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.sim.clock import VirtualLoop
@@ -49,13 +50,15 @@ def simulate(
     progress: Callable[[str], None] | None = None,
     ends: list[float] | None = None,
     watch: Callable[[EventLog], None] | None = None,
+    beside: bool = False,
 ) -> RunResult:
     """Run a job on the virtual clock; write its run directory where `out` is given. `ends`: gets the time of each
-    step's end. `watch`: gets the log before anything is written into it, to read what it likes."""
+    step's end. `watch`: gets the log before anything is written into it, to read what it likes. `beside`: its events
+    are read in a second process; needs `out`."""
     if out is not None:
         make_run_dir(job, out)
     with rare_collections(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch))
+        result = runner.run(_simulate(job, out, audit=audit, progress=progress, ends=ends, watch=watch, beside=beside))
     if out is not None:
         write_summary(out, result.summary)
     return result
@@ -69,10 +72,11 @@ async def _simulate(
     progress: Callable[[str], None] | None,
     ends: list[float] | None,
     watch: Callable[[EventLog], None] | None,
+    beside: bool,
 ) -> RunResult:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    books = Books(job, out, audited=audit)
+    books = Books(job, out, audited=audit, beside=beside)
     try:
         if progress is not None:
             books.log.read_by(_tell(progress, job.train.steps), schema.StepEnd)

@@ -20,8 +20,9 @@ from rollart.control.waits import Waits
 from rollart.events import schema
 from rollart.events.log import EventLog, Reader
 from rollart.events.schema import Event
+from rollart.launch.books import Books, RunResult, say
 from rollart.launch.checks import refuse_start
-from rollart.launch.driver import Books, Life, RunResult, Work, drive, facts, rare_collections, say
+from rollart.launch.driver import Life, Work, drive, facts, rare_collections
 from rollart.launch.hub import with_models_here
 from rollart.launch.real import real_world
 from rollart.launch.resume import Resumption

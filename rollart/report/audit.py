@@ -232,12 +232,12 @@ class Audit(Fold):
             return
         if call in self._spoilt:
             self._broken(6, f"a bad answer to {call} was believed")
-        counted = 0
+        counted, newest = 0, max(self._serving, self._target)
         for version, count in event.spans:
             counted += count
             if version < run.version:
                 self._broken(4, f"call {call}: version {version} after {run.version}")
-            if version > max(self._serving, self._target):
+            if version > newest:
                 self._broken(5, f"call {call}: version {version} was never served")
             run.version = version
             if run.born is None:

@@ -105,10 +105,10 @@ class CostFold:
         engine.calls += 1
         self._calls[attempt_of(event.id)] = (engine, share_s)
 
-    def said(self, event: schema.Said) -> float:
+    def said(self, event: schema.Said, attempt: str) -> float:
         """The price of an answered call."""
         pool = self._engines[event.engine].pool
-        self._ended(attempt_of(event.id), event.t)
+        self._ended(attempt, event.t)
         pool.tokens += event.tokens
         cost = _used(pool, event.busy_s, pool.gpus)
         if pool.prefill is not None:

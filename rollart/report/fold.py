@@ -130,8 +130,8 @@ class SummaryFold(Fold):
 
     def _on_said(self, event: schema.Said) -> None:
         self._sampled_tokens += event.tokens
-        cost = self._costs.said(event)
-        work = self._live.get(attempt_of(event.id))
+        attempt = attempt_of(event.id)
+        cost, work = self._costs.said(event, attempt), self._live.get(attempt)
         if work is not None:
             work.tokens += event.tokens
             work.prefill += event.prefill

@@ -48,7 +48,7 @@ class LetterFile:
             line = orjson.dumps(letter, option=orjson.OPT_APPEND_NEWLINE)
             if self._file is None:
                 self._file = AppendFile(self._path)
-            if self._file.num_bytes + self._file.held_bytes + len(line) > self._max_bytes:
+            if self._file.num_bytes + len(self._file.held) + len(line) > self._max_bytes:
                 return False
             self._file.put(line)
             self._file.write_out()

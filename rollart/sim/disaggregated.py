@@ -14,6 +14,19 @@ from rollart.types import EngineSpec, WeightVersion
 
 
 class SimDisaggregated(SimEngine):
+    __slots__ = (
+        "_decoders",
+        "_lacking",
+        "_links_free_s",
+        "_moving",
+        "_prefill_costs",
+        "_prefill_workers",
+        "_prompts",
+        "_prompts_kv",
+        "_room",
+        "_token_link_s",
+    )
+
     def __init__(self, spec: EngineSpec, world: EngineWorld, died: Callable[[str], object]) -> None:
         super().__init__(spec, world, died)
         apart = world.disaggregated[spec.pool]

@@ -13,9 +13,10 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.errors import EngineError, RequestError, WeightError
@@ -26,23 +27,20 @@ from rollart.sim.coordinators import SimCoordinators
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
+from rollart.sim.tokens import blank_logprobs, blank_tokens
 from rollart.types import (
     Completion,
     EngineSpec,
     Finish,
     GenerateRequest,
-    Logprobs,
     Pulled,
     Span,
     SwapReport,
-    Tokens,
     WeightManifest,
     WeightVersion,
     WorkMeter,
 )
 
-_ZERO_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
-_ZERO_LOGPROBS: Logprobs = np.zeros(1 << 20, dtype=np.float32)
 ALMOST = 1e-6
 """Tokens, or steps, closer to done than this are done."""
 SERVERS = ("vllm", "sglang")
@@ -159,6 +157,54 @@ class Pack:
 
 
 class SimEngine:
+    __slots__ = (
+        "_active",
+        "_active_kv",
+        "_at_s",
+        "_capacity",
+        "_computed",
+        "_costs",
+        "_decode_part",
+        "_decoding",
+        "_died",
+        "_growth_s",
+        "_hardware",
+        "_held",
+        "_idle",
+        "_idle_kv",
+        "_in_blocks",
+        "_loading_gpus",
+        "_longest",
+        "_loop",
+        "_max_batch",
+        "_num_decoding",
+        "_num_prefilling",
+        "_numbers",
+        "_packs",
+        "_paused",
+        "_prefilling",
+        "_prefixes",
+        "_share_s",
+        "_shift",
+        "_slow",
+        "_staged_s",
+        "_staging",
+        "_step_s",
+        "_steps",
+        "_timer",
+        "_timer_s",
+        "_waiting",
+        "_work",
+        "_world",
+        "answered",
+        "dead",
+        "fronted",
+        "hung",
+        "spec",
+        "version",
+    )
+    """So many attributes are slow in a dict: Python keeps those of up to 30 in place."""
+
     def __init__(self, spec: EngineSpec, world: EngineWorld, died: Callable[[str], object]) -> None:
         self.spec = spec
         self._world = world
@@ -644,8 +690,8 @@ class SimEngine:
             self.answered += 1
             sequence.future.set_result(
                 Completion(
-                    tokens=_ZERO_TOKENS[: sequence.need],
-                    logprobs=_ZERO_LOGPROBS[: sequence.need],
+                    tokens=blank_tokens(sequence.need),
+                    logprobs=blank_logprobs(sequence.need),
                     spans=tuple(sequence.spans),
                     finish=Finish.LENGTH if sequence.need == request.sampling.max_tokens else Finish.STOP,
                     engine=self.spec.id,

@@ -2,18 +2,15 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from functools import cache
 
 from rollart.config.sim import FaultSettings, SimTaskSettings
 from rollart.errors import EnvError, JobError
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults, Work, Workplace
+from rollart.sim.tokens import blank_tokens
 from rollart.sim.traffic import SharedLink, SimImages
 from rollart.types import Endpoint, Message, Observation, Program, Task, Tokens, Tool, TrajectoryId
-
-_ZEROS: Tokens = np.zeros(1 << 20, dtype=np.int32)
-
 
 REFUSED = "refused"
 """A role that the simulated chat template does not know."""
@@ -27,7 +24,7 @@ class SimTokenizer:
     ) -> Tokens:
         if messages[0].role == REFUSED:
             raise JobError("the chat template refuses messages in the roles refused (simulated)")
-        return _ZEROS[: int(messages[0].content)]
+        return blank_tokens(int(messages[0].content))
 
     def decode(self, tokens: Tokens) -> str:
         return ""
@@ -87,6 +84,11 @@ class SimHost:
         return env
 
 
+@cache
+def _says(role: str, length: int) -> Observation:
+    return Observation(messages=(Message(role=role, content=str(length)),))
+
+
 def _strike(work: Work, fault: FaultSettings) -> None:
     """Let an environment fault happen to work under way."""
     match fault.kind:
@@ -125,21 +127,23 @@ class SimEnv:
         spread = settings.reset_s
         if settings.reset_tail and self._dice.uniform(f"{key}/tail") < settings.reset_tail:
             spread = settings.reset_tail_s
-        await self._sent(f"{key}/reset")
-        await self._work(self._dice.draw(spread, f"{key}/reset"))
+        if self._host.calls is not None:
+            await self._sent(self._host.calls, f"{key}/reset")
+        await self._host.work.do(self._work(self._dice.draw(spread, f"{key}/reset")))
         return self._observe(self._dice.count(settings.prompt_tokens, f"{self._group}/prompt"))
 
     async def step(self, action: str) -> Observation:
         self._step += 1
-        name = f"{self._key}/{self._step}"
-        spread = self._settings.step_s
-        if self._settings.step_tail and self._dice.uniform(f"{name}/tail") < self._settings.step_tail:
-            spread = self._settings.step_tail_s
-        await self._sent(f"{name}/step")
-        await self._work(self._dice.draw(spread, f"{name}/step"))
+        settings, name = self._settings, f"{self._key}/{self._step}"
+        spread = settings.step_s
+        if settings.step_tail and self._dice.uniform(f"{name}/tail") < settings.step_tail:
+            spread = settings.step_tail_s
+        if self._host.calls is not None:
+            await self._sent(self._host.calls, f"{name}/step")
+        await self._host.work.do(self._work(self._dice.draw(spread, f"{name}/step")))
         if self._step >= self._turns:
             return Observation(done=True)
-        return self._observe(self._dice.count(self._settings.observation_tokens, f"{name}/obs"))
+        return self._observe(self._dice.count(settings.observation_tokens, f"{name}/obs"))
 
     async def play(self, program: Program, endpoint: Endpoint) -> Observation:
         raise EnvError("play: programs are not simulated")
@@ -151,17 +155,16 @@ class SimEnv:
             if self._host.images is not None and self.image is not None:
                 self._host.images.leave(self.image)
 
-    def _observe(self, tokens: int) -> Observation:
+    def _observe(self, length: int) -> Observation:
         refused = self._faults.armed and self._faults.take("refused_observation", self._key) is not None
-        return Observation(messages=(Message(role=REFUSED if refused else "user", content=str(tokens)),))
+        return _says(REFUSED if refused else "user", length)
 
-    async def _sent(self, name: str) -> None:
+    async def _sent(self, calls: SharedLink, name: str) -> None:
         """What this call sends and gets, over the link of all calls."""
-        if self._host.calls is not None:
-            await self._host.calls.transfer(1e6 * self._dice.draw(self._settings.call_mb, f"{name}/mb"))
+        await calls.transfer(1e6 * self._dice.draw(self._settings.call_mb, f"{name}/mb"))
 
-    async def _work(self, seconds: float) -> None:
-        """One call of the environment, with whatever goes wrong in it."""
+    def _work(self, seconds: float) -> Work:
+        """Of one call of the environment, with whatever goes wrong in it."""
         if self._fails_at == self._step:
             raise EnvError("the environment crashed (simulated)")
         if self._faults.broken(self._domain, "environment"):
@@ -169,4 +172,4 @@ class SimEnv:
         work = Work(self._key, seconds)
         if self._hangs_at == self._step:
             work.hang()
-        await self._host.work.do(work)
+        return work

@@ -36,7 +36,7 @@ class Work:
         self.key = key
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._do)
+        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._loop.time() + seconds, self._do)
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():

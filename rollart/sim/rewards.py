@@ -4,8 +4,6 @@ simulated engines that batch."""
 import asyncio
 from collections.abc import Mapping
 
-import numpy as np
-
 from rollart.config.settings import RewardSettings
 from rollart.config.sim import FaultSettings, SimJudgeSettings, SimRewardSettings, SimTaskSettings
 from rollart.errors import AnswerError, EngineError, RequestError, RewardError
@@ -14,10 +12,9 @@ from rollart.sim.dice import Dice
 from rollart.sim.faults import PLATFORM, Faults, Work, Workplace
 from rollart.sim.learning import SimLearning
 from rollart.sim.platform import Platform
+from rollart.sim.tokens import blank_tokens
 from rollart.sim.traffic import SharedLink
-from rollart.types import GenerateRequest, Sampling, Score, Tokens, Trajectory
-
-_TOKENS: Tokens = np.zeros(1 << 20, dtype=np.int32)
+from rollart.types import GenerateRequest, Sampling, Score, Trajectory
 
 
 class SimRewards:
@@ -110,7 +107,7 @@ class SimJudge:
                 session=key,
                 domain=self._domain,
                 turn=vote,
-                prompt=(_TOKENS[:rubric], _TOKENS[:episode]),
+                prompt=(blank_tokens(rubric), blank_tokens(episode)),
                 prompt_tokens=rubric + episode,
                 sampling=Sampling(max_tokens=self._settings.max_tokens),
                 last=vote + 1 == votes,

@@ -33,7 +33,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 import msgspec
@@ -233,7 +233,7 @@ def as_observation(value: object) -> Observation:
     if not isinstance(value.info, Mapping):
         raise ValueError(f"returned the info {_short(value.info)}; give a mapping")
     done, truncated, fresh = bool(value.done), bool(value.truncated), bool(value.fresh)
-    return replace(value, reward=reward, done=done, truncated=truncated, fresh=fresh)
+    return msgspec.structs.replace(value, reward=reward, done=done, truncated=truncated, fresh=fresh)
 
 
 def as_reward(value: object) -> tuple[float, dict[str, float]]:

@@ -20,8 +20,9 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from rollart.chat import Answer, read
 from rollart.errors import BoundaryError, JobError, text_of

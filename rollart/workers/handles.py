@@ -3,8 +3,9 @@
 Each kind of cluster brings its own `Worker`; what crosses, and how a worker's error becomes the port's, is the same.
 """
 
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from rollart.errors import (
     AnswerError,

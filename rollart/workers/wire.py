@@ -1,6 +1,6 @@
 """Our own values as msgpack and back: what crosses between our processes, and what the journal holds.
 
-A closed set of types: the dataclasses, named tuples and enums of `rollart.types` and those that a module allows by
+A closed set of types: the structs, named tuples and enums of `rollart.types` and those that a module allows by
 name, numpy arrays, and plain values. Nothing that is read can name anything else, so reading is safe whatever the bytes
 are. Never pickle. What user code says is still to be checked: a record's fields may hold anything.
 
@@ -41,23 +41,26 @@ ENUMS: dict[str, type[enum.Enum]] = {
 }
 
 
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Of a struct, a dataclass or a named tuple; none of anything else."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    found: tuple[str, ...] = getattr(kind, "__struct_fields__", ()) or getattr(kind, "_fields", ())
+    return found
+
+
 def allow(*kinds: Callable[..., Any]) -> None:
-    """Let these dataclasses or named tuples cross."""
+    """Let these structs, dataclasses or named tuples cross."""
     for kind in kinds:
         RECORDS[kind.__name__] = kind
-        if dataclasses.is_dataclass(kind):
-            FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
-        else:
-            FIELDS[kind] = tuple(getattr(kind, "_fields"))  # noqa: B009 - a named tuple's own
+        FIELDS[kind] = _fields(kind)
 
 
 allow(
     *(
         kind
         for kind in vars(types).values()
-        if isinstance(kind, type)
-        and kind.__module__ == types.__name__
-        and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
+        if isinstance(kind, type) and kind.__module__ == types.__name__ and _fields(kind)
     )
 )
 SCHEMA = zlib.crc32(repr(sorted((kind.__name__, fields) for kind, fields in FIELDS.items())).encode())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.launch.driver import RunResult
+from rollart.launch.books import RunResult
 from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from tests.cluster.small import STEPS, small_job

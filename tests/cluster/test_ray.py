@@ -24,7 +24,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
-from rollart.launch.driver import RunResult
+from rollart.launch.books import RunResult
 from rollart.launch.training import train
 from tests.cluster.small import raw_job
 from tests.vllm_python import PYTHON, ROOT, needs_vllm, none_left_in

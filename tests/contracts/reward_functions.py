@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,7 +63,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 def numbered(number: int) -> Trajectory:
     """The same function for all; what it pays depends on the number."""
     whole = trajectory("sum")
-    turn = replace(whole.turns[0], reward=float(number % 3))
+    turn = msgspec.structs.replace(whole.turns[0], reward=float(number % 3))
     return replace(whole, id=TrajectoryId(f"g{number}", 0, 0), turns=(turn,))
 
 

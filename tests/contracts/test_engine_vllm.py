@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from rollart.config.settings import EngineSettings, LoraSettings
@@ -335,7 +336,7 @@ def test_an_abort_frees_the_server(vllm: Running) -> None:
         wholes = [len((await engine.generate(one)).tokens) for one in asked]
         longest = asked[wholes.index(max(wholes))]
         for turn in range(1, 10):  # a quick server may have said all by the time that its first token is seen
-            again = replace(longest, id=f"{longest.session}/{turn}", turn=turn)
+            again = msgspec.structs.replace(longest, id=f"{longest.session}/{turn}", turn=turn)
             task = asyncio.ensure_future(engine.generate(again))
             await started(engine)
             await engine.abort(again.id)

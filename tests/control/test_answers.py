@@ -1,10 +1,10 @@
 """Answers of engines that cannot be believed: each ends its own attempt, is counted, and reaches no batch."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollart.events import schema
 from rollart.policy.answers import MAX_REFUSED

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollart.control.buffer import GroupInProgress, Member
+from rollart.control.groups import GroupInProgress, Member
 from rollart.errors import EnvCrashed, EnvOverLimit
 from rollart.events import schema
 from rollart.ports import Env
@@ -226,4 +226,3 @@ def test_a_task_has_limits_of_its_own() -> None:
 def test_a_group_is_as_old_as_its_oldest_member() -> None:
     group = GroupInProgress("g", Task(id="a/0", domain="a", index=0), scene_job().tasks[0], [Member(), Member()], 0.0)
     assert group.born is None
-    assert group.attempts() == []

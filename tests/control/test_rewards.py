@@ -10,7 +10,7 @@ import pytest
 from rollart.config.job import Job
 from rollart.errors import RewardError
 from rollart.events import schema
-from rollart.launch.driver import metric_rows
+from rollart.launch.books import metric_rows
 from rollart.report.fold import SummaryFold
 from rollart.types import Score, Trajectory
 from tests.control.scene import Played, Scene, for_ever, scene_job

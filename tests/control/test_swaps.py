@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rollart.config.job import Job
+from rollart.control.groups import GroupPlayer
 from rollart.events import schema
 from rollart.events.schema import Event
 from rollart.ports import Env
@@ -234,7 +235,9 @@ def test_a_trajectory_too_old_before_its_next_turn_does_not_take_it() -> None:
         async def step(self, action: str) -> Observation:
             assert scene.coordinator is not None
             assert scene.coordinator.learner is not None
-            group = scene.coordinator.learner.rollout.buffer.in_progress["g1"]
+            players = scene.coordinator.learner.rollout.players
+            assert isinstance(players, GroupPlayer)
+            group = players.groups["g1"]
             attempt = group.members[1].attempt
             assert attempt is not None
             attempt.born = -5

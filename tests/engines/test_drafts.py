@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollart.engines.embedded import engine as embedded
 from rollart.engines.embedded.drafts import SURE, Drafts
@@ -15,7 +16,7 @@ from tests.engines.reference import EOS, VOCAB, check, drain, make_engine, plain
 def sequence(domain: str = "test") -> Sequence:
     asked = request([1, 2])
     return Sequence(
-        GenerateRequest(**{field: getattr(asked, field) for field in asked.__slots__} | {"domain": domain}),
+        replace(asked, domain=domain),
         arrival=0,
         max_context=100,
         version=0,

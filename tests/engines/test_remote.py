@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.engines.remote import AT_ONCE, RemoteEngine
 from rollart.errors import AnswerError, EngineError, RequestError, StoreFull, WeightError
 from rollart.store.prefetch import FetchAhead
-from rollart.types import Completion, Finish, WeightManifest
+from rollart.types import Completion, Finish, GenerateRequest, WeightManifest
 from tests.engines.fake_sglang import KEY, FakeSglang
 from tests.engines.reference import request
 from tests.engines.remote import CONTEXT_TOKENS, Versions
@@ -62,6 +63,10 @@ def play(
                 await engine.close()
 
     asyncio.run(asyncio.wait_for(awaited(), 60))
+
+
+def stopping_at(asked: GenerateRequest, stop: str) -> GenerateRequest:
+    return msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, stop=(stop,)))
 
 
 async def started(engine: RemoteEngine, *names: str, tokens: int = 1) -> None:
@@ -120,7 +125,7 @@ def test_a_stop_string_is_found_wherever_it_lies(versions: Versions) -> None:
         decode = engine.stops.decode  # type: ignore[union-attr]
         stop = decode(whole.tokens[7:9].tolist())
         first = next(n for n in range(1, 101) if stop in decode(whole.tokens[:n].tolist()))
-        got = await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=(stop,))))
+        got = await engine.generate(stopping_at(asked, stop))
         assert got.finish is Finish.STOP
         assert got.tokens.tolist() == whole.tokens[:first].tolist()
 
@@ -140,7 +145,10 @@ def test_a_stop_string_may_begin_before_a_swap_and_end_after_it(versions: Versio
         stop = decode(whole.tokens[cut - 1 : cut + 1].tolist())
         assert stop not in decode(whole.tokens[:cut].tolist())
         # The same tokens again, one by one: all of the call's are looked at, and not those of a segment alone.
-        call = RequestProgress(request=replace(asked, sampling=replace(asked.sampling, stop=(stop,))), prompt=[5, 6, 7])
+        call = RequestProgress(
+            request=stopping_at(asked, stop),
+            prompt=[5, 6, 7],
+        )
         ends = []
         for token in whole.tokens[: cut + 1].tolist():
             call.tokens.append(token)
@@ -163,7 +171,7 @@ def test_looking_for_a_stop_string_copies_nothing(versions: Versions) -> None:
 
         engine.stops = Finder()  # type: ignore[assignment]
         asked = request([5, 6, 7], max_tokens=8, seed=3)
-        await engine.generate(replace(asked, sampling=replace(asked.sampling, stop=("x",))))
+        await engine.generate(stopping_at(asked, "x"))
         assert len(seen) > 1
         assert len({id(one) for one in seen}) == 1
         assert isinstance(seen[0], list)

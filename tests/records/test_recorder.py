@@ -3,9 +3,11 @@
 import errno
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -88,9 +90,10 @@ def test_a_trajectory_comes_back_with_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [[], [0, 65_535], [70_000, 3, 2**24 - 1], [70_000, 0, 2**31 - 1], [-1, 5]])
 def test_tokens_of_any_width_come_back(tokens: list[int], tmp_path: Path) -> None:
     whole = played()
-    turn = whole.trajectory.turns[0]
+    first, *others = whole.trajectory.turns
     wide = np.array(tokens, dtype=np.int32)
-    object.__setattr__(turn, "context", wide)
+    turns = (msgspec.structs.replace(first, context=wide), *others)
+    whole = replace(whole, trajectory=replace(whole.trajectory, turns=turns))
     write(tmp_path, lambda keep: keep.played(whole))
     archive = Archive(tmp_path)
     assert archive.one(archive.find(TrajectoryFilter())[0]).turns[0].context.tolist() == wide.tolist()

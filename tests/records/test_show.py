@@ -9,7 +9,7 @@ import pytest
 from rollart.cli import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
-from rollart.launch.driver import RunResult
+from rollart.launch.books import RunResult
 from rollart.launch.simulation import simulate
 from rollart.records.format import FOLDER
 from rollart.records.recorder import FileRecorder

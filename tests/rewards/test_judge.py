@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -123,7 +124,7 @@ def test_calls_are_bounded_in_number_and_time() -> None:
         async with judging(chat(SAID), 0.02, concurrency=2) as (backend, server):
             first = trajectory("sum").turns[0]
             different = [
-                replace(trajectory("sum"), turns=(replace(first, context=first.context + number),))
+                replace(trajectory("sum"), turns=(msgspec.structs.replace(first, context=first.context + number),))
                 for number in range(8)
             ]
             await asyncio.gather(*(backend.score(each) for each in different))
@@ -269,7 +270,7 @@ def test_an_episode_that_does_not_fit_loses_its_middle() -> None:
     async def work() -> None:
         model = Model(SAID)
         one = trajectory("sum")
-        long = replace(one, turns=(replace(one.turns[0], context=np.arange(5000, dtype=np.int32)),))
+        long = replace(one, turns=(msgspec.structs.replace(one.turns[0], context=np.arange(5000, dtype=np.int32)),))
         await in_a_pool(model, context_tokens=1500, max_tokens=100).score(long)
         asked = Letters().decode(model.requests[0].tokens())
         assert len(asked) <= 1400

@@ -11,7 +11,7 @@ from rollart.config.load import build_job
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
-from rollart.launch.driver import RunResult
+from rollart.launch.books import RunResult
 from rollart.launch.simulation import simulate
 
 

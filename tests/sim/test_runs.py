@@ -15,8 +15,8 @@ from rollart.config.settings import MODES
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.launch import chaos
+from rollart.launch.books import RunResult
 from rollart.launch.chaos import plan_job
-from rollart.launch.driver import RunResult
 from rollart.launch.pools import build_affinity, kv_bound
 from rollart.launch.simulation import simulate
 from rollart.report.summary import Summary

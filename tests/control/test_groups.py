@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollart.config.settings import TaskSettings
-from rollart.control.buffer import GroupInProgress, Member
+from rollart.control.groups import GroupInProgress, Member
 from rollart.types import Task
 
 
