@@ -41,6 +41,11 @@ NAMES = {
 """Where the summary has names instead of fixed keys, and how the page writes them, level by level."""
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_is_left_to_be_filled_in(page: Path) -> None:
+    assert not re.findall(r"\b(?:FIGURES?|TODO|TBD|FIXME|XXX)\b", page.read_text())
+
+
 # --- what the code does -----------------------------------------------------------------------------------------
 
 
