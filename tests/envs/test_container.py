@@ -183,14 +183,15 @@ def test_escapes_fail(container: ContainerSettings, tmp_path: Path, monkeypatch:
     run(work)
 
 
-def listed(container: ContainerSettings) -> list[str]:
+def listed(container: ContainerSettings) -> set[str]:
     """Containers that are there. Podman's are runc's too, where it runs them by that; ours have their name."""
     done = subprocess.run(LISTING[container.runtime], capture_output=True, check=True, timeout=60, text=True)
-    return [one for one in done.stdout.split() if container.runtime != "runc" or one.startswith("rollart-")]
+    return {one for one in done.stdout.split() if container.runtime != "runc" or one.startswith("rollart-")}
 
 
 @pytest.mark.slow
 def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSettings, tmp_path: Path) -> None:
+    before = listed(container)
     seconds = f"{3600 + os.getpid() / 1e6:.6f}"
 
     async def work() -> None:
@@ -203,7 +204,7 @@ def test_it_ends_with_its_episode_and_leaves_nothing(container: ContainerSetting
             await until(lambda: not processes_with(seconds))
 
     run(work)
-    wait_for(lambda: not listed(container))
+    wait_for(lambda: listed(container) <= before)
 
 
 def runcs() -> set[str]:
@@ -216,7 +217,7 @@ def runcs() -> set[str]:
 @pytest.mark.slow
 def test_one_that_is_given_up_while_it_starts_leaves_nothing(container: ContainerSettings, tmp_path: Path) -> None:
     """At whatever moment: a runtime that is killed while it makes a container forgets it."""
-    before = runcs()
+    before, before_of_all = listed(container), runcs()
 
     async def work() -> None:
         async with closing(make_host(container, tmp_path, ESCAPES, slots=8, **SMALL)) as host:
@@ -229,7 +230,7 @@ def test_one_that_is_given_up_while_it_starts_leaves_nothing(container: Containe
                         await one.close()
 
     run(work)
-    wait_for(lambda: not listed(container) and runcs() <= before)
+    wait_for(lambda: listed(container) <= before and runcs() <= before_of_all)
 
 
 @pytest.mark.slow
