@@ -715,7 +715,7 @@ class End(Event, tag="end", kw_only=True):
 class Late(Event, tag="late", kw_only=True):
     """A scored result came after its group was over; dropped.
 
-    By: control/rollout
+    By: control/groups
     Cause: its `end`
     """
 
