@@ -17,7 +17,19 @@ from rollart.cli import main
 from rollart.config.load import build_job
 from rollart.errors import JobError
 from rollart.events import schema
-from rollart.events.log import EventLog, Fold, drop_torn_line, event_files, micros, read_events
+from rollart.events.log import (
+    OWN,
+    EventBuffer,
+    EventLog,
+    Fold,
+    Renumbering,
+    drop_torn_line,
+    event_files,
+    micros,
+    packed,
+    read_events,
+    unpacked,
+)
 from rollart.events.schema import Event
 from rollart.launch.books import read_again
 from rollart.launch.simulation import simulate
@@ -324,3 +336,38 @@ def test_microseconds_are_as_round_gives_them(seconds: float) -> None:
     half = round(seconds, 6) + 5e-7  # where digits are few enough for doubt
     for one in (seconds, half, math.nextafter(half, 0.0), math.nextafter(half, 1e9)):
         assert micros(one) == round(one, 6)
+
+
+def test_events_of_a_buffer_get_numbers_of_the_log_and_so_do_their_causes(tmp_path: Path) -> None:
+    """Two buffers, taken in turn: each event still names the one it followed from, which may be of the log."""
+    now_s = 100.0
+    log = EventLog(lambda: now_s, tmp_path / "events.jsonl")
+    first = log.emit(schema.Killed())
+    buffers = [EventBuffer(lambda: now_s, 90.0, lambda count: None) for _ in range(2)]
+    renumberings = [Renumbering() for _ in buffers]
+    for round_ in range(3):
+        for number, buffer in enumerate(buffers):
+            cause = first
+            for step in range(3):
+                text = f"{number} {round_} {step}"
+                cause = buffer.emit(schema.Warning(text=text, cause=cause))
+                now_s += 0.5
+            log.adopt(unpacked(packed(buffer.take())), renumberings[number])
+            assert len(buffer) == 0
+    log.close()
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert [event.n for event in events] == list(range(19))
+    told = [event for event in events if isinstance(event, schema.Warning)]
+    by_number = {event.n: event.text for event in told}
+    for event in told:
+        of, place = event.text.rsplit(" ", 1)
+        assert by_number.get(event.cause, "") == ("" if place == "0" else f"{of} {int(place) - 1}")
+        assert event.cause < event.n
+    assert [event.t for event in told] == [10.0 + 0.5 * number for number in range(18)]
+
+
+def test_a_cause_that_was_never_taken_is_not_known() -> None:
+    renumbering = Renumbering()
+    assert renumbering.of(OWN + 3) == -1
+    renumbering.took(OWN + 5, 40)
+    assert [renumbering.of(number) for number in (7, OWN + 3, OWN + 5, OWN + 9)] == [7, -1, 40, 44]

@@ -10,9 +10,10 @@ written to. `read_events` reads all parts as one, also those that someone compre
 
 import gzip
 import os
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args
+from typing import Any, Protocol, Union, get_args
 
 import msgspec
 
@@ -29,6 +30,8 @@ PART_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 16
 
 _encode_into = msgspec.json.Encoder().encode_into
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[Union[tuple(KINDS.values())]]).decode  # type: ignore[misc]  # noqa: UP007
 _decode = msgspec.json.Decoder(Union[tuple(KINDS.values())]).decode  # noqa: UP007 - of a tuple that is made
 
 
@@ -120,10 +123,14 @@ class EventLog:
 
     def emit(self, event: Event) -> int:
         """Append one event; returns its sequence number, for later events to name as their cause."""
-        event.n = number = self._next
-        self._next = number + 1
         self.last_s = now_s = self._clock()
         event.t = micros(now_s - self.zero_s)
+        return self.append(event)
+
+    def append(self, event: Event) -> int:
+        """The same with an event that knows its time."""
+        event.n = number = self._next
+        self._next = number + 1
         if self.file is not None:
             held = self.file.held
             end = len(held)
@@ -142,6 +149,15 @@ class EventLog:
         for reader in readers:
             reader(event)
         return number
+
+    def adopt(self, events: Sequence[Event], renumbering: "Renumbering") -> None:
+        """Append what a buffer had. `renumbering`: of that buffer."""
+        self.last_s = self._clock()
+        if events:
+            renumbering.took(events[0].n, self._next)
+        for event in events:
+            event.cause = renumbering.of(event.cause)
+            self.append(event)
 
     def flush(self, *, durable: bool = False) -> None:
         """Write out what there is. On a full disk the rest is held, and written later. `durable`: sync to disk, and
@@ -178,6 +194,82 @@ class EventLog:
         return left
 
 
+class EventBuffer:
+    """The events of a part of the run that has a process of its own, until the run's log takes them.
+
+    They have numbers of their own, from `OWN` on, and so have the causes that they name; a cause below is an event of
+    the run's log."""
+
+    def __init__(self, clock: Callable[[], float], zero_s: float, changed: Callable[[int], None]) -> None:
+        """`zero_s`: when the run began, on this clock. `changed`: told how many events there are, at each."""
+        self._clock = clock
+        self.zero_s = zero_s
+        self._changed = changed
+        self._events: list[Event] = []
+        self._next = OWN
+        self.last_s = clock()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def emit(self, event: Event) -> int:
+        event.n = number = self._next
+        self._next = number + 1
+        self.last_s = now_s = self._clock()
+        event.t = micros(now_s - self.zero_s)
+        self._events.append(event)
+        self._changed(len(self._events))
+        return number
+
+    def flush(self, *, durable: bool = False) -> None:
+        """They are written where they are taken."""
+
+    def take(self) -> tuple[Event, ...]:
+        events, self._events = self._events, []
+        return tuple(events)
+
+
+OWN = 1 << 40
+"""The first number of a buffer's own."""
+KEPT_RUNS = 1 << 16
+"""Runs of numbers of which a `Renumbering` knows the new ones."""
+
+
+class Renumbering:
+    """Which events of a log those of a buffer have become. Those of long ago are forgotten."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._moved: list[int] = []
+        """By which the numbers from the first one on have moved."""
+
+    def took(self, own: int, number: int) -> None:
+        """The buffer's event of this number has got another one; so will those that follow it."""
+        if not self._moved or self._moved[-1] != number - own:
+            self._first.append(own)
+            self._moved.append(number - own)
+            if len(self._first) > 2 * KEPT_RUNS:
+                del self._first[:KEPT_RUNS], self._moved[:KEPT_RUNS]
+
+    def of(self, cause: int) -> int:
+        """The number in the log; -1 where it is not known any more."""
+        if cause < OWN:
+            return cause
+        at = bisect_right(self._first, cause) - 1
+        return cause + self._moved[at] if at >= 0 else -1
+
+
+class Log(Protocol):
+    """Where events go."""
+
+    @property
+    def last_s(self) -> float: ...
+
+    def emit(self, event: Event) -> int: ...
+
+    def flush(self, *, durable: bool = False) -> None: ...
+
+
 class LogHandle:
     """One coordinator's access to the log. It is `cut` when that is killed: what it still says is dropped."""
 
@@ -192,6 +284,14 @@ class LogHandle:
     @property
     def last_s(self) -> float:
         return self._log.last_s
+
+    @property
+    def zero_s(self) -> float:
+        return self._log.zero_s
+
+    def adopt(self, events: Sequence[Event], renumbering: Renumbering) -> None:
+        if not self._cut:
+            self._log.adopt(events, renumbering)
 
     def flush(self, *, durable: bool = False) -> None:
         if not self._cut:
@@ -254,6 +354,18 @@ def drop_torn_line(path: Path) -> None:
         whole = at + newline + 1
         if whole < end:
             file.truncate(whole)
+
+
+def packed(events: Sequence[Event]) -> bytes:
+    """To cross to another process of this version."""
+    try:
+        return _pack(events)
+    except (UnicodeEncodeError, TypeError):
+        return _pack([_plain(event) for event in events])
+
+
+def unpacked(body: bytes) -> tuple[Event, ...]:
+    return tuple(_unpack(body))
 
 
 def events_in(lines: bytes) -> Iterator[Event]:

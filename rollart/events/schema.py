@@ -42,6 +42,11 @@ def attempt_of(call: str) -> str:
     return call.rpartition("/")[0]
 
 
+def group_of(attempt: str) -> str:
+    """The group that an attempt is of: `g7` of `g7.3.0`."""
+    return attempt.rsplit(".", 2)[0]
+
+
 # --- Values inside events -------------------------------------------------------------------------------------------
 
 
@@ -1262,6 +1267,68 @@ class EngineGone(Event, tag="engine.gone", kw_only=True):
     """
 
     engine: str
+    """Which."""
+    restarts: int
+    """That were tried."""
+
+
+# --- Shards ---------------------------------------------------------------------------------------------------------
+
+
+class ShardDown(Event, tag="shard.down", kw_only=True):
+    """A coordinator that plays a part of the rollout is lost, with its engines. Its groups are admitted again.
+
+    By: control/shards
+    """
+
+    shard: str
+    """Which."""
+    reason: str
+    """Why."""
+    engines: list[str]
+    """Its own."""
+    groups: list[str]
+    """That it played; their attempts under way are forgotten, and what was scored of them."""
+    episodes: list[str]
+    """Attempts of evaluations that it played."""
+
+
+class ShardRetry(Event, tag="shard.retry", kw_only=True):
+    """One restart failed.
+
+    By: control/shards
+    Cause: `shard.down`
+    """
+
+    shard: str
+    """Which."""
+    reason: str
+    """Why."""
+
+
+class ShardUp(Event, tag="shard.up", kw_only=True):
+    """A shard is back, with its engines.
+
+    By: control/shards
+    Cause: `shard.down`
+    """
+
+    shard: str
+    """Which."""
+    engines: list[str]
+    """That are up."""
+    version: int
+    """That they serve."""
+
+
+class ShardGone(Event, tag="shard.gone", kw_only=True):
+    """A shard is given up.
+
+    By: control/shards
+    Cause: `shard.down`
+    """
+
+    shard: str
     """Which."""
     restarts: int
     """That were tried."""
