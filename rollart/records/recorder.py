@@ -49,6 +49,7 @@ class FileRecorder:
         share: float = 1.0,
         total_bytes: int | None = None,
         zero_s: float = 0.0,
+        life: int | None = None,
         warn: Warn = lambda text: None,
         write_s: float = WRITE_S,
         queue_bytes: int = QUEUE_BYTES,
@@ -76,7 +77,7 @@ class FileRecorder:
         self._rows_lost = 0
         """Fates that were too many to hold, or cannot be encoded."""
         self._told = False
-        self._files = _Files(folder, total_bytes)
+        self._files = _Files(folder, total_bytes, next_life(folder) if life is None else life)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="rollart-recorder", daemon=True)
         self._thread.start()
@@ -198,16 +199,16 @@ class FileRecorder:
 
 
 class _Files:
-    """The files of one run, the newest of them open. Each life of the run begins a new one."""
+    """The files of one run, the newest of ours open. Each life of the run begins a new one, and so does each shard."""
 
-    def __init__(self, folder: Path, total_bytes: int | None) -> None:
+    def __init__(self, folder: Path, total_bytes: int | None, life: int) -> None:
         self._folder = folder
         self._total_bytes = total_bytes
         self._file_bytes = min(FILE_BYTES, (total_bytes or FILE_BYTES * FEWEST_FILES) // FEWEST_FILES)
         self._file: IO[bytes] | None = None
         self._bytes = 0
         """Of the open file, whole frames only."""
-        self._life = -1
+        self._life = life
 
     def write(self, frame: bytes) -> None:
         """Raises OSError. The file then ends where it did before, or the next write begins a new one."""
@@ -240,12 +241,7 @@ class _Files:
     def _begin(self) -> None:
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        before = files_of(self._folder)
-        if self._life < 0:
-            self._life = 1 + max((_life_of(path) for path in before), default=-1)
-        number = int(before[-1].stem) + 1 if before else 0
-        path = self._folder / f"{number:06d}{SUFFIX}"
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
+        path = self._open_next()
         self._bytes = 0
         first = Frame()
         first.add(LifeRow(FORMAT, self._life))
@@ -256,6 +252,19 @@ class _Files:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
+
+    def _open_next(self) -> Path:
+        """A file that nobody has, though shards begin theirs at the same time."""
+        while True:
+            before = files_of(self._folder)
+            number = int(before[-1].stem) + 1 if before else 0
+            path = self._folder / f"{number:06d}{SUFFIX}"
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
+            return path
 
     def _trim(self) -> None:
         """Make room for the next file by deleting the oldest ones."""
@@ -280,6 +289,11 @@ def _bytes_of(played: Played) -> int:
     for message in played.left:
         size += len(message.content)
     return size
+
+
+def next_life(folder: Path) -> int:
+    """How often the run has been started by now."""
+    return 1 + max((_life_of(path) for path in files_of(folder)), default=-1)
 
 
 def _life_of(path: Path) -> int:
