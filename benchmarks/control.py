@@ -22,7 +22,7 @@ from benchmarks.command import main
 from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
-from rollart.control.world import World
+from rollart.control.world import RolloutWorld, World
 from rollart.events.log import EventLog, LogHandle
 from rollart.launch.driver import facts, rare_collections
 from rollart.launch.simulation import simulated_world
@@ -175,7 +175,7 @@ async def _measure(job: Job, folder: Path, *, record: bool) -> Cost:
     log.read_by(summary.read)
     log.emit(facts(job, clock="virtual"))
     recorder = FileRecorder(folder / FOLDER) if record else None
-    coordinator = Coordinator(job, replace(_world(job, log, ANSWER_TOKENS), recorder=recorder), LogHandle(log))
+    coordinator = Coordinator(job, _world(job, log, ANSWER_TOKENS, _Host(), recorder), LogHandle(log))
     began_s = time.process_time()
     await coordinator.run()
     log.close()
@@ -204,20 +204,20 @@ async def _weigh(count: int, history_tokens: int) -> int:
     loop = asyncio.get_running_loop()
     log = EventLog(loop.time)
     stop_at = TURNS - 1
-    world = _world(job, log, history_tokens // stop_at // 2)
-    assert isinstance(world.host, _Host)
-    world.host.stop_at = stop_at
-    world.host.context_tokens = history_tokens // stop_at // 2
+    host = _Host()
+    world = _world(job, log, history_tokens // stop_at // 2, host)
+    host.stop_at = stop_at
+    host.context_tokens = history_tokens // stop_at // 2
     coordinator = Coordinator(job, world, LogHandle(log))
     gc.collect()
     before = _resident_bytes()
     running = loop.create_task(coordinator.run())
-    while world.host.stopped < count // 2 // GROUP * 2 * GROUP:  # noqa: ASYNC110 - on the virtual clock
+    while host.stopped < count // 2 // GROUP * 2 * GROUP:  # noqa: ASYNC110 - on the virtual clock
         await asyncio.sleep(10.0)
     used = _resident_bytes() - before
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    return used // world.host.stopped
+    return used // host.stopped
 
 
 def _resident_bytes() -> int:
@@ -227,10 +227,12 @@ def _resident_bytes() -> int:
     return 0
 
 
-def _world(job: Job, log: EventLog, answer_tokens: int) -> World:
+def _world(job: Job, log: EventLog, answer_tokens: int, host: "_Host", recorder: FileRecorder | None = None) -> World:
     world = simulated_world(job, log, Faults((), log), SimJournal(), SimLink(1e12), SimLink(1e12))
-    host = _Host()
-    return replace(world, cluster=_Cluster(world.cluster, answer_tokens), host=host, tokenizer=_Tokenizer(host))
+    assert isinstance(world.rollout, RolloutWorld)
+    cluster = _Cluster(world.cluster, answer_tokens)
+    rollout = replace(world.rollout, cluster=cluster, host=host, tokenizer=_Tokenizer(host), recorder=recorder)
+    return replace(world, cluster=cluster, rollout=rollout, recorder=recorder)
 
 
 class _Tokenizer:

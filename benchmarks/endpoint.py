@@ -22,6 +22,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.program import ProgramAgent
+from rollart.control.world import RolloutWorld
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
 from rollart.gateway.server import HttpGateway
@@ -136,13 +137,16 @@ async def _run(sessions: int, tokenizer: ChatTokenizer, *, over_http: bool) -> _
     log.read_by(look)
     agents = _Agents(sessions, cost)
     gateway = HttpGateway(host="127.0.0.1", port=0, model="stub")
-    world = replace(
-        simulated_world(job, log, Faults((), log), SimJournal(), SimLink(1e12), SimLink(1e12)),
+    world = simulated_world(job, log, Faults((), log), SimJournal(), SimLink(1e12), SimLink(1e12))
+    assert isinstance(world.rollout, RolloutWorld)
+    rollout = replace(
+        world.rollout,
         cluster=_Cluster(cost),
         host=_Host(agents),
         tokenizer=tokenizer,
         agents={"talk": ProgramAgent(Program(command=("stub",)), gateway)} if over_http else {},
     )
+    world = replace(world, rollout=rollout)
     if over_http:
         await agents.start()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()

@@ -6,7 +6,7 @@ An adapter implements one of these, raises only `rollart.errors`, and passes the
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollart.types import (
     Batch,
@@ -126,6 +126,42 @@ class WeightStore(Protocol):
 
     async def drop_before(self, version: WeightVersion) -> None:
         """Forget all versions older than this one."""
+
+
+class Call(NamedTuple):
+    """What a coordinator and a shard say to each other, one of them; so are the next two."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    number: int = 0
+    """Under which an answer is wanted; 0: none."""
+
+
+class Answer(NamedTuple):
+    number: int
+    value: Any
+    error: str = ""
+    """The class of what was raised instead; its text is the value."""
+
+
+class Events(NamedTuple):
+    """What a shard wrote down, with numbers of its own: structs of `rollart.events.schema`."""
+
+    events: tuple[Any, ...]
+
+
+ShardMessage = Call | Answer | Events
+
+
+class Shard(Protocol):
+    """A coordinator of its own for a share of the rollout. What is said arrives in order, both ways."""
+
+    async def tell(self, messages: Sequence[ShardMessage]) -> None:
+        """Raises ClusterError when it is lost."""
+
+    async def news(self) -> Sequence[ShardMessage]:
+        """What it has said since it was asked last; waits for something, but not for long. Raises ClusterError when it
+        is lost."""
 
 
 class Cluster(Protocol):

@@ -43,8 +43,41 @@ def with_pool(third: str) -> str:
     return f"pools=[{{name: compute, hardware: h800, engines: {{}}}}, {{name: environments, slots: 9}}, {third}]"
 
 
+SHARDS = ["cluster.coordinators=2", "rewards.workers=2"]
+PROGRAM = ["tasks.0.agent={command: [python3, agent.py]}"]
+
 WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     # id, overrides, the key that the message must begin with, a part of the fix
+    (
+        "coordinators inline",
+        [*SHARDS, "cluster.type=inline"],
+        "cluster.coordinators:",
+        "set cluster.type to local or ray",
+    ),
+    ("coordinators in lockstep", [*SHARDS, "mode=sync"], "cluster.coordinators:", "rollout.stepping to asynchronous"),
+    ("coordinators without engines", ["cluster.coordinators=3"], "pools.0.engines.count:", "raise it to 3 or more"),
+    ("coordinators without slots", [*SHARDS, "pools.1.slots=1"], "pools.1.slots:", "raise it to 2 or more"),
+    ("coordinators and engines that come", [*SHARDS, "pools.0.engines.most=4"], "pools.0.engines.most:", "remove it"),
+    ("coordinators with a reward worker", [*SHARDS, "rewards.workers=1"], "rewards.workers:", "raise it to 2 or more"),
+    ("coordinators at a port", [*SHARDS, *PROGRAM, "endpoint.port=8080"], "endpoint.port:", "remove it (any free one)"),
+    (
+        "coordinators and programs on several machines",
+        [*SHARDS, *PROGRAM, "cluster={type: ray, address: auto, coordinators: 2}"],
+        "cluster.coordinators:",
+        "remove it, or cluster.address",
+    ),
+    (
+        "coordinators and a share of a GPU",
+        [*SHARDS, "pools.0.engines.device=cuda:0", "pools.0.engines.share=0.5"],
+        "pools.0.engines.share:",
+        "remove it, or cluster.coordinators",
+    ),
+    (
+        "coordinators and the trainer's share of a GPU",
+        [*SHARDS, "train.device=cuda:0", "train.share=0.5"],
+        "train.share:",
+        "remove it, or cluster.coordinators",
+    ),
     ("unknown key", ["rolout={}"], "rolout:", "did you mean 'rollout'?"),
     ("unknown nested key", ["rollout.stalenes=2"], "rollout.stalenes:", "did you mean 'staleness'?"),
     ("unknown key in a list", ["tasks.0.group_sze=3"], "tasks.0.group_sze:", "did you mean 'group_size'?"),
@@ -195,7 +228,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("weight and quota", ["tasks.0.quota=4", "tasks.0.weight=2"], "tasks.0.weight:", "only with no quota"),
     ("top_p of greedy play", ["tasks.0.temperature=0", "tasks.0.top_p=0.5"], "tasks.0.top_p:", "a temperature above 0"),
     ("cold start of local rewards", ["sim.reward.idle_s=1"], "sim.reward.idle_s:", "only with rewards.type http"),
-    ("one core's", ["sim.control.coordinators=4"], "sim.control.coordinators:", "a sim.control.call_s above 0"),
+    ("news of nobody", ["sim.control.news_s=1"], "sim.control.news_s:", "a cluster.coordinators above 1"),
     ("tail without a share", ["sim.tasks.maths.reset_tail_s=1"], "sim.tasks.maths.reset_tail_s:", "a reset_tail above"),
     (
         "constant spread",

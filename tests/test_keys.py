@@ -193,7 +193,7 @@ def real(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
 
     async def play() -> None:
         world = worlds[0].world
-        env = await world.host.open(world.task_sets["a"].task(0), TrajectoryId("check", 0, 0))
+        env = await world.rollout.host.open(world.task_sets["a"].task(0), TrajectoryId("check", 0, 0))
         await env.reset()
         await env.step("up")
         await env.close()

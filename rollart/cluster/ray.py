@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
 from rollart.types import EngineSpec, Needs, Node
 from rollart.workers.carried import Carried, Receiver, chunks, here
-from rollart.workers.handles import WorkerEngine, WorkerTrainer, as_raised
+from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer, as_raised
 from rollart.workers.server import failure
 from rollart.workers.setup import WorkerSetup
 from rollart.workers.wire import pack, unpack
@@ -217,6 +217,7 @@ class RayCluster:
         *,
         engine_needs: Mapping[str, Needs],
         trainer_needs: Needs,
+        shard_needs: Needs | None = None,
         room: Sequence[Needs],
     ) -> None:
         self._build = build
@@ -224,6 +225,7 @@ class RayCluster:
         self._engine_needs = engine_needs
         self._trainer_needs = trainer_needs
         """Of one rank."""
+        self._shard_needs = shard_needs
         self._wait_s = setup.job.cluster.wait_s
         self._log_dir = setup.log_dir
         self.workers: dict[str, RayWorker] = {}
@@ -238,6 +240,11 @@ class RayCluster:
 
     async def trainer(self) -> WorkerTrainer:
         return WorkerTrainer(await self.worker(self._setup, self._trainer_needs, reserve=self._setup.job.train.gpus))
+
+    async def shard(self, number: int) -> WorkerShard:
+        """Engines and environments of a shard are its own actors, and end with it."""
+        assert self._shard_needs is not None, "this job has no shards"
+        return WorkerShard(await self.worker(self._setup.as_shard(number), self._shard_needs))
 
     async def worker(self, setup: WorkerSetup, needs: Needs, *, reserve: int = 0) -> RayWorker:
         """Start, or start again, the worker of this set-up. `reserve`: its place is a group of this many bundles."""
@@ -300,7 +307,10 @@ def _kinds(needs: Needs) -> dict[str, float]:
 
 
 def connect(address: str | None, room: Sequence[Needs]) -> None:
-    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room."""
+    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room. Who is an
+    actor has joined already."""
+    if ray.is_initialized():
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)

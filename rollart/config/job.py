@@ -80,6 +80,12 @@ class Job(settings.Settings):
         return next(other for other in self.pools if other.name == wanted)
 
     @property
+    def shard_pool(self) -> settings.PoolSettings | None:
+        """On whose machines shards are, where there are some."""
+        shards = self.cluster.coordinators > 1
+        return next((pool for pool in self.pools if pool.slots), None) if shards else None
+
+    @property
     def train_pool(self) -> settings.PoolSettings:
         wanted = self.train.pool or self.engine_pools[0].name
         return next(pool for pool in self.pools if pool.name == wanted)
@@ -142,6 +148,7 @@ def _problems(job: Job) -> Iterator[str]:
         yield from _task_problems(job, task, f"tasks.{position}")
     yield from _quota_problems(job)
     yield from _cluster_problems(job)
+    yield from _shard_problems(job)
     yield from unused(job)
     yield from _rollout_problems(job)
     yield from _colocation_problems(job)
@@ -273,6 +280,50 @@ def _cluster_problems(job: Job) -> Iterator[str]:
             f"cluster.wait_s: {cluster.wait_s:g} leaves no time to start in limits.start_s {job.limits.start_s:g}; "
             "lower wait_s or raise start_s"
         )
+
+
+def _shard_problems(job: Job) -> Iterator[str]:
+    """What cannot be divided between coordinators."""
+    number, key = job.cluster.coordinators, "cluster.coordinators"
+    if number == 1:
+        return
+    if job.cluster.type == "inline":
+        yield f"{key}: {number} need processes of their own; set cluster.type to local or ray, or remove it"
+    if job.rollout.stepping == "batched":
+        yield (
+            f"{key}: with rollout.stepping batched every environment waits for all others, so {number} coordinators "
+            "would wait for each other; set rollout.stepping to asynchronous, take another mode, or remove it"
+        )
+    for position, pool in enumerate(job.pools):
+        for what, amount in (("engines.count", pool.engines and pool.engines.count), ("slots", pool.slots)):
+            if amount and amount < number:
+                yield (
+                    f"pools.{position}.{what}: {amount} cannot be divided between {key} {number}; raise it to "
+                    f"{number} or more, or lower {key}"
+                )
+        if pool.engines and pool.engines.share:
+            yield f"pools.{position}.engines.share: not with {key} above 1; remove it, or {key}"
+        if pool.engines and pool.engines.most is not None:
+            yield f"pools.{position}.engines.most: with several coordinators engines do not come later; remove it"
+        if pool.judge and pool.judge.listen:
+            yield f"pools.{position}.judge.listen: with several coordinators others cannot reach a judge; remove it"
+    for what, given in (("colocated", job.train.colocated), ("share", job.train.share is not None)):
+        if given:
+            yield f"train.{what}: not with {key} above 1; remove it, or {key}"
+    if job.programs and job.cluster.address:
+        yield (
+            f"{key}: agents that are programs find the model at one address (endpoint.host), and coordinators would be "
+            "on several machines; remove it, or cluster.address"
+        )
+    if job.programs and job.endpoint.port:
+        yield f"endpoint.port: {number} coordinators listen, each at a port of its own; remove it (any free one)"
+    for place, reward in job.asked_rewards.items():
+        if reward.at_once < number:
+            what = "workers" if reward.type == "local" else "concurrency"
+            yield (
+                f"{place}.{what}: {reward.at_once} cannot be divided between {key} {number}; raise it to {number} or "
+                f"more, or lower {key}"
+            )
 
 
 def _rollout_problems(job: Job) -> Iterator[str]:

@@ -855,6 +855,9 @@ class ClusterSettings(Settings):
     check: bool = True
     """`ray` with an address: refuse a job that does not fit the machines there now. Switch it off where machines come
     when they are asked for."""
+    coordinators: Count = 1
+    """Above 1: the rollout is divided between so many coordinators, each a process with its part of every pool's
+    engines and environments, and of the calls of rewards. The first one admits groups, trains, and swaps."""
 
 
 class CheckpointSettings(Settings):

@@ -82,13 +82,14 @@ class SimTaskSettings(Settings):
 
 
 class SimControlSettings(Settings):
-    """The coordinator's own time in the simulator."""
+    """The coordinators' own time in the simulator: each has one core, on which calls wait for each other."""
 
     call_s: NonNegative = 0.0
-    """Each generate call takes a coordinator so long, one after another. What it does itself is measured by
+    """Of who plays the trajectory, for each generate call. What it does itself is measured by
     `python -m benchmarks.control`, what a link adds by `python -m benchmarks.cluster`."""
-    coordinators: Count = 1
-    """Between which the groups are divided evenly, as if each had a process and a core of its own."""
+    news_s: NonNegative = 0.0
+    """Of the first coordinator, for each generate call in another one (`cluster.coordinators`): it reads what happened
+    there. Measured by `python -m benchmarks.shards`."""
 
 
 class SimRewardSettings(Settings):
@@ -267,6 +268,7 @@ FaultKind = Literal[
     "refused_observation",
     "failing_task",
     "full_store",
+    "shard_death",
 ]
 
 

@@ -108,7 +108,7 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
     own = "a trainer with GPUs of its own: no train.colocated"
     yield "sim.links", job.sim.links, "push_gb_s pull_gb_s shared_pull_gb_s blocking", not colocated, own
     control = job.sim.control
-    yield "sim.control", control, "coordinators", control.call_s > 0, "a sim.control.call_s above 0"
+    yield "sim.control", control, "news_s", job.cluster.coordinators > 1, "a cluster.coordinators above 1"
     for name, behaviour in job.sim.tasks.items():
         yield f"sim.tasks.{name}", behaviour, "reset_tail_s", behaviour.reset_tail > 0, "a reset_tail above 0"
         yield f"sim.tasks.{name}", behaviour, "step_tail_s", behaviour.step_tail > 0, "a step_tail above 0"

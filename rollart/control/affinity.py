@@ -39,9 +39,13 @@ class AffinityDriver:
         self._living[task][pool] -= 1
 
     def measure(self, trajectory: Trajectory) -> None:
-        """Let affinity learn from what a trajectory needed. One that was cancelled says nothing about its task."""
-        if trajectory.turns and trajectory.status is not Status.ABORTED:
-            self._write(self._affinity.seen(trajectory.task.domain, needs(trajectory)), -1)
+        """Let affinity learn from a trajectory."""
+        profile = measure(trajectory)
+        if profile is not None:
+            self.measured(trajectory.task.domain, profile)
+
+    def measured(self, task: str, profile: TaskProfile) -> None:
+        self._write(self._affinity.seen(task, profile), -1)
 
     def worked(self, pool: str, before: EngineWork | None, now: EngineWork) -> None:
         """An engine of this pool says what it has done. `before`: its last report since it was started."""
@@ -76,6 +80,11 @@ class AffinityDriver:
                 cause=cause,
             ),
         )
+
+
+def measure(trajectory: Trajectory) -> TaskProfile | None:
+    """What it needed. One that was cancelled says nothing about its task."""
+    return needs(trajectory) if trajectory.turns and trajectory.status is not Status.ABORTED else None
 
 
 def needs(trajectory: Trajectory) -> TaskProfile:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Waits
 from rollart.events import schema
-from rollart.events.log import LogHandle
+from rollart.events.log import Log
 
 if TYPE_CHECKING:
     from rollart.config.job import Job
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class JobContext:
     job: "Job"
-    log: LogHandle
+    log: Log
     waits: Waits = field(default_factory=Waits)
     supervisor: TaskSupervisor = field(default_factory=TaskSupervisor)
 

@@ -1,31 +1,30 @@
-"""One life of a job: starts the workers, connects the drivers, and runs them until the work is done or they fail."""
+"""One life of a job: starts the workers, connects the drivers, and runs them until the work is done or they fail.
+
+The rollout is played here, or by shards (`cluster.coordinators`): nothing else differs.
+"""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from rollart.config.job import Job
 from rollart.control.affinity import AffinityDriver
 from rollart.control.context import JobContext
-from rollart.control.env_manager import EnvManager
 from rollart.control.evaluation import Evaluation
-from rollart.control.fleet import Fleet, Repair
-from rollart.control.groups import GroupPlayer
 from rollart.control.learner import Learner
-from rollart.control.proxy import Proxy
 from rollart.control.rollout import Rollout
 from rollart.control.room import Room
+from rollart.control.shards import Shards
+from rollart.control.share import Share
 from rollart.control.trainer import TrainerDriver
 from rollart.control.watchdog import Watchdog
 from rollart.control.weights import WeightDriver
-from rollart.control.world import World
+from rollart.control.world import RolloutWorld, World
 from rollart.errors import ClusterError, Interrupted, WeightError, boundary
 from rollart.events import schema
 from rollart.events.log import LogHandle
-from rollart.policy.stalls import Part
 from rollart.policy.swap import plan
-from rollart.ports import Engine, Trainer
-from rollart.types import EngineSpec, WeightManifest, WeightVersion
+from rollart.types import WeightManifest, WeightVersion
 
 
 class Coordinator:
@@ -38,9 +37,12 @@ class Coordinator:
         self._context = JobContext(job, log)
         self.waits = self._context.waits
         self.supervisor = self._context.supervisor
-        self.watchdog = Watchdog(self._context, self._parts)
-        self._players: tuple[Fleet, EnvManager] | None = None
-        """Once the engines are there."""
+        self.playing: Share | Shards = (
+            Share(self._context, world.rollout)
+            if isinstance(world.rollout, RolloutWorld)
+            else Shards(self._context, log, world.rollout)
+        )
+        self.watchdog = Watchdog(self._context, self.playing.parts, stalled=self.playing.stalled)
         self.learner: Learner | None = None
         """Once the trainer is there too."""
 
@@ -63,14 +65,9 @@ class Coordinator:
         """Give up at once; the last checkpoint and the batches since are what a resumed job goes on from."""
         self.supervisor.fail(Interrupted(reason))
 
-    def lost(self, engine: str, reason: str) -> None:
-        """The cluster saw this engine die, though nobody may be calling it now."""
-        if self._players is not None:
-            fleet, _ = self._players
-            if engine in fleet.slots:
-                fleet.down(fleet.slots[engine], reason)
-            for judge in self.world.judges:
-                judge.lost(engine, reason)
+    def lost(self, worker: str, reason: str) -> None:
+        """The cluster saw this worker die, though nobody may be calling it now."""
+        self.playing.lost(worker, reason)
 
     async def _until_done(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -84,28 +81,27 @@ class Coordinator:
             self.waits.close()
 
     async def _train(self) -> None:
-        job, world = self._job, self.world
+        job, world, playing = self._job, self.world, self.playing
         began = self.log.emit(schema.Starting(engines=len(world.engines)))
         waiting = self.waits.on("trainer.start", job.limits.start_s)
         with boundary(ClusterError, "start"):
-            made: tuple[Trainer, dict[EngineSpec, Engine]] = await asyncio.gather(
-                waiting.guard("trainer", world.cluster.trainer()), self._start_engines()
-            )
+            made, _ = await asyncio.gather(waiting.guard("trainer", world.cluster.trainer()), playing.start())
         self.log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
         room = Room(self._context)
-        trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made[0])
-        fleet, affinity, manager = self._connect(made[1], self._repair)
-        rollout = Rollout(self._context, world, affinity, fleet)
-        rollout.players = GroupPlayer(self._context, manager, fleet, rollout)
+        trainer = TrainerDriver(self._context, world.cluster, world.journal, room, made)
+        affinity = AffinityDriver(world.affinity, self.log)
+        playing.connect(affinity, self._repair)
+        rollout = Rollout(self._context, world, affinity, playing.fleet)
+        rollout.players = playing.player(rollout)
         swaps = plan(job.rollout.swap, job.rollout.rolling)
         self.learner = Learner(
             job,
             swaps,
-            fleet,
+            playing.fleet,
             rollout,
             trainer,
-            WeightDriver(swaps, trainer, fleet, rollout, world.store, self.supervisor, self.waits, self.log),
-            Evaluation(self._context, world.task_sets, affinity, manager),
+            WeightDriver(swaps, trainer, playing.fleet, rollout, world.store, self.supervisor, self.waits, self.log),
+            Evaluation(self._context, world.task_sets, affinity, playing),
             world.journal,
             world.recorder,
             room,
@@ -120,47 +116,16 @@ class Coordinator:
         return await self.learner.weights.repair(version)
 
     async def _only_evaluate(self) -> None:
-        began = self.log.emit(schema.Starting(engines=len(self.world.engines)))
+        world, playing = self.world, self.playing
+        began = self.log.emit(schema.Starting(engines=len(world.engines)))
         with boundary(ClusterError, "start"):
-            engines = await self._start_engines()
-        self.log.emit(schema.Started(engines=[spec.id for spec in engines], cause=began))
-        _, affinity, manager = self._connect(engines, _nobody_pushes)
-        evaluation = Evaluation(self._context, self.world.task_sets, affinity, manager)
+            await playing.start()
+        self.log.emit(schema.Started(engines=[spec.id for spec in world.engines], cause=began))
+        affinity = AffinityDriver(world.affinity, self.log)
+        playing.connect(affinity, _nobody_pushes)
+        evaluation = Evaluation(self._context, world.task_sets, affinity, playing)
         await self.waits.on("evaluation").guard("the model as it is", evaluation.run("eval0"))
         self.log.emit(schema.Finished(steps=0))
-
-    async def _start_engines(self) -> dict[EngineSpec, Engine]:
-        """All at once, those of judges too. Returns the policy's."""
-        cluster, judges = self.world.cluster, self.world.judges
-        specs = [*self.world.engines, *(spec for judge in judges for spec in judge.specs)]
-        waiting = self.waits.on("engine.start", self._job.limits.start_s)
-        engines = await asyncio.gather(*(waiting.guard(spec.id, cluster.engine(spec)) for spec in specs))
-        made = dict(zip(specs, engines, strict=True))
-        for judge in judges:
-            judge.begin(self._context, cluster, {spec: made.pop(spec) for spec in judge.specs})
-        return made
-
-    def _connect(self, engines: dict[EngineSpec, Engine], repair: Repair) -> tuple[Fleet, AffinityDriver, EnvManager]:
-        """What plays: over the engines, with the environments and rewards of this world."""
-        context, world = self._context, self.world
-        affinity = AffinityDriver(world.affinity, self.log)
-        fleet = Fleet(context, world.cluster, engines, repair, affinity.engines_changed)
-        self.supervisor.spawn(fleet.watch(), background=True)
-        manager = EnvManager(context, world, fleet, Proxy(context, fleet, worked=affinity.worked))
-        self._players = fleet, manager
-        for spec in world.further_engines:
-            fleet.expect(spec)
-        return fleet, affinity, manager
-
-    def _parts(self) -> Sequence[Part]:
-        """What the job consists of now, for the watchdog."""
-        if self._players is None:
-            return ()
-        fleet, manager = self._players
-        engines = [*fleet.parts(), *(part for judge in self.world.judges for part in judge.parts())]
-        if self._job.rollout.stepping != "asynchronous":  # in lockstep all wait for the slowest, by design
-            return engines
-        return engines + manager.movement.parts(fleet.engine_of())
 
 
 async def _nobody_pushes(version: WeightVersion) -> WeightManifest:

@@ -18,7 +18,7 @@ from rollart.control.notes import Notes
 from rollart.control.render import delta
 from rollart.control.scoring import Scorer
 from rollart.control.waits import WaitList, Waits
-from rollart.control.world import World
+from rollart.control.world import RolloutWorld
 from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, boundary
 from rollart.events import schema
 from rollart.policy.admission import is_stale
@@ -190,7 +190,7 @@ def _env_calls(waits: Waits, job: Job, task: TaskSettings, *, alone: bool) -> En
 class EnvManager:
     """Runs attempts. Keeps nothing of an attempt that has ended."""
 
-    def __init__(self, context: JobContext, world: World, fleet: "Fleet", proxy: "Proxy") -> None:
+    def __init__(self, context: JobContext, world: RolloutWorld, fleet: "Fleet", proxy: "Proxy") -> None:
         job, limits, waits = context.job, context.job.limits, context.waits
         self._context = context
         self.job = job

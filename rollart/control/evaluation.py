@@ -6,29 +6,36 @@ Each result carries the versions that played it.
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rollart.causes import Causes
 from rollart.config.settings import TaskSettings
 from rollart.control.affinity import AffinityDriver
-from rollart.control.attempt import Attempt
 from rollart.control.context import JobContext
 from rollart.control.draw import draw
-from rollart.control.env_manager import EnvManager
 from rollart.errors import TaskError
 from rollart.events import schema
 from rollart.ports import TaskSet
-from rollart.types import Status, Trajectory, TrajectoryId
+from rollart.types import Status, Task, Trajectory, TrajectoryId
+
+
+class Episodes(Protocol):
+    """Who plays an episode. `temperature`: where it is not its task's."""
+
+    async def episode(
+        self, id: TrajectoryId, task: Task, order: Sequence[str], temperature: float | None
+    ) -> Trajectory: ...
 
 
 class Evaluation:
     def __init__(
-        self, context: JobContext, task_sets: Mapping[str, TaskSet], affinity: AffinityDriver, manager: EnvManager
+        self, context: JobContext, task_sets: Mapping[str, TaskSet], affinity: AffinityDriver, players: Episodes
     ) -> None:
         self._job = context.job
         self._log = context.log
         self._task_sets = task_sets
         self._affinity = affinity
-        self._manager = manager
+        self._players = players
         self._room = asyncio.Semaphore(context.job.evaluation.concurrency)
 
     async def run(self, name: str) -> None:
@@ -36,12 +43,12 @@ class Evaluation:
         for settings in self._job.tasks:
             await self._play(name, "sampled", settings)
             if self._job.evaluation.greedy:
-                await self._play(name, "greedy", settings.model_copy(update={"temperature": 0.0}))
+                await self._play(name, "greedy", settings, temperature=0.0)
 
-    async def _play(self, name: str, play: str, settings: TaskSettings) -> None:
+    async def _play(self, name: str, play: str, settings: TaskSettings, temperature: float | None = None) -> None:
         numbers = range(self._job.evaluation.episodes)
         group = f"{name}-{play}-{settings.name}"
-        played = await asyncio.gather(*(self._episode(group, settings, number) for number in numbers))
+        played = await asyncio.gather(*(self._episode(group, settings.name, number, temperature) for number in numbers))
         causes = Causes()
         for failed in played:
             if isinstance(failed, TaskError):
@@ -68,17 +75,15 @@ class Evaluation:
             ),
         )
 
-    async def _episode(self, group: str, settings: TaskSettings, number: int) -> Trajectory | TaskError:
+    async def _episode(self, group: str, name: str, number: int, temperature: float | None) -> Trajectory | TaskError:
         async with self._room:
             try:
-                task = draw(self._task_sets[settings.name], settings.name, number, held_out=True)
+                task = draw(self._task_sets[name], name, number, held_out=True)
             except TaskError as error:
-                self._log.emit(schema.DrawFailed(task=settings.name, index=number, reason=str(error), eval=True))
+                self._log.emit(schema.DrawFailed(task=name, index=number, reason=str(error), eval=True))
                 return error
-            order = self._affinity.place(settings.name)
-            return await self._manager.run(
-                Attempt(TrajectoryId(group, number, 0), task, settings, order, evaluation=True)
-            )
+            order = self._affinity.place(name)
+            return await self._players.episode(TrajectoryId(group, number, 0), task, order, temperature)
 
 
 def _deviation(values: Sequence[float], mean: float) -> float:

@@ -11,8 +11,7 @@ from functools import partial
 
 from rollart.config.job import Job
 from rollart.control.evaluation import Evaluation
-from rollart.control.fleet import Fleet
-from rollart.control.rollout import Rollout, StopAsked
+from rollart.control.rollout import Rollout, Serves, StopAsked
 from rollart.control.room import Room
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
@@ -41,7 +40,7 @@ class Learner:
         self,
         job: Job,
         plan: SwapPlan,
-        fleet: Fleet,
+        fleet: Serves,
         rollout: Rollout,
         trainer: TrainerDriver,
         weights: WeightDriver,

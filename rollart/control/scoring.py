@@ -24,7 +24,7 @@ from rollart.ports import RewardBackend
 from rollart.types import Score, Trajectory
 
 if TYPE_CHECKING:
-    from rollart.control.world import World
+    from rollart.control.world import RolloutWorld
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ Answer = tuple[Score, schema.RewardCall]
 
 
 class Scorer:
-    def __init__(self, context: JobContext, movement: Movement, world: "World") -> None:
+    def __init__(self, context: JobContext, movement: Movement, world: "RolloutWorld") -> None:
         job, waits = context.job, context.waits
         self._context = context
         self._log = context.log

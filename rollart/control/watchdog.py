@@ -13,13 +13,20 @@ from rollart.policy.stalls import Lag, Part, lagging, to_name
 class Watchdog:
     """A background task; its own reports do not count as movement."""
 
-    def __init__(self, context: JobContext, parts: Callable[[], Sequence[Part]]) -> None:
-        """`parts`: what the job consists of now."""
+    def __init__(
+        self,
+        context: JobContext,
+        parts: Callable[[], Sequence[Part]],
+        *,
+        stalled: Callable[[str], None] | None,
+    ) -> None:
+        """`parts`: what the job consists of now. `stalled`: told when nothing moves; None where the head looks."""
         self._context = context
         self._waits = context.waits
         self._log = context.log
         self._parts = parts
-        self._stall_s = context.job.limits.stall_s
+        self._stall_s = context.job.limits.stall_s if stalled is not None else math.inf
+        self._stalled = stalled
         self._lag_s = context.job.limits.lag_s
         self._loop = asyncio.get_running_loop()
         self._named: dict[str, float] = {}
@@ -38,7 +45,10 @@ class Watchdog:
                 moved_s = self._log.last_s
             now_s = self._loop.time()
             if now_s - max(moved_s, stalled_s) >= self._stall_s:
-                self.report(schema.Stall, f"nothing has moved for {now_s - moved_s:.0f} s")
+                text = f"nothing has moved for {now_s - moved_s:.0f} s"
+                self.report(schema.Stall, text)
+                if self._stalled is not None:
+                    self._stalled(text)
                 stalled_s = now_s
                 self._reported_s = self._log.last_s
             elif moved_s > now_s - self._stall_s:

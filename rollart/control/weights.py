@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
-from rollart.control.fleet import Fleet
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.trainer import TrainerDriver
 from rollart.control.waits import Waits
@@ -38,12 +37,29 @@ class Swapped(Protocol):
     def swapped(self, cause: int) -> None: ...
 
 
+class Engines(Protocol):
+    """All engines, as a swap sees them."""
+
+    @property
+    def serving(self) -> WeightVersion: ...
+
+    def stage(self, version: WeightVersion, arrived: WeightVersion = 0) -> None: ...
+
+    def stage_instead(self, version: WeightVersion) -> None: ...
+
+    async def staged(self, version: WeightVersion) -> None: ...
+
+    async def swap(self, manifest: WeightManifest, rolling: int) -> None: ...
+
+    def oldest_loading(self) -> WeightVersion: ...
+
+
 class WeightDriver:
     def __init__(
         self,
         plan: SwapPlan,
         trainer: TrainerDriver,
-        fleet: Fleet,
+        fleet: Engines,
         rollout: Swapped,
         store: WeightStore,
         supervisor: TaskSupervisor,

@@ -1,6 +1,6 @@
 """What a coordinator is given: everything outside the control plane, behind ports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from rollart.ports import (
     Journal,
     Recorder,
     RewardBackend,
+    Shard,
     TaskSet,
     Tokenizer,
     WeightStore,
@@ -24,19 +25,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Everything outside the control plane that a job touches, behind ports."""
+class RolloutWorld:
+    """What plays trajectories: engines, environments and rewards."""
 
     cluster: Cluster
+    """Starts the engines."""
     engines: tuple[EngineSpec, ...]
     host: EnvHost
     rewards: RewardBackend
     """Of the tasks that have none of their own."""
     tokenizer: Tokenizer
-    task_sets: Mapping[str, TaskSet]
-    store: WeightStore
-    journal: Journal
-    affinity: Affinity
     task_rewards: Mapping[str, Sequence[RewardBackend]] = field(default_factory=dict)
     """By task, in the order of its `rewards`."""
     agents: "Mapping[str, Agent]" = field(default_factory=dict)
@@ -51,3 +49,32 @@ class World:
     """Keeps reward calls that failed for good."""
     recorder: Recorder | None = None
     """Keeps finished trajectories, where somebody wants to read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The rollout in shards."""
+
+    engines: Sequence[Sequence[EngineSpec]]
+    """Of each shard."""
+    start: Callable[[int], Awaitable[Shard]]
+    """Starts, or starts again, the shard of this number; its engines start when it is told to begin. Raises
+    ClusterError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything outside the control plane that a job touches, behind ports."""
+
+    cluster: Cluster
+    """Starts the trainer."""
+    engines: tuple[EngineSpec, ...]
+    """All of the job, judges' aside."""
+    task_sets: Mapping[str, TaskSet]
+    store: WeightStore
+    journal: Journal
+    affinity: Affinity
+    rollout: RolloutWorld | Sharding
+    """All of it, or how its shards are started."""
+    recorder: Recorder | None = None
+    """Is told what became of groups."""

@@ -356,7 +356,7 @@ class Changed(Event, tag="changed", kw_only=True):
 class WorkerLost(Event, tag="worker.lost", kw_only=True):
     """Real: a process died by itself, at work or idle.
 
-    By: launch/training
+    By: control/shard, launch/training
     """
 
     worker: str
@@ -412,7 +412,7 @@ class StoreRoom(Event, tag="store.room", kw_only=True):
 class Warning(Event, tag="warning", kw_only=True):
     """Not fatal, worth reading.
 
-    By: control/context, control/weights, launch/training
+    By: control/context, control/weights, launch/shard, launch/training
     Cause: from env_manager: the attempt's last event; from room and watchdog: `store.full` and `lagging`
     """
 
@@ -764,7 +764,7 @@ class Eval(Event, tag="eval", kw_only=True):
 class Admit(Event, tag="admit", kw_only=True):
     """A group takes a slot and its members start. After a restart an open group is admitted again under its old id.
 
-    By: control/rollout
+    By: control/rollout, control/shards
     """
 
     group: str

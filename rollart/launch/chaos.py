@@ -73,7 +73,7 @@ def plan_job(path: Path, overrides: tuple[str, ...], seed: int) -> Job:
     variants = job.sim.chaos.variants
     if variants:
         job = load_job(path, [*variants[seed % len(variants)], *overrides, f"seed={seed}"])
-    faults = draw_plan(job.sim.chaos, seed)
+    faults = draw_plan(job.sim.chaos, seed, shards=job.cluster.coordinators > 1)
     return job.model_copy(update={"sim": job.sim.model_copy(update={"faults": faults})})
 
 

@@ -22,6 +22,8 @@ from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
 from rollart.launch.pools import task_shares
 
+RARE = (500_000, 50, 1000)
+"""Objects between two collections of garbage, and the same for those that have survived one, and two."""
 RESTART_S = 5.0
 """Until a killed coordinator is replaced."""
 
@@ -89,7 +91,7 @@ def rare_collections() -> Iterator[None]:
     million are about what the trajectories of a large step leave when they go, so a steady run seldom collects because
     of them; more would let the garbage of failed attempts grow (90 MB of it with a million, in `benchmarks.soak`)."""
     before = gc.get_threshold()
-    gc.set_threshold(500_000, 50, 1000)
+    gc.set_threshold(*RARE)
     try:
         yield
     finally:

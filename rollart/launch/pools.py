@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollart.config.job import Job
-from rollart.config.settings import PoolSettings
+from rollart.config.settings import PoolSettings, RewardSettings
 from rollart.control.judges import JudgePool
 from rollart.hardware import Disaggregated, Hardware, ModelShape
 from rollart.policy.affinity import Affinity
 from rollart.policy.mix import shares
 from rollart.policy.placement import stand_ins
 from rollart.policy.prediction import PoolSpeed
+from rollart.policy.sharding import part, part_of
 from rollart.types import EngineSpec
 
 
@@ -46,18 +47,43 @@ def bindings(job: Job) -> list[Binding]:
     return found
 
 
-def engine_specs(job: Job, *, further: bool = False) -> tuple[EngineSpec, ...]:
-    """One for each engine of the policy that the job begins with, or for each that may join; ids `<pool>-<number>`."""
+def engine_specs(job: Job, *, further: bool = False, shard: int | None = None) -> tuple[EngineSpec, ...]:
+    """One for each engine of the policy that the job begins with, or for each that may join; ids `<pool>-<number>`.
+    `shard`: those of this one."""
     return tuple(
         spec
         for pool, engines in job.engines
-        for spec in _specs(pool, range(engines.count, engines.most or 0) if further else range(engines.count))
+        for spec in _of_shard(
+            job, _specs(pool, range(engines.count, engines.most or 0) if further else range(engines.count)), shard
+        )
     )
 
 
-def judges_of(job: Job) -> dict[str, JudgePool]:
+def judges_of(job: Job, *, shard: int | None = None) -> dict[str, JudgePool]:
     """By pool."""
-    return {pool.name: JudgePool(_specs(pool, range(pool.engines.count))) for pool in job.judge_pools if pool.engines}
+    return {
+        pool.name: JudgePool(_of_shard(job, _specs(pool, range(pool.engines.count)), shard))
+        for pool in job.judge_pools
+        if pool.engines
+    }
+
+
+def shard_job(job: Job, shard: int) -> Job:
+    """The job as this shard sees it: with its part of what is bounded for all together."""
+
+    def own(amount: int) -> int:
+        return max(1, part_of(amount, shard, job.cluster.coordinators))
+
+    def fewer(reward: RewardSettings) -> RewardSettings:
+        return reward.model_copy(update={"workers": own(reward.workers), "concurrency": own(reward.concurrency)})
+
+    pools = [pool.model_copy(update={"slots": own(pool.slots)}) if pool.slots else pool for pool in job.pools]
+    tasks = [task.model_copy(update={"rewards": tuple(map(fewer, task.rewards))}) for task in job.tasks]
+    return job.model_copy(update={"pools": tuple(pools), "tasks": tuple(tasks), "rewards": fewer(job.rewards)})
+
+
+def _of_shard(job: Job, specs: tuple[EngineSpec, ...], shard: int | None) -> tuple[EngineSpec, ...]:
+    return specs if shard is None else part(specs, shard, job.cluster.coordinators)
 
 
 def _specs(pool: PoolSettings, numbers: range) -> tuple[EngineSpec, ...]:

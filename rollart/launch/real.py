@@ -9,26 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollart.cluster.inline import InlineCluster
 from rollart.config.job import Job
 from rollart.config.settings import RewardSettings
 from rollart.config.shapes import DTYPE_BYTES, shape_of
 from rollart.control.env_manager import Agent
 from rollart.control.program import ProgramAgent
-from rollart.control.world import World
+from rollart.control.world import RolloutWorld, Sharding, World
 from rollart.envs.batched import in_lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.errors import JobError
 from rollart.launch.checks import agent_class
-from rollart.launch.pools import build_affinity, engine_specs, judges_of
+from rollart.launch.pools import build_affinity, engine_specs, judges_of, shard_job
 from rollart.launch.resources import demands, gpu_shares, visible_devices
 from rollart.policy.placement import Demand
-from rollart.ports import Cluster, Journal
+from rollart.ports import Journal
 from rollart.types import Program
 from rollart.workers.carried import carried_by
 from rollart.workers.launch import Lost
-from rollart.workers.setup import StoreSetup, WorkerSetup
+from rollart.workers.setup import ShardSetup, StoreSetup, WorkerSetup
 
 if TYPE_CHECKING:
+    from rollart.cluster.local import LocalCluster
     from rollart.cluster.ray import RayCluster, RayWorker
     from rollart.control.judges import JudgePool
     from rollart.envs.remote import RemoteEnvHost
@@ -66,24 +68,21 @@ def real_world(
     *,
     trains: bool = True,
     earlier: Sequence[tuple[int, Job]] = (),
+    shards: ShardSetup | None = None,
 ) -> RealWorld:
     """Real workers wherever `cluster` says; tokenizer, task sets and reward workers with the coordinator.
 
     `lost` is told at once when a process on this machine dies by itself: the worker's name, and how it ended.
     `trains`: whether a trainer will be started. `earlier`: (n, the job that the steps before n are replayed under), n
-    rising.
+    rising. `shards`: what each is told, where there are some.
     """
     from rollart.launch.worker import task_sets_of
     from rollart.model.tokenizer import ChatTokenizer
-    from rollart.rewards.letters import FILE, LetterFile
     from rollart.store.open import new_store, open_store
     from rollart.store.owner import remove_left_behind
-    from rollart.tasks.load import reward_of
 
-    model_path = Path(job.model.path)
+    model, model_path = job.model, Path(job.model.path)
     task_sets = task_sets_of(job)
-    functions = {task.name: reward_of(task.use) for task in job.tasks}
-    model = job.model
     tokenizer = ChatTokenizer(model_path, model.chat_template, model.chat_template_args, model.context_tokens)
     where = new_store(job, out)
     store = open_store(where)
@@ -102,19 +101,80 @@ def real_world(
         store=where,
         stop_tokens=tuple(tokenizer.stop_tokens),
         earlier=tuple(earlier),
+        shard=shards if job.cluster.coordinators > 1 else None,
         carried=tuple(carried_by(job)) if job.cluster.type == "ray" and job.cluster.address else (),
     )
+    cluster = real_cluster(setup, lost, trains=trains)
+    rollout, close_rollout = _rollout(setup, cluster, task_sets, lost)
+
+    async def close() -> None:
+        await close_rollout()
+        await cluster.close()
+        for run in [*before, store]:  # a dying trainer may still have written after the first time
+            run.close()
+        (out / STORES).unlink(missing_ok=True)
+
+    held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
+    world = World(
+        cluster=cluster,
+        engines=engine_specs(job),
+        task_sets=task_sets,
+        store=store,
+        journal=journal,
+        affinity=build_affinity(job, shape_of(model_path), held),
+        rollout=rollout,
+    )
+    return RealWorld(world=world, close=close)
+
+
+def _rollout(
+    setup: WorkerSetup,
+    cluster: "LocalCluster | InlineCluster | RayCluster",
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+) -> tuple[RolloutWorld | Sharding, Callable[[], Awaitable[None]]]:
+    """What plays, and what ends it: here, or in shards, which end with the cluster."""
+    count = setup.job.cluster.coordinators
+    if count == 1:
+        return real_rollout(setup, cluster, task_sets, lost)
+
+    async def nothing() -> None:
+        pass
+
+    assert not isinstance(cluster, InlineCluster)
+    engines = [engine_specs(setup.job, shard=number) for number in range(count)]
+    return Sharding(engines=engines, start=cluster.shard), nothing
+
+
+def real_rollout(
+    setup: WorkerSetup,
+    cluster: "LocalCluster | InlineCluster | RayCluster",
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None = None,
+    given: WorkerSetup | None = None,
+) -> tuple[RolloutWorld, Callable[[], Awaitable[None]]]:
+    """What plays: all of it, or the part of a shard. And what ends that. `given`: the set-up for workers elsewhere,
+    where paths are not as they are here."""
+    from rollart.model.tokenizer import ChatTokenizer
+    from rollart.rewards.letters import FILE, LetterFile
+    from rollart.tasks.load import reward_of
+
+    shard = setup.shard.number if setup.shard is not None else None
+    job = setup.job if shard is None else shard_job(setup.job, shard)
+    model = job.model
+    tokenizer = ChatTokenizer(Path(model.path), model.chat_template, model.chat_template_args, model.context_tokens)
+    functions = {task.name: reward_of(task.use) for task in job.tasks}
     gateway = _gateway(job)
-    cluster, rooms = _workers(setup, task_sets, lost, trains=trains, endpoint=gateway.socket if gateway else None)
-    judges = judges_of(job)
+    rooms = _rooms(setup, given or setup, job, cluster, task_sets, lost, gateway.socket if gateway else None)
+    judges = judges_of(setup.job, shard=shard)
     models, endpoints = _judge_models(job, judges)
     scorers: list[Rewards] = []
 
     def rewards(settings: RewardSettings, task: str) -> "Rewards":
-        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.log_dir, lost, models))
+        scorers.append(_rewards(settings, task, functions, tokenizer.decode, setup.own_log_dir, lost, models))
         return scorers[-1]
 
-    letters = LetterFile(out / FILE, tokenizer.decode)
+    letters = LetterFile(setup.out / FILE, tokenizer.decode)
     latencies = {task.name: task.latency for task in job.tasks if task.latency is not None}
     played = in_lockstep(job, DelayedHost(rooms, latencies, seed=job.seed) if latencies else rooms, rewards)
 
@@ -124,72 +184,75 @@ def real_world(
         for endpoint in endpoints:
             await endpoint.close()
         await rooms.close()
-        await cluster.close()
         for scorer in scorers:
             await scorer.close()
         letters.close()
-        for run in [*before, store]:  # a dying trainer may still have written after the first time
-            run.close()
-        (out / STORES).unlink(missing_ok=True)
 
-    held = {pool.name: DTYPE_BYTES[pool.engines.dtype] for pool in job.pools if pool.engines}
-    world = World(
+    world = RolloutWorld(
         cluster=cluster,
-        engines=engine_specs(job),
+        engines=engine_specs(setup.job, shard=shard),
         host=played.host,
         rewards=played.rewards,
         task_rewards=played.task_rewards,
         stand_ins=played.stand_ins,
         dead_letters=letters,
         tokenizer=tokenizer,
-        task_sets=task_sets,
-        store=store,
-        journal=journal,
-        affinity=build_affinity(job, shape_of(model_path), held),
         agents=_agents(job, gateway),
-        further_engines=engine_specs(job, further=True),
+        further_engines=engine_specs(setup.job, further=True),
         judges=tuple(judges.values()),
     )
-    return RealWorld(world=world, close=close)
+    return world, close
 
 
-def _workers(
-    setup: WorkerSetup,
-    task_sets: "Mapping[str, TaskSet]",
-    lost: Lost | None,
-    *,
-    trains: bool,
-    endpoint: Path | None,
-) -> "tuple[Cluster, ClosableHost]":
-    """Who starts engines and the trainer, and where environments run."""
+def real_cluster(setup: WorkerSetup, lost: Lost | None, *, trains: bool) -> "LocalCluster | InlineCluster | RayCluster":
+    """Who starts engines, the trainer and shards."""
     from rollart.launch import worker
 
     job = setup.job
+    match job.cluster.type:
+        case "ray":
+            from rollart.cluster.ray import RayCluster
+
+            wanted = demands(job)
+            return RayCluster(
+                worker.start,
+                setup,
+                engine_needs={demand.pool: demand.needs for demand in wanted if demand.role in ("rollout", "judge")},
+                trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
+                shard_needs=next((demand.needs for demand in wanted if demand.role == "shards"), None),
+                room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
+            )
+        case "inline":
+            return InlineCluster(worker.build, setup)
+        case "local":
+            from rollart.cluster.local import LocalCluster
+
+            devices, shares = visible_devices(job, trains=trains), gpu_shares(job, trains=trains)
+            return LocalCluster(worker.START, setup, lost, devices, shares)
+
+
+def _rooms(
+    setup: WorkerSetup,
+    given: WorkerSetup,
+    job: Job,
+    cluster: "LocalCluster | InlineCluster | RayCluster",
+    task_sets: "Mapping[str, TaskSet]",
+    lost: Lost | None,
+    endpoint: Path | None,
+) -> "ClosableHost":
+    """Where environments run. `job`: with the slots of this shard."""
+    from rollart.launch import worker
+
     if job.cluster.type == "ray":
         from rollart.cluster.ray import RayCluster
 
-        wanted = demands(job)
-        on_ray = RayCluster(
-            worker.start,
-            setup,
-            engine_needs={demand.pool: demand.needs for demand in wanted if demand.role in ("rollout", "judge")},
-            trainer_needs=next(demand.needs for demand in wanted if demand.role == "train"),
-            room=[demand.needs for demand in _most_wanted(job) for _ in range(demand.count)],
-        )
-        return on_ray, _rooms_on(on_ray, setup)
+        assert isinstance(cluster, RayCluster)
+        return _rooms_on(cluster, given, job)
     slots = sum(pool.slots or 0 for pool in job.pools)
     isolations = {task.name: job.isolation(task) for task in job.tasks}
-    rooms = worker.env_host(
-        job, isolations, task_sets, slots=slots, log_dir=setup.log_dir, lost=lost, endpoint=endpoint
+    return worker.env_host(
+        job, isolations, task_sets, slots=slots, log_dir=setup.own_log_dir, lost=lost, endpoint=endpoint
     )
-    if job.cluster.type == "inline":
-        from rollart.cluster.inline import InlineCluster
-
-        return InlineCluster(worker.build, setup), rooms
-    from rollart.cluster.local import LocalCluster
-
-    devices, shares = visible_devices(job, trains=trains), gpu_shares(job, trains=trains)
-    return LocalCluster(worker.START, setup, lost, devices, shares), rooms
 
 
 def _most_wanted(job: Job) -> list[Demand]:
@@ -198,26 +261,24 @@ def _most_wanted(job: Job) -> list[Demand]:
     return [replace(d, count=most[d.pool]) if d.role == "rollout" else d for d in demands(job)]
 
 
-def _rooms_on(cluster: "RayCluster", setup: WorkerSetup) -> "RemoteEnvHost":
-    """Environment workers on the machines of their pools."""
+def _rooms_on(cluster: "RayCluster", setup: WorkerSetup, job: Job) -> "RemoteEnvHost":
+    """Environment workers on the machines of their pools. `job`: with the slots of this shard."""
     from rollart.envs.remote import RemoteEnvHost
 
-    pools = {pool.name: pool for pool in setup.job.pools}
+    needs = {demand.pool: demand.needs for demand in demands(job) if demand.role == "environments"}
     places = [
-        (pools[demand.pool], demand.needs, number)
-        for demand in demands(setup.job)
-        if demand.role == "environments"
-        for number in range(demand.count)
+        (pool, number, min(pool.slots_per_worker, pool.slots - first))
+        for pool in job.pools
+        if pool.slots
+        for number, first in enumerate(range(0, pool.slots, pool.slots_per_worker))
     ]
 
     async def launch(place: int) -> "RayWorker":
-        pool, needs, number = places[place]
-        return await cluster.worker(setup.environments(f"{pool.name}-env-{number}", pool.name), needs)
+        pool, number, _ = places[place]
+        name = f"{pool.name}-env-{number}" if setup.shard is None else f"{setup.name}-{pool.name}-env-{number}"
+        return await cluster.worker(setup.environments(name, pool.name), needs[pool.name])
 
-    sizes = [
-        min(pool.slots_per_worker, (pool.slots or 0) - number * pool.slots_per_worker) for pool, _, number in places
-    ]
-    return RemoteEnvHost(launch, slots=sizes)
+    return RemoteEnvHost(launch, slots=[slots for _, _, slots in places])
 
 
 def _gateway(job: Job) -> "HttpGateway | None":

@@ -12,12 +12,17 @@ from rollart.errors import JobError
 from rollart.launch.pools import pool_stand_ins
 from rollart.policy.devices import Assignment, DeviceDemand, assign
 from rollart.policy.placement import Demand, Placement, fit
+from rollart.policy.sharding import part_of
 from rollart.report import reports
 from rollart.report.reports import PoolsReport
 from rollart.types import Needs, Node
 
 ENV_WORKER_CPUS = 1.0
 """What an environment worker asks of a cluster, whatever its slots: most environments wait most of the time."""
+
+
+SHARD_CPUS = 1.0
+"""What a coordinator that plays a part of the rollout has to itself."""
 
 
 def demands(job: Job, *, trains: bool = True) -> list[Demand]:
@@ -36,8 +41,13 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             needs = _needs(kind, engines.threads, engines.all_gpus, on_cpu=on_cpu)
             role = "judge" if pool.judge else "rollout"
             found.append(Demand(pool=pool.name, role=role, count=engines.count, needs=needs))
+        if pool is job.shard_pool:
+            needs = Needs(resource=kind, cpus=SHARD_CPUS)
+            found.append(Demand(pool=pool.name, role="shards", count=job.cluster.coordinators, needs=needs))
         if pool.slots:
-            workers = math.ceil(pool.slots / pool.slots_per_worker)
+            shards = job.cluster.coordinators
+            parts = [part_of(pool.slots, number, shards) for number in range(shards)]
+            workers = sum(math.ceil(part / pool.slots_per_worker) for part in parts)
             needs = Needs(resource=kind, cpus=ENV_WORKER_CPUS)
             found.append(Demand(pool=pool.name, role="environments", count=workers, needs=needs))
         if trains and pool is job.train_pool:

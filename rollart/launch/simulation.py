@@ -16,7 +16,8 @@ from rollart.config.settings import RewardSettings
 from rollart.config.shapes import known_shape
 from rollart.config.sim import FaultSettings, SimJudgeSettings, SimTaskSettings
 from rollart.control.coordinator import Coordinator
-from rollart.control.world import World
+from rollart.control.shard import Shard
+from rollart.control.world import RolloutWorld, Sharding, World
 from rollart.envs.batched import in_lockstep
 from rollart.errors import Deadlock
 from rollart.events import schema
@@ -24,10 +25,18 @@ from rollart.events.log import EventLog
 from rollart.events.schema import Event
 from rollart.launch.books import Books, RunResult
 from rollart.launch.driver import Life, drive, facts, rare_collections
-from rollart.launch.pools import build_affinity, disaggregated, engine_specs, hardware_of, judges_of, kv_bound
+from rollart.launch.pools import (
+    build_affinity,
+    disaggregated,
+    engine_specs,
+    hardware_of,
+    judges_of,
+    kv_bound,
+    shard_job,
+)
 from rollart.launch.rundir import make_run_dir, write_summary
 from rollart.sim.clock import VirtualLoop
-from rollart.sim.coordinators import SimCoordinators
+from rollart.sim.cores import Core
 from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
@@ -35,6 +44,7 @@ from rollart.sim.faults import Faults
 from rollart.sim.learning import SimLearning
 from rollart.sim.links import SimDisk, SimLink, SimStore
 from rollart.sim.rewards import SimJudge, SimRewards, judge_domain
+from rollart.sim.shards import SimShard
 from rollart.sim.traffic import SharedLink, SimImages
 from rollart.sim.trainer import SimCluster, SimJournal
 
@@ -182,9 +192,12 @@ def simulated_world(
     dice = Dice(job.seed)
     tasks = {task.name: sim.tasks.get(task.name, SimTaskSettings()) for task in job.tasks}
     store = SimStore(log)
-    judges = judges_of(job)
-    judged = {name: sim.judges.get(name, SimJudgeSettings()) for name in judges}
+    judged = {pool.name: sim.judges.get(pool.name, SimJudgeSettings()) for pool in job.judge_pools}
     answers = {judge_domain(name): SimTaskSettings(answer_tokens=each.answer_tokens) for name, each in judged.items()}
+    count = job.cluster.coordinators
+    shard_engines = [engine_specs(job, shard=number) for number in range(count)]
+    shard_judges = [judges_of(job, shard=number) for number in range(count)]
+    cores = [Core() for _ in range(count)]
     engines = EngineWorld(
         model=sim.shape,
         hardware={pool.name: hardware_of(job, pool) for pool in job.pools},
@@ -199,12 +212,54 @@ def simulated_world(
         dice=dice,
         store=store,
         pull=pull,
-        coordinators=SimCoordinators(sim.control) if sim.control.call_s else None,
+        cores={
+            spec.id: core
+            for core, own, own_judges in zip(cores, shard_engines, shard_judges, strict=True)
+            for spec in (*own, *(one for judge in own_judges.values() for one in judge.specs))
+        },
+        call_s=sim.control.call_s,
         blocking=sim.links.blocking,
         log=log,
         faults=faults,
         counts_work=any(task.affinity == "auto" for task in job.tasks),
     )
+    slots = sum(pool.slots or 0 for pool in job.pools)
+    calls = None if sim.links.calls_gb_s is None else SharedLink(sim.links.calls_gb_s * 1e9)
+    host = SimHost(slots, tasks, dice, faults, SimImages(sim.images), calls)
+    functions: dict[tuple[str, ...], SimRewards] = {}
+
+    def plays(number: int) -> RolloutWorld:
+        """What this shard plays with. They share the environments and reward functions: parts would be no different."""
+        judges = shard_judges[number]
+
+        def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
+            if settings.pool is not None:
+                return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice, journal.learning)
+            key = (task, settings.label, settings.type)
+            if key not in functions:
+                functions[key] = SimRewards(
+                    settings, sim.reward, tasks, dice, faults, journal.learning, calls, f"rewards/{task}"
+                )
+            return functions[key]
+
+        played = in_lockstep(job, host, rewards)
+        return RolloutWorld(
+            cluster=cluster,
+            engines=shard_engines[number],
+            host=played.host,
+            rewards=played.rewards,
+            task_rewards=played.task_rewards,
+            stand_ins=played.stand_ins,
+            tokenizer=SimTokenizer(),
+            judges=tuple(judges.values()),
+            further_engines=engine_specs(job, further=True),
+        )
+
+    head = Core()
+
+    def start_shard(number: int) -> SimShard:
+        return SimShard(Shard(shard_job(job, number), plays(number)), head, sim.control.news_s)
+
     cluster = SimCluster(
         engines,
         sim.train,
@@ -217,28 +272,15 @@ def simulated_world(
         disk,
         journal.learning,
         job.train.colocated,
+        start_shard=start_shard,
+        shard_engines=[[engine.id for engine in own] for own in shard_engines],
     )
-    slots = sum(pool.slots or 0 for pool in job.pools)
-    calls = None if sim.links.calls_gb_s is None else SharedLink(sim.links.calls_gb_s * 1e9)
-
-    def rewards(settings: RewardSettings, task: str) -> SimRewards | SimJudge:
-        if settings.pool is not None:
-            return SimJudge(settings, judged[settings.pool], judges[settings.pool], tasks, dice, journal.learning)
-        return SimRewards(settings, sim.reward, tasks, dice, faults, journal.learning, calls, f"rewards/{task}")
-
-    played = in_lockstep(job, SimHost(slots, tasks, dice, faults, SimImages(sim.images), calls), rewards)
     return World(
         cluster=cluster,
         engines=engine_specs(job),
-        host=played.host,
-        rewards=played.rewards,
-        task_rewards=played.task_rewards,
-        stand_ins=played.stand_ins,
-        tokenizer=SimTokenizer(),
         task_sets={task.name: SimTaskSet(task.name, job.seed, faults) for task in job.tasks},
         store=store,
         journal=journal,
         affinity=build_affinity(job, sim.shape),
-        judges=tuple(judges.values()),
-        further_engines=engine_specs(job, further=True),
+        rollout=plays(0) if count == 1 else Sharding(engines=shard_engines, start=cluster.shard),
     )

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from rollart.config.job import Job
 from rollart.control.coordinator import Coordinator
 from rollart.control.learner import committed
 from rollart.control.waits import Waits
+from rollart.control.world import RolloutWorld
 from rollart.events import schema
 from rollart.events.log import EventLog, Reader
 from rollart.events.schema import Event
@@ -28,10 +30,11 @@ from rollart.launch.real import real_world
 from rollart.launch.resume import Resumption
 from rollart.launch.rundir import alone, make_run_dir, write_summary
 from rollart.records.format import FOLDER
-from rollart.records.recorder import FileRecorder
+from rollart.records.recorder import FileRecorder, next_life
 from rollart.report.fold import SummaryFold
 from rollart.report.trackers import Tracking, trackers
 from rollart.store.journal import FileJournal
+from rollart.workers.setup import ShardSetup
 
 Watch = Callable[[SummaryFold, Callable[[], str]], Reader]
 """Makes a reader of events that looks at the summary as it grows, and asks what the run waits for: the live view."""
@@ -95,16 +98,23 @@ async def drive_real(
         tell_changes(log, known, resume)
     tracking.start(trackers(job, out))
     (out / "pid").write_text(str(os.getpid()))
-    recorder = _recorder(job, out, log, loop)
+    life = next_life(out / FOLDER)
+    recorder = _recorder(job, out, log, loop, life)
 
     def lost(worker: str, reason: str) -> None:
         log.emit(schema.WorkerLost(worker=worker, reason=reason))
         for coordinator in running:
             coordinator.lost(worker, reason)
 
+    shards = ShardSetup(life=life, began_at=time.time() - (loop.time() - log.zero_s), trains=trains)
+
     def live() -> Life:
-        real = real_world(job, out, journal, lost, trains=trains, earlier=resume.earlier if resume else ())
-        return Life(world=replace(real.world, recorder=recorder), close=real.close, killed=loop.create_future())
+        earlier = resume.earlier if resume else ()
+        real = real_world(job, out, journal, lost, trains=trains, earlier=earlier, shards=shards)
+        world = replace(real.world, recorder=recorder)
+        if isinstance(world.rollout, RolloutWorld):
+            world = replace(world, rollout=replace(world.rollout, recorder=recorder))
+        return Life(world=world, close=real.close, killed=loop.create_future())
 
     def started(coordinator: Coordinator) -> None:
         running.append(coordinator)
@@ -122,7 +132,7 @@ async def drive_real(
     return books.result(error)
 
 
-def _recorder(job: Job, out: Path, log: EventLog, loop: asyncio.AbstractEventLoop) -> FileRecorder | None:
+def _recorder(job: Job, out: Path, log: EventLog, loop: asyncio.AbstractEventLoop, life: int) -> FileRecorder | None:
     """Keeps the trajectories, where the job wants any."""
     settings = job.trajectories
     if not settings.keep:
@@ -137,6 +147,7 @@ def _recorder(job: Job, out: Path, log: EventLog, loop: asyncio.AbstractEventLoo
         share=settings.keep,
         total_bytes=None if settings.total_mb is None else settings.total_mb << 20,
         zero_s=log.zero_s,
+        life=life,
         warn=warn,
     )
 

@@ -1,4 +1,4 @@
-"""The composition root of a worker: from its set-up to an engine, a trainer, a rank or a host of environments.
+"""The composition root of a worker: from its set-up to an engine, a trainer, a rank, environments, or a shard.
 
 `start` is what a worker's own process calls, with the set-up as JSON: that of `cluster/local.py`, a rank's, or an actor
 of `cluster/ray.py`. `cluster/inline.py` calls `build` in the coordinator.
@@ -77,6 +77,10 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
     _make_run_directory(setup)
     if setup.role == "environments":
         return _environments(setup, given.job)
+    if setup.role == "shard":
+        from rollart.launch.shard import real_shard
+
+        return real_shard(setup, given)
     import torch
     from transformers.utils import logging as transformers_logging
 

@@ -14,7 +14,7 @@ class Demand:
 
     pool: str
     role: str
-    """`rollout`, `train`, `environments`."""
+    """`rollout`, `judge`, `shards`, `train`, `environments`."""
     count: int
     needs: Needs
 

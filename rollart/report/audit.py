@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollart.events import schema
 from rollart.events.log import Fold
-from rollart.events.schema import attempt_of, task_set
+from rollart.events.schema import attempt_of, group_of, task_set
 from rollart.report.audit_tasks import TaskBooks
 
 SENDS = 6
@@ -153,7 +153,7 @@ class Audit(Fold):
         self._trainer_faults += event.fault.startswith("trainer")
         if event.fault == "reward_outage":
             self._unscored_s = max(self._unscored_s, event.t + event.for_s)
-        elif event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer")):
+        elif event.fault.startswith(("env", "reward", "refused", "engine", "slow_answer", "shard")):
             self._hit[event.target] = event.n
             if self._is_judge(event.target):
                 self._judges_down[event.target] = None
@@ -453,6 +453,28 @@ class Audit(Fold):
         self._versions[event.engine] = event.version
         if event.version < self._serving:
             self._broken(5, f"{event.engine} came up with version {event.version} under {self._serving}")
+
+    def _on_shard_down(self, event: schema.ShardDown) -> None:
+        """Its attempts under way are forgotten; its groups are admitted once more, and its engines come with it."""
+        if self._hit.pop(event.shard, None) is None and self._simulated:
+            self._broken(3, f"{event.shard} was given up ({event.reason}) though nothing happened to it")
+        groups = dict.fromkeys(event.groups)
+        for attempt in list(self._runs):
+            if attempt in event.episodes or group_of(attempt) in groups:
+                del self._runs[attempt]
+                self._calls.pop(attempt, None)
+        for group in groups:
+            if self._alive.get(group) != "open":
+                self._broken(8, f"group {group} was lost with {event.shard} while {self._alive.get(group)}")
+            self._alive[group] = "reopening"
+        for engine in event.engines:
+            self._versions.pop(engine, None)
+            self._suspended.pop(engine, None)
+
+    def _on_shard_up(self, event: schema.ShardUp) -> None:
+        self._versions.update(dict.fromkeys(event.engines, event.version))
+        if event.version < self._serving:
+            self._broken(5, f"{event.shard} came up with version {event.version} under {self._serving}")
 
     def _on_swap_start(self, event: schema.SwapStart) -> None:
         self._swapping = True

@@ -70,6 +70,9 @@ class TaskBooks(Fold):
                 if waits.owed == 0:
                     self._broken(3, f"task {other} is back in the mix, but gets no groups")
 
+    def _shard_lost(self, event: schema.ShardDown) -> None:
+        self._reopening.update(dict.fromkeys(event.groups))
+
     def _ready(self, event: schema.Ready) -> None:
         self._scored(event.group)
 

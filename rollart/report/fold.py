@@ -10,7 +10,7 @@ from msgspec import structs
 from rollart.events import schema
 from rollart.events.log import Fold
 from rollart.events.metrics import Last, Max, Mean, Metrics, Sum
-from rollart.events.schema import attempt_of, task_set
+from rollart.events.schema import attempt_of, group_of, task_set
 from rollart.report import summary
 from rollart.report.costs import CostFold
 from rollart.report.fold_parts import EvaluationFold, Failures, SwapFold, TaskSums, step_times
@@ -187,7 +187,7 @@ class SummaryFold(Fold):
                 self._metrics.add(f"{work.task}/reward/{part}/mean", Mean(work.parts[part]))
         else:
             self._metrics.add(f"stop/{status}", Sum(1))
-        group = self._groups.get(event.id.rsplit(".", 2)[0])
+        group = self._groups.get(group_of(event.id))
         if status in ("done", "truncated") and group is not None and event.reward is not None:
             group.append(work)
         else:
@@ -338,14 +338,28 @@ class SummaryFold(Fold):
         if self._state == "running":
             self._restarts["coordinator"] += 1
             self._failures.add("coordinator", "coordinator", f"was killed after {len(self._steps)} steps")
-        for attempt, work in self._live.items():
-            work.cost += self._costs.given_up(attempt, event.t)
+        self._cut_off(list(self._live))
+
+    def _on_shard_down(self, event: schema.ShardDown) -> None:
+        """One of several coordinators is gone, with its attempts. What its groups had scored is not trained on."""
+        self._restarts["coordinator"] += 1
+        self._failures.add("coordinator", event.shard, event.reason)
+        groups = dict.fromkeys(event.groups)
+        self._cut_off([name for name in self._live if name in event.episodes or group_of(name) in groups])
+        for group in groups:
+            self._wasted("restart", self._groups[group])
+            self._groups[group] = []
+
+    def _cut_off(self, attempts: list[str]) -> None:
+        """These were under way where a coordinator was killed."""
+        for attempt in attempts:
+            work = self._live.pop(attempt)
+            work.cost += self._costs.given_up(attempt, self.now.t)
             if work.evaluation:
                 self._evaluation_cost += work.cost
             else:
                 self._tasks[work.task].cost += work.cost
                 self._wasted("restart", [work])
-        self._live.clear()
 
     def _on_resumed(self, event: schema.Resumed) -> None:
         """History goes back to the checkpoint: groups that were admitted since, and not trained on, are forgotten."""

@@ -23,7 +23,7 @@ from rollart.errors import EngineError, RequestError, WeightError
 from rollart.events import schema
 from rollart.events.log import EventLog
 from rollart.hardware import NODE_GPUS, Disaggregated, EngineCosts, Hardware, ModelShape, engine_costs
-from rollart.sim.coordinators import SimCoordinators
+from rollart.sim.cores import Core
 from rollart.sim.dice import Dice
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
@@ -69,8 +69,10 @@ class EngineWorld:
     """`sim.links.blocking`."""
     log: EventLog
     faults: Faults
-    coordinators: SimCoordinators | None = None
-    """Where their own time is charged."""
+    cores: Mapping[str, Core] = field(default_factory=dict)
+    """By engine, that of the coordinator which calls it."""
+    call_s: float = 0.0
+    """That it works there for each call."""
     counts_work: bool = True
     """Engines say what they have done, as some task's pool is chosen by how fast they are."""
     kv_tokens: Mapping[str, int | None] = field(default_factory=dict)
@@ -271,8 +273,8 @@ class SimEngine:
         if self.dead or self.hung:
             await self._alive()
         world = self._world
-        if world.coordinators is not None:
-            await world.coordinators.call(request.session)
+        if world.call_s:
+            await world.cores[self.spec.id].work(world.call_s)
             await self._alive()
         if world.settings.call_s:
             await asyncio.sleep(world.settings.call_s)

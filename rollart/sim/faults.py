@@ -164,19 +164,20 @@ class Workplace:
         return bool(works)
 
 
-def draw_plan(chaos: ChaosSettings, seed: int) -> tuple[FaultSettings, ...]:
-    """A fault plan from a seed: what, when, whom."""
+def draw_plan(chaos: ChaosSettings, seed: int, *, shards: bool = False) -> tuple[FaultSettings, ...]:
+    """A fault plan from a seed: what, when, whom. `shards`: the job has some."""
     dice = Dice(seed)
+    kinds = FAULT_KINDS if shards else tuple(kind for kind in FAULT_KINDS if kind != "shard_death")
     fewest, most = chaos.faults
     count = fewest + dice.number("count", most - fewest + 1)
-    return tuple(_draw_fault(chaos, dice, number) for number in range(count))
+    return tuple(_draw_fault(chaos, dice, number, kinds) for number in range(count))
 
 
-def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int) -> FaultSettings:
+def _draw_fault(chaos: ChaosSettings, dice: Dice, number: int, kinds: Sequence[FaultKind]) -> FaultSettings:
     def uniform(what: str) -> float:
         return dice.uniform(f"{number}/{what}")
 
-    kind: FaultKind = FAULT_KINDS[dice.number(f"{number}/kind", len(FAULT_KINDS))]
+    kind = kinds[dice.number(f"{number}/kind", len(kinds))]
     share, factor = LASTING.get(kind, (0.0, 1.0))
     at_swap = uniform("at_swap") < AT_A_SWAP
     return FaultSettings(

@@ -11,6 +11,7 @@ from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.learning import SimLearning
 from rollart.sim.links import SLOW, SimDisk, SimLink, SimStore, digest_of
+from rollart.sim.shards import SimShard
 from rollart.types import (
     Batch,
     Bucket,
@@ -232,7 +233,10 @@ class SimCluster:
         disk: SimDisk | None = None,
         learning: SimLearning | None = None,
         colocated: bool = False,
+        start_shard: Callable[[int], SimShard] | None = None,
+        shard_engines: Sequence[Sequence[str]] = (),
     ) -> None:
+        """`start_shard`: makes the shard of this number. `shard_engines`: those of each."""
         self._change_s = _change_s(engines.model, train, train_gpus) if colocated else 0.0
         self._disk = disk or SimDisk()
         self._learning = learning or SimLearning()
@@ -254,10 +258,14 @@ class SimCluster:
         self._noted = noted
         self._loop = asyncio.get_running_loop()
         self.engines: dict[str, SimEngine] = {}
+        self.shards: dict[int, SimShard] = {}
+        self._start_shard = start_shard
+        self._shard_engines = shard_engines
         self.current: SimTrainer | None = None
         for kind in ("engine_death", "engine_hang", "engine_restart"):
             faults.on(kind, self._hit_engine)
         faults.on("slow_answer", self._slow_down)
+        faults.on("shard_death", self._kill_shard)
         faults.on("trainer_before", self._kill_idle)
         faults.on("trainer_during", self._kill_busy)
         for kind in ("bucket_lost", "bucket_corrupt"):
@@ -271,6 +279,15 @@ class SimCluster:
         engine = kind(spec, self._world, lambda name: self.engines.pop(name, None))
         self.engines[spec.id] = engine
         return engine
+
+    async def shard(self, number: int) -> SimShard:
+        before = self.shards.get(number)
+        if before is not None:
+            before.die("it is started again")
+            await before.closed()
+        assert self._start_shard is not None, "this job has no shards"
+        shard = self.shards[number] = self._start_shard(number)
+        return shard
 
     async def trainer(self) -> SimTrainer:
         await asyncio.sleep(self._train.fixed_s)
@@ -298,6 +315,10 @@ class SimCluster:
 
     async def close(self) -> None:
         """All workers end; so they do when their coordinator is killed."""
+        for shard in self.shards.values():
+            shard.die("the job ended")
+        for shard in self.shards.values():
+            await shard.closed()
         for engine in list(self.engines.values()):
             engine.die("the job ended")
         if self.current is not None:
@@ -314,6 +335,19 @@ class SimCluster:
             self.engines[name].hang(fronted=fault.target % 2 == 1)
         else:
             self.engines[name].die("killed" if fault.kind == "engine_death" else "restarted by its machine")
+        return True
+
+    def _kill_shard(self, fault: FaultSettings) -> bool:
+        """Its engines are its children, and end with it."""
+        well = [number for number, shard in self.shards.items() if not shard.dead]
+        if not well:
+            return True
+        number = well[fault.target % len(well)]
+        self._faults.fired(fault, f"shard-{number}")
+        self.shards[number].die("killed")
+        for name in self._shard_engines[number]:
+            if name in self.engines:
+                self.engines[name].die("its shard was killed")
         return True
 
     def _slow_down(self, fault: FaultSettings) -> bool:

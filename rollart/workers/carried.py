@@ -45,17 +45,20 @@ def carried_by(job: Job) -> list[Carried]:
     """All that the workers of a job read from paths that the job names."""
     train = job.train
     trainers = ("trainer", "rank")
-    wanted: dict[str, set[str]] = {job.model.path: {"engine", *trainers}}
+    wanted: dict[str, set[str]] = {job.model.path: {"engine", "shard", *trainers}}
     for pool in job.judge_pools:
         assert pool.judge is not None
-        wanted.setdefault(pool.judge.path, set()).add("engine")
+        wanted.setdefault(pool.judge.path, set()).update(("engine", "shard"))
     for path in (train.reference, train.lora.adapter if train.lora is not None else None):
         if path is not None:
             wanted.setdefault(path, set()).update(trainers)
-    for code in [task.use for task in job.tasks] + [task.agent.function for task in job.tasks if task.agent]:
+    played = [task.use for task in job.tasks] + [task.agent.function for task in job.tasks if task.agent]
+    rewards = job.asked_rewards.values() if job.cluster.coordinators > 1 else ()
+    scoring = [reward.function for reward in rewards if reward.function is not None]
+    for code in [*played, *scoring]:
         file = code.rpartition(":")[0] if ".py:" in code else code
         if file.endswith(".py"):
-            wanted.setdefault(file, set()).add("environments")
+            wanted.setdefault(file, set()).update(("environments", "shard") if code in played else ("shard",))
     return [described(Path(path), sorted(roles)) for path, roles in wanted.items()]
 
 
@@ -141,8 +144,8 @@ class Receiver:
 
 
 def chunks(carried: Carried) -> Iterator[tuple[str, bytes]]:
-    """All its bytes, in order, from the machine that has it; an empty file is one empty chunk."""
-    for file in _files(Path(carried.path)):
+    """All its bytes, in order, from this machine; an empty file is one empty chunk."""
+    for file in _files(here(carried) or Path(carried.path)):
         with file.open("rb") as opened:
             data = opened.read(CHUNK_BYTES)
             yield file.name, data

@@ -1,8 +1,9 @@
-"""Engine and trainer as seen from the coordinator, over any worker that can be called by method name.
+"""Engine, trainer and shard as seen from the coordinator, over any worker that can be called by method name.
 
 Each kind of cluster brings its own `Worker`; what crosses, and how a worker's error becomes the port's, is the same.
 """
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from rollart.errors import (
     AnswerError,
     BoundaryError,
     CannotHost,
+    ClusterError,
     EngineError,
     EnvCrashed,
     EnvError,
@@ -21,6 +23,8 @@ from rollart.errors import (
     TrainerError,
     WeightError,
 )
+from rollart.events.log import packed, unpacked
+from rollart.ports import Answer, Call, Events, Shard, ShardMessage
 from rollart.types import (
     Batch,
     Completion,
@@ -30,6 +34,9 @@ from rollart.types import (
     WeightManifest,
     WeightVersion,
 )
+from rollart.workers.wire import allow
+
+allow(Call, Answer)
 
 _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error
@@ -71,6 +78,33 @@ class WorkerEngine:
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         report: SwapReport = await self._worker.call(EngineError, "swap", manifest)
         return report
+
+
+class WorkerShard:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def tell(self, messages: Sequence[ShardMessage]) -> None:
+        await self._worker.call(ClusterError, "tell", list(messages))
+
+    async def news(self) -> list[ShardMessage]:
+        said: list[Any] = await self._worker.call(ClusterError, "news")
+        return [Events(unpacked(one)) if isinstance(one, bytes) else one for one in said]
+
+
+class ShardService:
+    """A shard, in its own process: events cross packed by their own codec."""
+
+    def __init__(self, shard: Shard, close: Callable[[], Awaitable[None]]) -> None:
+        self._shard = shard
+        self.close = close
+        """Ends what it started."""
+
+    async def tell(self, messages: list[ShardMessage]) -> None:
+        await self._shard.tell(messages)
+
+    async def news(self) -> list[Any]:
+        return [packed(one.events) if isinstance(one, Events) else one for one in await self._shard.news()]
 
 
 class WorkerTrainer:

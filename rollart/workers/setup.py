@@ -37,6 +37,18 @@ class RankSetup(Settings):
     device: str = "cpu"
 
 
+class ShardSetup(Settings):
+    """Which part of the rollout a shard has, and what it must know of the run."""
+
+    number: int = 0
+    life: int = 0
+    """How often the run had been started before: its recorded trajectories say so."""
+    began_at: float = 0.0
+    """When the run began, by the wall's clock."""
+    trains: bool = True
+    """There is a trainer."""
+
+
 class WorkerSetup(Settings):
     """One worker. That of a run's trainer, from which those of its other workers are derived."""
 
@@ -48,13 +60,15 @@ class WorkerSetup(Settings):
     """End an answer, beside those that the model's files name."""
     earlier: tuple[tuple[int, Job], ...] = ()
     """(n, the job that the steps before n are trained under), n rising."""
-    role: Literal["engine", "trainer", "rank", "environments"] = "trainer"
+    role: Literal["engine", "trainer", "rank", "environments", "shard"] = "trainer"
     name: str = "trainer"
     pool: str = ""
     """Of an engine, or of environments."""
     rendezvous: str = ""
     """Where a trainer's ranks meet, where they were placed for it."""
     rank: RankSetup | None = None
+    shard: ShardSetup | None = None
+    """Of a shard, and of what it starts."""
     carried: tuple[Carried, ...] = ()
     """Files that come from the coordinator's machine, where workers may be on others."""
 
@@ -63,6 +77,11 @@ class WorkerSetup(Settings):
 
     def environments(self, name: str, pool: str) -> Self:
         return self.model_copy(update={"role": "environments", "name": name, "pool": pool})
+
+    def as_shard(self, number: int) -> Self:
+        assert self.shard is not None, "this job has no shards"
+        own = self.shard.model_copy(update={"number": number})
+        return self.model_copy(update={"role": "shard", "name": f"shard-{number}", "shard": own})
 
     @property
     def needed(self) -> list[Carried]:
@@ -80,17 +99,26 @@ class WorkerSetup(Settings):
         return self.out / "logs"
 
     @property
+    def own_log_dir(self) -> Path:
+        """Of what other shards start under the same names."""
+        return self.log_dir if self.role != "shard" else self.log_dir / self.name
+
+    @property
     def own_pool(self) -> PoolSettings:
         return next(pool for pool in self.job.pools if pool.name == self.pool)
 
     @property
     def threads(self) -> int:
         """CPU threads of its process."""
+        if self.role == "shard":
+            return 1
         engines = self.own_pool.engines if self.pool else None
         return engines.threads if engines else self.job.train.threads
 
     @property
     def cores(self) -> tuple[int, ...]:
         """That its process keeps to; empty: any."""
+        if self.role == "shard":
+            return ()
         engines = self.own_pool.engines if self.pool else None
         return engines.cores if engines else self.job.train.cores

@@ -16,7 +16,7 @@ from rollart.config.job import Job
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
 from rollart.control.env_manager import Agent
-from rollart.control.world import World
+from rollart.control.world import RolloutWorld, World
 from rollart.errors import Deadlock, EngineError, JobError, RollartError, TrainerError
 from rollart.events import schema
 from rollart.events.log import EventLog, LogHandle
@@ -324,6 +324,15 @@ class NoWorld:
     """For a run that never touches it."""
 
     recorder: Any = None
+    rollout: Any = field(
+        default_factory=lambda: RolloutWorld(
+            cluster=None,  # type: ignore[arg-type]
+            engines=(),
+            host=None,  # type: ignore[arg-type]
+            rewards=None,  # type: ignore[arg-type]
+            tokenizer=None,  # type: ignore[arg-type]
+        )
+    )
 
 
 E = TypeVar("E", bound=Event)
@@ -482,22 +491,28 @@ class Scene:
     ) -> BaseException | None:
         handle = LogHandle(log)
         cluster = ScriptedCluster(self)
-        world = World(
+        rollout = RolloutWorld(
             cluster=cluster,
             engines=engine_specs(self.job),
             host=self,
             rewards=self,
             task_rewards=self.task_rewards,
             tokenizer=Words(),
-            task_sets={task.name: Tasks(task.name, self) for task in self.job.tasks},
-            store=self,
-            journal=self.journal,
-            affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
             agents={} if self.agent is None else {task.name: self.agent for task in self.job.tasks},
             further_engines=engine_specs(self.job, further=True),
             recorder=self.recorder,
             stand_ins=self.stand_ins,
             dead_letters=self.dead_letters,
+        )
+        world = World(
+            cluster=cluster,
+            engines=engine_specs(self.job),
+            task_sets={task.name: Tasks(task.name, self) for task in self.job.tasks},
+            store=self,
+            journal=self.journal,
+            affinity=build_affinity(self.job, MODELS[self.job.sim.model]),
+            rollout=rollout,
+            recorder=self.recorder,
         )
         coordinator = self.coordinator = Coordinator(self.job, world, handle)
 

@@ -127,7 +127,9 @@ def test_what_the_watchdog_says_is_no_movement_on_a_clock_that_goes_on_meanwhile
         texts: list[str] = []
         log.read_by(lambda event: texts.append(event.text.split(":")[0]) if isinstance(event, schema.Stall) else None)
         limits = {"stall_s": 90.0, "lag_s": 30.0}
-        watchdog = Watchdog(JobContext(scene_job(limits=limits), LogHandle(log)), lambda: parts)
+        watchdog = Watchdog(
+            JobContext(scene_job(limits=limits), LogHandle(log)), lambda: parts, stalled=lambda text: None
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(285.0):
                 await watchdog.run()

@@ -427,7 +427,7 @@ def test_the_watchdog_says_what_it_knows_when_asked() -> None:
         context = JobContext(scene_job(), LogHandle(log))
         task = asyncio.ensure_future(context.waits.on("a key").guard("Ben", for_ever()))
         await asyncio.sleep(4.0)
-        words = Watchdog(context, list).report(schema.Stall, "nothing moves")
+        words = Watchdog(context, list, stalled=None).report(schema.Stall, "nothing moves")
         assert words == "nothing moves: Ben waits on a key since 4.0 s"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

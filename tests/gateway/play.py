@@ -8,6 +8,7 @@ from typing import Any
 
 from rollart.config.load import build_job
 from rollart.control.coordinator import Coordinator
+from rollart.control.world import RolloutWorld
 from rollart.events.log import EventLog, LogHandle
 from rollart.events.schema import Event
 from rollart.launch.checks import check_supported
@@ -94,9 +95,12 @@ def play(
         kept, events = Kept(), list[Event]()
         log = EventLog(asyncio.get_running_loop().time)
         log.read_by(events.append)
-        world = replace(real.world, recorder=kept, tokenizer=tokenizer(real.world.tokenizer))
+        rollout = real.world.rollout
+        assert isinstance(rollout, RolloutWorld)
+        rollout = replace(rollout, recorder=kept, tokenizer=tokenizer(rollout.tokenizer))
         if talk is not None:
-            world = replace(world, host=_Host(real.world.task_sets["talk"], talk))  # type: ignore[arg-type]
+            rollout = replace(rollout, host=_Host(real.world.task_sets["talk"], talk))  # type: ignore[arg-type]
+        world = replace(real.world, rollout=rollout)
         try:
             await Coordinator(settings, world, LogHandle(log)).evaluate()
         finally:

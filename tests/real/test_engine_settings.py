@@ -12,6 +12,7 @@ import torch
 from rollart.cluster import machine
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
+from rollart.control.world import RolloutWorld
 from rollart.envs.process import ProcessEnvHost
 from rollart.errors import RewardError
 from rollart.launch.real import RealWorld, real_world
@@ -126,7 +127,8 @@ def test_the_variables_that_a_job_names_reach_those_who_run_user_code(
 
     async def work() -> tuple[dict[str, str], dict[str, str]]:
         real = built(raw, tmp_path / "run")
-        host, rewards = real.world.host, real.world.rewards
+        assert isinstance(real.world.rollout, RolloutWorld)
+        host, rewards = real.world.rollout.host, real.world.rollout.rewards
         assert isinstance(host, ProcessEnvHost)
         assert isinstance(rewards, LocalRewards)
         try:

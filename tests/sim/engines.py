@@ -8,11 +8,11 @@ from typing import TypeVar
 import numpy as np
 
 from rollart.config.settings import Spread
-from rollart.config.sim import SimControlSettings, SimEngineSettings, SimTaskSettings
+from rollart.config.sim import SimEngineSettings, SimTaskSettings
 from rollart.events.log import EventLog
 from rollart.hardware import HARDWARE, MODELS, Disaggregated
 from rollart.sim.clock import VirtualLoop
-from rollart.sim.coordinators import SimCoordinators
+from rollart.sim.cores import Core
 from rollart.sim.dice import Dice
 from rollart.sim.disaggregated import SimDisaggregated
 from rollart.sim.engine import EngineWorld, SimEngine
@@ -48,7 +48,7 @@ class Bench:
         settings: SimEngineSettings | None = None,
         apart: Disaggregated | None = None,
         kind: str = "embedded",
-        control: SimControlSettings | None = None,
+        call_s: float = 0.0,
         kv_tokens: int | None = None,
     ) -> None:
         self.log = EventLog(now)
@@ -67,7 +67,8 @@ class Bench:
             log=self.log,
             faults=Faults((), self.log),
             kv_tokens={"pool": kv_tokens},
-            coordinators=None if control is None else SimCoordinators(control),
+            cores={SPEC.id: Core()},
+            call_s=call_s,
         )
         spec = replace(SPEC, type=kind, gpus=1 if apart is None else apart.decoders)
         self.died: list[str] = []

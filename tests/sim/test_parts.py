@@ -242,6 +242,8 @@ def test_the_same_seed_draws_the_same_plan_and_another_another() -> None:
     chaos = ChaosSettings(faults=(3, 8), horizon_s=100.0, swaps=5)
     plans = [draw_plan(chaos, seed) for seed in range(200)]
     assert plans == [draw_plan(chaos, seed) for seed in range(200)]
+    assert not any(fault.kind == "shard_death" for plan in plans for fault in plan), "one coordinator has none"
+    plans = [draw_plan(chaos, seed, shards=True) for seed in range(200)]
     assert len(set(plans)) == 200
     assert {len(plan) for plan in plans} == {3, 4, 5, 6, 7, 8}
     assert {fault.kind for plan in plans for fault in plan} == set(FAULT_KINDS)
