@@ -558,7 +558,7 @@ def test_a_disk_that_fills_up_later_is_one_line(
     def full(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
 
-    monkeypatch.setattr("rollart.launch.driver.EventLog", full)
+    monkeypatch.setattr("rollart.launch.books.EventLog", full)
     (here / "job.yaml").write_text(yaml.safe_dump(job(here)))
     assert main(["sim", str(here / "job.yaml")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("rollart: stopped: events.jsonl: No space left")
