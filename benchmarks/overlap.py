@@ -61,7 +61,7 @@ PUSH_OF_PULL = 4.6
 TRAIN_OF_PUSH = 1.5
 """A step is longer than a push, as in the paper."""
 LINKLESS = ("shm", "files")
-LINKLESS_TRAIN_S = 20.0
+LINKLESS_TRAIN_S = 8.0
 """No link is imitated there, so that a step need not be longer than this."""
 BUCKET_BYTES = 32_000_000
 BLOCKS, STEPS = 3, 3
