@@ -45,7 +45,6 @@ COMMANDS = {
     "envs": ".venv/bin/python -m benchmarks.envs --json",
     "overlap": ".venv/bin/python -m benchmarks.overlap --gb 0.25 1 --json",
     "stores": ".venv/bin/python -m benchmarks.weights --json",
-    "redundancy": ".venv/bin/python -m benchmarks.redundancy --rounds 2 --json",
     "soak": ".venv/bin/python -m benchmarks.soak --json",
     "affinity": ".venv/bin/python -m benchmarks.affinity --json",
     "trl": ".venv/bin/python -m benchmarks.trl_frozen_lake --rounds 3",
@@ -204,23 +203,6 @@ def stores(run: Run) -> str:
     return f"{', '.join(parts)} % ([weights](docs/weights.md#each-store-against-its-medium))"
 
 
-def redundancy(run: Run) -> str:
-    cases, lengths = run.result["cases"], run.result["lengths"]
-    step = {name: f"{cases[name]['step_s']:.2f}" for name in ("none", "2 groups", "4 groups", "1 member", "2 members")}
-    ratios = [row["simulated_over_real"] for row in cases.values()]
-    kept = {
-        name: lengths[f"bound 1, 2 groups {name}"]["uneven"]["trained"]
-        / lengths[f"bound 1, 2 groups {name}"]["uneven"]["admitted"]
-        for name in ("cancelled", "carried")
-    }
-    return (
-        f"{step['none']}; {step['2 groups']} and {step['4 groups']} with 2 and 4 groups; {step['1 member']} and "
-        f"{step['2 members']} with 1 and 2 members; the simulator is at {min(ratios):.2f} to {max(ratios):.2f} of all "
-        f"nine cases; of a task whose groups have 1 to 12 turns, those trained on have {kept['cancelled']:.2f} "
-        f"(cancelled) and {kept['carried']:.2f} (carried) of the turns of those begun ([modes](docs/modes.md))"
-    )
-
-
 def soak(run: Run) -> str:
     found = run.result
     flat = all(row["flat"] for row in found["memory_mb"].values())
@@ -305,11 +287,6 @@ ROWS: tuple[tuple[str, str, Callable[..., str]], ...] = (
         "push / pull",
         "stores",
         stores,
-    ),
-    (
-        "spare groups and members, on policy, with latencies drawn for each environment step: seconds a step",
-        "redundancy",
-        redundancy,
     ),
     ("generate calls a second, control plane only, one core, 10,000 live trajectories", "control", calls),
     ("cost of a call with 50,000 live trajectories against 1,000", "control", call_growth),
