@@ -14,6 +14,7 @@ the first time (`first_push_s`). `of_limit` is of the medians; `spread` has the 
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import shutil
 import socket
@@ -25,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -394,8 +396,10 @@ def measure(sizes_gb: list[float], stores: list[str], rounds: int, folder: Path 
             print("mooncake: not installed, left out", file=sys.stderr)
             continue
         for size in sizes_gb:
-            with tempfile.TemporaryDirectory(dir=folder) as own:
-                found.append(measure_store(name, int(size * 1e9), Path(own), rounds))
+            # A process for each, since what one of them has mapped takes memory until it ends.
+            alone = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            with tempfile.TemporaryDirectory(dir=folder) as own, alone as process:
+                found.append(process.submit(measure_store, name, int(size * 1e9), Path(own), rounds).result())
             print(found[-1], file=sys.stderr)  # so that nothing is lost where the next one is
     return {"load": os.getloadavg(), "threads": threading.active_count(), "bucket_bytes": BUCKET_BYTES, "stores": found}
 

@@ -194,9 +194,13 @@ def overlap(run: Run) -> str:
     )
 
 
+def of_limit(share: float) -> str:
+    return "over 100" if share > 1 else f"{100 * share:.0f}"
+
+
 def stores(run: Run) -> str:
     parts = [
-        f"`{name}` {100 * row['push_of_limit']:.0f} / {100 * row['pull_of_limit']:.0f}"
+        f"`{name}` {of_limit(row['push_of_limit'])} / {of_limit(row['pull_of_limit'])}"
         for name, row in one_gb(run).items()
         if name != "delta"
     ]
