@@ -1,20 +1,15 @@
 """Each engine and the trainer in an OS process of its own on this machine. Handles have the call shape of the ports."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
 from rollart.cluster.machine import VISIBLE
 from rollart.cluster.mps import Mps
-from rollart.errors import ClusterError
 from rollart.types import EngineSpec
-from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer
+from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer, close_shard
 from rollart.workers.launch import Lost, Process
 from rollart.workers.setup import WorkerSetup
-
-CLOSE_S = 10.0
-"""A shard has so long to end what it started: what is not a process of this machine would stay."""
 
 
 class LocalCluster:
@@ -50,7 +45,7 @@ class LocalCluster:
 
     async def close(self) -> None:
         shards = [worker for name, worker in self.workers.items() if name.startswith("shard-")]
-        await asyncio.gather(*(_close(shard) for shard in shards))
+        await asyncio.gather(*(close_shard(shard) for shard in shards))
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         if self._mps is not None:
             await asyncio.to_thread(self._mps.close)
@@ -71,9 +66,3 @@ class LocalCluster:
         self.workers[setup.name] = worker
         await worker.start(setup.model_dump_json())
         return worker
-
-
-async def _close(shard: Process) -> None:
-    with contextlib.suppress(ClusterError, TimeoutError):
-        async with asyncio.timeout(CLOSE_S):
-            await shard.call(ClusterError, "close")

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollart.errors import BoundaryError, ClusterError, JobError, NoRoom
 from rollart.types import EngineSpec, Needs, Node
 from rollart.workers.carried import Carried, Receiver, chunks, here
-from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer, as_raised
+from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer, as_raised, close_shard
 from rollart.workers.server import failure
 from rollart.workers.setup import WorkerSetup
 from rollart.workers.wire import pack, unpack
@@ -233,7 +233,7 @@ class RayCluster:
         self._locks: Locks = defaultdict(asyncio.Lock)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         _say_into(self._log_dir / "ray.log")
-        connect(setup.job.cluster.address, room)
+        self._joined = connect(setup.job.cluster.address, room)
 
     async def engine(self, spec: EngineSpec) -> WorkerEngine:
         return WorkerEngine(await self.worker(self._setup.engine(spec), self._engine_needs[spec.pool]))
@@ -266,10 +266,13 @@ class RayCluster:
 
     async def close(self) -> None:
         """Stop all workers and let go of the cluster; an embedded one ends."""
+        shards = [worker for name, worker in self.workers.items() if name.startswith("shard-")]
+        await asyncio.gather(*(close_shard(shard) for shard in shards))
         for worker in self.workers.values():
             worker.stop()
         self.workers.clear()
-        await asyncio.to_thread(ray.shutdown)
+        if self._joined:
+            await asyncio.to_thread(ray.shutdown)
 
     def _create(self, name: str, needs: Needs, *, reserve: int) -> RayWorker:
         if not reserve:
@@ -306,11 +309,11 @@ def _kinds(needs: Needs) -> dict[str, float]:
     return {needs.resource: KIND_SHARE} if needs.resource else {}
 
 
-def connect(address: str | None, room: Sequence[Needs]) -> None:
-    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room. Who is an
-    actor has joined already."""
+def connect(address: str | None, room: Sequence[Needs]) -> bool:
+    """Join the cluster at this address; without one, start a cluster of this machine alone, with that room. False: who
+    is an actor has joined already."""
     if ray.is_initialized():
-        return
+        return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -323,11 +326,12 @@ def connect(address: str | None, room: Sequence[Needs]) -> None:
                 f"cluster.address: no Ray cluster answers at {address!r} ({_one_line(error)}); start one with "
                 "`ray start --head`, or remove the address to have one for this job alone"
             ) from None
-        return
+        return True
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own default makes its workers the last to get a core
     kinds = {need.resource: 1.0 for need in room if need.resource}
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in room)))
     start(address="local", num_cpus=cpus, resources=kinds, include_dashboard=False)
+    return True
 
 
 class _Lines(TypedDict):

@@ -19,7 +19,7 @@ from rollart.control.render import delta
 from rollart.control.scoring import Scorer
 from rollart.control.waits import WaitList, Waits
 from rollart.control.world import RolloutWorld
-from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, boundary
+from rollart.errors import AgentError, BoundaryError, EnvCrashed, EnvError, EnvOverLimit, as_utf8, boundary
 from rollart.events import schema
 from rollart.policy.admission import is_stale
 from rollart.ports import Env, Tokenizer
@@ -239,7 +239,8 @@ class EnvManager:
             reason = ""
             score = await self._scorer.score(attempt, self._trajectory(attempt, status, "", None))
         except BoundaryError as error:
-            status, reason, kind = Status.FAILED, f"{type(error).__name__}: {error}", kind_of_failure(error)
+            status, kind = Status.FAILED, kind_of_failure(error)
+            reason = as_utf8(f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             if not attempt.was_stopped():
                 raise

@@ -10,13 +10,22 @@ from typing import Any
 
 from rollart.control.supervisor import TaskSupervisor
 from rollart.control.waits import Signal
-from rollart.errors import BoundaryError, ClusterError, StoreFull, TrainerError, VersionGone, WeightError
+from rollart.errors import (
+    BoundaryError,
+    ClusterError,
+    NoRoom,
+    StoreFull,
+    TrainerError,
+    VersionGone,
+    WeightError,
+    as_utf8,
+)
 from rollart.events.log import EventBuffer
 from rollart.ports import Answer, Call, Events, ShardMessage
 
 Handler = Callable[..., Any]
 _ERRORS: dict[str, type[BoundaryError]] = {
-    error.__name__: error for error in (ClusterError, StoreFull, TrainerError, VersionGone, WeightError)
+    error.__name__: error for error in (ClusterError, NoRoom, StoreFull, TrainerError, VersionGone, WeightError)
 }
 """That an answer may be; any other is a ClusterError there."""
 
@@ -91,7 +100,7 @@ class Peer:
         try:
             answer = Answer(number, await work)
         except BoundaryError as error:
-            answer = Answer(number, str(error), type(error).__name__)
+            answer = Answer(number, as_utf8(str(error)), type(error).__name__)
         self._say(answer)
 
     def _say(self, message: ShardMessage) -> None:

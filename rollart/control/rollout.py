@@ -265,6 +265,7 @@ class Rollout:
             if self._job.rollout.recheck != "start" and self._unchecked:
                 self._evict(-1)
                 self.feed()
+            changed = self._changed.next()  # what changes while shards are asked is not missed
             enough = len(self.buffer.ready) >= self._job.rollout.groups_per_step and not await self._waits_for_late(
                 step
             )
@@ -278,7 +279,7 @@ class Rollout:
                     groups = self._short_batch()
             if groups is not None:
                 return self._formed(step, groups)
-            await self._filling.guard(f"step {step}", self._changed.next())
+            await self._filling.guard(f"step {step}", changed)
 
     async def _waits_for_late(self, step: int) -> bool:
         """Groups are under way that are too old for the version that is swapped in after this batch, the step's."""

@@ -19,7 +19,7 @@ from rollart.control.peer import Peer, ShardLost
 from rollart.control.rollout import ATTEMPTS_PER_LIFE, Rollout
 from rollart.control.waits import Signal
 from rollart.control.world import Sharding
-from rollart.errors import BoundaryError, ClusterError, JobStopped, boundary
+from rollart.errors import BoundaryError, ClusterError, JobStopped, NoRoom, boundary
 from rollart.events import schema
 from rollart.events.log import LogHandle, Renumbering
 from rollart.policy.profile import TaskProfile
@@ -61,6 +61,10 @@ class Place:
     @property
     def name(self) -> str:
         return f"shard-{self.view.number}"
+
+    def note_engines(self, up: Sequence[str]) -> None:
+        self.engines_up = up
+        self.view.pools = frozenset(engine.pool for engine in self.engines if engine.id in up)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +213,7 @@ class Shards:
             view.groups[order[0]] += 1
             try:
                 played: Trajectory = await peer.ask("episode", id, task, list(order), temperature)
+                place.restarts = 0
                 return played
             except ClusterError:
                 id = id._replace(attempt=id.attempt + 1)
@@ -276,13 +281,15 @@ class Shards:
                 peer = self._talk(place, await self._starts.guard(place.name, self._start(number)))
                 now_s = self._loop.time() - self._log.zero_s
                 asked = peer.ask("begin", now_s, manifest, *self._staging, self._learns)
-                place.engines_up = await self._starts.guard(place.name, asked)
+                place.note_engines(await self._starts.guard(place.name, asked))
                 while self._current is not manifest or self._closed is not closed:  # since it was asked
                     if self._closed is not closed:
                         closed = self._closed
                         await peer.ask("drain" if closed else "reopen")
                     else:
                         manifest = self._current
+                        if place.loading is None and manifest is not None:
+                            place.loading = manifest.version
                         await peer.ask("swap", manifest, 0)
         except ClusterError:
             self._leave(place, "it could not start")
@@ -374,7 +381,7 @@ class Shards:
                 episodes=list(place.episodes),
             )
         )
-        place.engines_up = ()
+        place.note_engines(())
         place.episodes.clear()
         place.view.groups.clear()
         self._tell_engines(cause)
@@ -403,6 +410,8 @@ class Shards:
                 await self._begin(place)
             except BoundaryError as error:
                 self._log.emit(schema.ShardRetry(shard=place.name, reason=str(error), cause=cause))
+                if isinstance(error, NoRoom) and any(other.view.up for other in self._places):
+                    place.restarts -= 1  # a machine may come
                 continue
             up = self._log.emit(
                 schema.ShardUp(
@@ -462,7 +471,7 @@ class Shards:
             self._reports.given_up(group, how, place.renumbering.of(cause))
 
     def _engines(self, place: Place, up: Sequence[str], cause: int) -> None:
-        place.engines_up = up
+        place.note_engines(up)
         if place.view.up:
             self._tell_engines(place.renumbering.of(cause))
 

@@ -24,11 +24,15 @@ class ShardView:
 
     number: int
     up: bool = False
+    pools: frozenset[str] = frozenset()
+    """With an engine up there."""
     groups: Counter[str] = field(default_factory=Counter)
     """That it plays, by pool."""
 
 
 def least_loaded(shards: Sequence[ShardView], pool: str) -> ShardView | None:
-    """The one for a group of this pool: with the fewest there, then in all. None where none is up."""
+    """The one for a group of this pool: with the fewest there, then in all. One without an engine of the pool only
+    where no other is up; None where none is."""
     up = [shard for shard in shards if shard.up]
+    up = [shard for shard in up if pool in shard.pools] or up
     return min(up, key=lambda shard: (shard.groups[pool], shard.groups.total(), shard.number), default=None)

@@ -7,6 +7,7 @@ be written are held, and written with the next frame.
 """
 
 import contextlib
+import fcntl
 import os
 import threading
 import zlib
@@ -264,6 +265,7 @@ class _Files:
             except FileExistsError:
                 continue
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
+            fcntl.flock(self._file, fcntl.LOCK_EX)
             return path
 
     def _trim(self) -> None:
@@ -277,8 +279,19 @@ class _Files:
             for path, size in zip(files[:-1], sizes[:-1], strict=True):
                 if total <= self._total_bytes - self._file_bytes:
                     return
-                path.unlink()
-                total -= size
+                if not _is_written(path):
+                    path.unlink()
+                    total -= size
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a process writes it: that of another shard."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _bytes_of(played: Played) -> int:

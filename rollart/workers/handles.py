@@ -3,6 +3,8 @@
 Each kind of cluster brings its own `Worker`; what crosses, and how a worker's error becomes the port's, is the same.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -37,6 +39,9 @@ from rollart.types import (
 from rollart.workers.wire import allow
 
 allow(Call, Answer)
+
+CLOSE_S = 10.0
+"""A shard has so long to end what it started: what is not a process of this machine would stay."""
 
 _ERRORS: dict[str, type[BoundaryError]] = {
     error.__name__: error
@@ -90,6 +95,13 @@ class WorkerShard:
     async def news(self) -> list[ShardMessage]:
         said: list[Any] = await self._worker.call(ClusterError, "news")
         return [Events(unpacked(one)) if isinstance(one, bytes) else one for one in said]
+
+
+async def close_shard(worker: Worker) -> None:
+    """Let it end what it started, and write what it keeps."""
+    with contextlib.suppress(ClusterError, TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await worker.call(ClusterError, "close")
 
 
 class ShardService:

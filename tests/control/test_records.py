@@ -4,8 +4,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from rollart.control.env_manager import Session
+from rollart.errors import EnvError
 from rollart.events import schema
-from rollart.types import Batch, Observation, Played, Status
+from rollart.types import Batch, Observation, Played, Status, Task, TrajectoryId
 from tests.contracts.recorder import RecorderBench, RecorderContract
 from tests.control.scene import TOKEN_S, Scene, ScriptedEnv, scene_job
 
@@ -203,3 +204,17 @@ def test_groups_that_end_untrained_are_told() -> None:
     played = scene.play()
     assert kept.over == [(event.group, event.how) for event in played.of(schema.Group)]
     assert {how for _, how in kept.over} == {"filtered"}
+
+
+def test_why_an_attempt_failed_can_be_written_whatever_its_environment_said() -> None:
+    kept = Kept()
+
+    async def fails(task: Task, id: TrajectoryId) -> None:
+        if id.attempt == 0:
+            raise EnvError("no file caf\udce9.txt")
+
+    scene = Scene(job=scene_job(train__steps=1), recorder=kept)
+    scene.on_open = fails
+    scene.play()
+    reasons = {one.trajectory.reason for one in kept.all if one.trajectory.status is Status.FAILED}
+    assert reasons == {"EnvError: no file caf?.txt"}

@@ -15,7 +15,7 @@ def test_each_has_as_many_as_any_other_or_one_more(amount: int, shards: int) -> 
 
 
 def test_a_group_goes_where_the_fewest_of_its_pool_are() -> None:
-    shards = [ShardView(number, up=True) for number in range(3)]
+    shards = [ShardView(number, up=True, pools=frozenset("ab")) for number in range(3)]
     shards[0].groups.update(a=1)
     shards[1].groups.update(b=5)
     shards[2].groups.update(a=1, b=1)
@@ -24,3 +24,12 @@ def test_a_group_goes_where_the_fewest_of_its_pool_are() -> None:
     shards[1].up = False
     assert least_loaded(shards, "a") is shards[0], "as many of the pool, and fewer in all"
     assert least_loaded([shards[1]], "a") is None
+
+
+def test_a_shard_without_an_engine_of_the_pool_is_the_last_choice() -> None:
+    has, lacks = ShardView(0, up=True, pools=frozenset("ab")), ShardView(1, up=True, pools=frozenset("b"))
+    has.groups.update(a=9)
+    assert least_loaded([has, lacks], "a") is has
+    assert least_loaded([has, lacks], "b") is lacks
+    has.up = False
+    assert least_loaded([has, lacks], "a") is lacks, "it has engines that may stand in"

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,25 @@ def test_the_oldest_files_go_where_the_total_is_bounded(tmp_path: Path, monkeypa
     write(tmp_path / "whole", work, total_bytes=None)
     assert len(ids(tmp_path / "whole")) == 60
     assert not Archive(tmp_path / "whole").first_is_gone
+
+
+def test_a_file_that_another_process_writes_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollart.records.recorder, "FRAME_BYTES", 1)
+    other = FileRecorder(tmp_path / FOLDER, write_s=0.01)
+    other.played(played("other"))
+    while not files_of(tmp_path / FOLDER) or not ids(tmp_path):
+        time.sleep(0.01)
+
+    def work(keep: FileRecorder) -> None:
+        for number in range(60):
+            keep.played(played(f"g{number}"))
+
+    write(tmp_path, work, total_bytes=16_000)
+    assert "other.0.0" in (kept := ids(tmp_path))
+    assert len(kept) < 60, "others were deleted"
+    other.close()
+    write(tmp_path, work, total_bytes=16_000)
+    assert "other.0.0" not in ids(tmp_path), "nobody writes it any more"
 
 
 def test_what_comes_too_fast_is_dropped_counted_and_warned_of_once(tmp_path: Path) -> None:
