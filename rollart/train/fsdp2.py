@@ -193,7 +193,8 @@ class ShardedTrainer:
         gc.collect()  # sharded networks refer to themselves
         sharded = self._load_network(path / MODEL_DIR if reference else path)
         network = sharded.network
-        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
+        compiled = compiles(self._train, network)
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiled)
         optimizer = MasterAdamW(network, self._train)
         if reference:
             optimizer.load(self._own_parts(path, dict(sharded.network.named_parameters())))
@@ -202,6 +203,8 @@ class ShardedTrainer:
         probe = self._probe_of(sharded)
 
         updater = Updater(self._settings, sharded, self._reference, optimizer, self._device)
+        if compiled:
+            updater.warm_up()
 
         def put_in_place() -> None:
             self._live = _Live(sharded, optimizer, updater, probe)

@@ -137,7 +137,8 @@ class SingleTrainer:
         forget_compiled()
         gc.collect()  # networks refer to themselves
         network = self._load_policy(path / MODEL_DIR if reference else None)
-        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiles(self._train, network))
+        compiled = compiles(self._train, network)
+        run_layers(network, recompute=recomputed_layers(self._train, network), compile_=compiled)
         optimizer = MasterAdamW(network, self._train)
         if reference:
             saved = StoredTensors(optimizer_files(path))
@@ -147,6 +148,8 @@ class SingleTrainer:
 
         scorer = partial(packed_scores, network)
         updater = Updater(self.settings, scorer, self._reference, optimizer, self._device, self._hold_back)
+        if compiled:
+            updater.warm_up()
 
         def put_in_place() -> None:
             self._live = _Live(network, optimizer, updater)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollart.model.network import Scores
+from rollart.model.packed import ALIGNED_TOKENS
 from rollart.train.losses import LossInputs, LossReport, Totals, add_reports, policy_loss
 from rollart.train.optimizer import MasterAdamW
 from rollart.train.packing import MicroBatch, micro_batch
@@ -31,6 +32,8 @@ PADDING_SAMPLE = Sample(
 )
 """Stands in for an empty micro-batch: the smallest that uses every weight."""
 
+ALIKE_TOKENS, OWN_TOKENS = 64, 64
+"""Of each sequence that layers are compiled with: what it may have in common with the others, and what not."""
 
 OF_DATA = (AssertionError, ValueError, IndexError, ArithmeticError)
 """Raised while a micro-batch is computed, these say that it cannot be. Any other error is the trainer's own."""
@@ -42,6 +45,24 @@ NO_MEMORY = (
 )
 """What torch says of it where it raises no error of its own kind for it: on a CPU, and where CUDA or one of its
 libraries asked for the memory, not torch."""
+
+
+def _drawn(number: int, alike: bool) -> Sample:
+    """A sequence for `Updater.warm_up`, of token ids that every vocabulary has."""
+    tokens = np.random.default_rng(number).integers(0, 2, ALIKE_TOKENS + OWN_TOKENS).astype(np.int32)
+    if alike:
+        tokens[:ALIKE_TOKENS] = 0
+    mask = np.arange(len(tokens)) == len(tokens) - 1
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return Sample(
+        trajectory=TrajectoryId("", number, 0),
+        domain="",
+        tokens=tokens,
+        mask=mask,
+        logprobs=zeros,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=zeros,
+    )
 
 
 class PackedScorer(Protocol):
@@ -87,6 +108,24 @@ class Updater:
             yield report
             if report.skipped:
                 return
+
+    def warm_up(self) -> None:
+        """Compute micro-batches like those of a step, and make no update: so the layers are compiled before the first
+        step is waited for. Once with sequences that have their beginning in common, once with others: code is compiled
+        for either by itself, and for lengths of about that size."""
+        blocks = self._now.train.microbatch_tokens // ALIGNED_TOKENS
+        # An odd number of blocks: sizes that are the same the first time count as the same for ever, and no network is
+        # that wide.
+        tokens = ALIGNED_TOKENS * max(1, blocks - (blocks + 1) % 2)
+        counts = {True: (tokens - ALIKE_TOKENS) // OWN_TOKENS, False: tokens // (ALIKE_TOKENS + OWN_TOKENS)}
+        for alike, count in counts.items():
+            members = [_drawn(number, alike) for number in range(count)]
+            try:
+                loss, _ = self._loss(self.micro_batch(members), Totals(tokens=count, sequences=count))
+                torch.autograd.backward(loss)
+            except Exception:  # a step that fails so says why, and knows what to do
+                self._free()
+        self.optimizer.zero()
 
     def _anchor(self, shares: Sequence[RankWork]) -> tuple[Failed, ...]:
         """The log-probabilities of all samples under the weights of now: the proximal policy of each update."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
+from rollart.model import network
 from rollart.model.directory import StoredTensors
 from rollart.model.network import load_model
 from rollart.ports import Trainer
@@ -473,3 +474,25 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
     assert 1 <= peak[0] <= 6, "the three moments of one weight, and of the one before it"
     for name, tensor in trainer.optimizer.tensors().items():
         assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # they would end the compiling
+def test_layers_are_compiled_before_the_first_step(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For sequences with a beginning in common and for others; and the weights are as they were."""
+    monkeypatch.setattr(network, "flash_runs", lambda *_: True)  # whose kernels have a form for CPUs
+    trainer = SingleTrainer(trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024))
+    stats = torch._dynamo.utils.counters["stats"]
+    compiled = stats["unique_graphs"]
+    assert compiled == 2
+    initial = load_model(model_path).state_dict()
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in trainer.named_tensors().items())
+    together = [
+        make_sample("g", [7] * 70 + [member] * (member + 2), [0] * 71 + [1] * (member + 1), member=member)
+        for member in range(1, 6)
+    ]
+    for step, samples in enumerate((random_samples(1, 40), together, random_samples(2, 50))):
+        trainer.train_step(make_batch(step, samples))
+    assert stats["unique_graphs"] == compiled
