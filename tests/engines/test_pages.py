@@ -1,12 +1,14 @@
 """The paged cache: who shares which page, who copies, what comes back; and the order of a step that overlaps."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.backend import Launched
 from rollart.engines.embedded.engine import EmbeddedEngine, kv_tokens_of
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.pages import PagedMemory
@@ -14,7 +16,7 @@ from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
 from rollart.errors import WeightError
 from rollart.model.network import named_weights
-from rollart.types import Finish, Tokens
+from rollart.types import Completion, Finish, Tokens
 from tests.engines.reference import (
     EOS,
     KINDS,
@@ -147,6 +149,40 @@ def test_a_request_that_ended_is_cut_where_it_ended() -> None:
         assert list(got.tokens).count(EOS) == (got.finish is Finish.STOP)
         check(call, got, {0: plain})
     assert engine.stats.sampled_tokens == sum(len(got.tokens) for got in done.values())
+
+
+def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a step are taken when the next one is launched already: where that one has a prompt in it, whose
+    kernels the host starts one by one, the host waited that long for both."""
+    monkeypatch.setattr("rollart.types.REPORT_STEPS", 0.0)
+    now = [0.0]
+    for module in ("paged.runner", "engine"):
+        monkeypatch.setattr(f"rollart.engines.embedded.{module}.time.perf_counter", lambda: now[0])
+    engine, rng = make_engine(plain_model("qwen3"), paged=True), np.random.default_rng(3)
+    compute = engine.backend.launch
+
+    def launch(running: list[Sequence], *, rested: bool = False) -> Launched:
+        launched = compute(running, rested=rested)
+        now[0] += 100.0  # of the host, before the next thing is asked of it
+        return launched
+
+    def forward(tokens_T: torch.Tensor, *more: Any) -> torch.Tensor:
+        now[0] += 20.0 if len(tokens_T) > 8 else 1.0
+        return plainly(tokens_T, *more)
+
+    plainly = engine.backend._forward  # type: ignore[attr-defined]
+    engine.backend._forward = forward  # type: ignore[attr-defined]
+    engine.backend.launch = launch  # type: ignore[method-assign]
+    ended: list[Completion] = []
+    for number in range(4):
+        engine.add(request(random_tokens(rng, 20), f"s{number}/0", max_tokens=30, temperature=1.0, seed=number))
+        ended += [got for _ in range(5) for _, got in engine.step()]
+    ended += drain(engine).values()
+    work = max((got.work for got in ended if got.work is not None), key=lambda work: sum(one.steps for one in work))
+    assert work.prefill.seconds == 20.0 * work.prefill.steps, "the first one's time begins when it is launched"
+    assert work.mixed.steps == 3
+    assert work.mixed.seconds == 120.0 * work.mixed.steps
+    assert work.decode.seconds == 101.0 * work.decode.steps
 
 
 def test_slabs_and_pages_draw_the_same() -> None:

@@ -85,6 +85,29 @@ class _Graph(NamedTuple):
     logprobs_B: Tensor
 
 
+class _Mark:
+    """A moment on the device's own clock, when all is done that was launched before it; on a CPU, now.
+
+    The host sees the end of a step late where it starts the kernels of the next one by one: by its clock a step without
+    prompts would have taken what the step after it did."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, before: "_Mark") -> float:
+        """Once both are over."""
+        if self._event is not None and before._event is not None:
+            return before._event.elapsed_time(self._event) / 1e3
+        return self._at_s - before._at_s
+
+
 class _Copies:
     """Weights to be copied at the swap: graphs and kernels read them where they are."""
 
@@ -137,6 +160,8 @@ class PagedBackend:
         self._ring = [torch.zeros(0, dtype=torch.int32)] * RING
         self._answers = [torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
         self._turn = 0
+        self._ended: _Mark | None = None
+        """Of the step that was launched last."""
         self._stages = stages
         self._beside = torch.cuda.Stream(self._device) if stages and self._on_cuda else None
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
@@ -181,7 +206,10 @@ class PagedBackend:
 
     # --- a step
 
-    def launch(self, running: Row[Sequence]) -> Launched:
+    def launch(self, running: Row[Sequence], *, rested: bool = False) -> Launched:
+        before = self._ended
+        if rested or before is None:
+            before = _Mark(self._on_cuda)
         seqs = _ordered(running)
         asked, rows = asked_of(seqs)
         takes = [seq.take for seq in seqs]
@@ -191,11 +219,14 @@ class PagedBackend:
             inputs, where = self._send(seqs, [seq for seq, _ in asked], rows)
             hidden_TH = self._hidden(inputs, where)
             if not asked:
-                return Launched(seqs, takes, asked, lambda: ([], []))
+                ended = self._ended = _Mark(self._on_cuda)
+                return Launched(seqs, takes, asked, lambda: _nothing(ended), lambda: ended.seconds_since(before))
             logits_BV = self._logits(hidden_TH.index_select(0, inputs.rows_B))
             tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
         self._draw_truncated(logits_BV, asked, tokens_B, logprobs_B)
-        return Launched(seqs, takes, asked, self._returned(tokens_B, logprobs_B, len(asked)))
+        result, ended = self._returned(tokens_B, logprobs_B, len(asked))
+        self._ended = ended
+        return Launched(seqs, takes, asked, result, lambda: ended.seconds_since(before))
 
     def hidden(self, running: Row[Sequence]) -> tuple[list[Sequence], Tensor]:
         seqs = _ordered(running)
@@ -244,21 +275,18 @@ class PagedBackend:
 
     def _returned(
         self, tokens_B: Tensor, logprobs_B: Tensor, count: int
-    ) -> Callable[[], tuple[list[int], list[float]]]:
-        """Begin to copy the answer to the host; whoever calls the result waits for it."""
+    ) -> tuple[Callable[[], tuple[list[int], list[float]]], _Mark]:
+        """Begin to copy the answer to the host; whoever calls the result waits for it. And when that is done."""
         answer = self._answers[self._turn]
         answer[0, :count].copy_(tokens_B[:count], non_blocking=True)
         answer[1, :count].copy_(logprobs_B[:count].view(torch.int32), non_blocking=True)
-        event = torch.cuda.Event() if self._on_cuda else None
-        if event is not None:
-            event.record()
+        ended = _Mark(self._on_cuda)
 
         def result() -> tuple[list[int], list[float]]:
-            if event is not None:
-                event.synchronize()
+            ended.wait()
             return answer[0, :count].tolist(), answer[1, :count].view(torch.float32).tolist()
 
-        return result
+        return result, ended
 
     # --- what the device is told
 
@@ -445,6 +473,12 @@ class _Plan:
         cache = self._layers[layer]
         ops.keep(key_THD, value_THD, cache, self._where)
         return ops.attend(query_THD, cache, self._where, scaling, window)
+
+
+def _nothing(ended: _Mark) -> tuple[list[int], list[float]]:
+    """Of a step in which nobody sampled. It is waited for all the same: its host buffer is used again."""
+    ended.wait()
+    return [], []
 
 
 def _ordered(running: Row[Sequence]) -> list[Sequence]:
