@@ -172,7 +172,7 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
 
     plainly = engine.backend._forward  # type: ignore[attr-defined]
     engine.backend._forward = forward  # type: ignore[attr-defined]
-    engine.backend.launch = launch  # type: ignore[method-assign]
+    engine.backend.launch = launch  # type: ignore[assignment, method-assign]
     ended: list[Completion] = []
     for number in range(4):
         engine.add(request(random_tokens(rng, 20), f"s{number}/0", max_tokens=30, temperature=1.0, seed=number))
