@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.backend import Launched
 from rollart.engines.embedded.engine import EmbeddedEngine, kv_tokens_of
 from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged.forward import paged_forward
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
@@ -158,6 +160,18 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
     now = [0.0]
     for module in ("paged.runner", "engine"):
         monkeypatch.setattr(f"rollart.engines.embedded.{module}.time.perf_counter", lambda: now[0])
+
+    def slow_forward(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, *more: Any) -> torch.Tensor:
+            now[0] += 20.0 if len(tokens_T) > 8 else 1.0
+            hidden_TH: torch.Tensor = plainly(tokens_T, *more)
+            return hidden_TH
+
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", slow_forward)
     engine, rng = make_engine(plain_model("qwen3"), paged=True), np.random.default_rng(3)
     compute = engine.backend.launch
 
@@ -166,12 +180,6 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
         now[0] += 100.0  # of the host, before the next thing is asked of it
         return launched
 
-    def forward(tokens_T: torch.Tensor, *more: Any) -> torch.Tensor:
-        now[0] += 20.0 if len(tokens_T) > 8 else 1.0
-        return plainly(tokens_T, *more)
-
-    plainly = engine.backend._forward  # type: ignore[attr-defined]
-    engine.backend._forward = forward  # type: ignore[attr-defined]
     engine.backend.launch = launch  # type: ignore[assignment, method-assign]
     ended: list[Completion] = []
     for number in range(4):
