@@ -13,6 +13,7 @@ from rollart.engines.embedded.backend import Launched
 from rollart.engines.embedded.engine import EmbeddedEngine, kv_tokens_of
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.forward import paged_forward
+from rollart.engines.embedded.paged.ops import Where
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
@@ -191,6 +192,31 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
     assert work.mixed.steps == 3
     assert work.mixed.seconds == 120.0 * work.mixed.steps
     assert work.decode.seconds == 101.0 * work.decode.steps
+
+
+def test_what_kernels_are_given_is_aligned_whatever_the_step_has_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 16 bytes, or Triton would compile them anew when the first prompt of such a length comes."""
+    offsets: list[int] = []
+
+    def looked_at(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, where: Where, layers: Any) -> torch.Tensor:
+            for one in (where.lanes_T, where.positions_T, where.blocks_N4):
+                offsets.extend([one.storage_offset()] if len(one) else [])
+            hidden_TH: torch.Tensor = plainly(tokens_T, where, layers)
+            return hidden_TH
+
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", looked_at)
+    engine, rng = make_engine(plain_model("qwen3"), paged=True), np.random.default_rng(3)
+    for number in range(7):
+        engine.add(request(random_tokens(rng, 20 + number), f"s{number}/0", max_tokens=10))
+        engine.step()
+    drain(engine)
+    assert len(offsets) > 30
+    assert not any(offset % 4 for offset in offsets)
 
 
 def test_slabs_and_pages_draw_the_same() -> None:

@@ -38,6 +38,8 @@ RING = 3
 """Host buffers used in turn: one is filled while the device may still read the one before."""
 WORDS_PER_ROW = 7
 """Of a decode step: seed (2), temperature, lane twice, token, position."""
+ALIGNED_WORDS = 4
+"""What a kernel is given begins at a multiple of 16 bytes: Triton compiles it anew for a pointer that does not."""
 LONG_CONTEXT = 2048
 """A context beyond this is cut into parts that are read side by side."""
 PROGRAMS = 1024
@@ -165,7 +167,8 @@ class PagedBackend:
         self._stages = stages
         self._beside = torch.cuda.Stream(self._device) if stages and self._on_cuda else None
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
-        self._decode_buffer = torch.zeros(WORDS_PER_ROW * max_batch, dtype=torch.int32, device=self._device)
+        decode_words = WORDS_PER_ROW * (max_batch + ALIGNED_WORDS)
+        self._decode_buffer = torch.zeros(decode_words, dtype=torch.int32, device=self._device)
         """Stays where it is: graphs read it."""
         self._reserve(len(self._decode_buffer))
         self.graphs: dict[tuple[int, int], _Graph] = {}
@@ -341,20 +344,22 @@ class PagedBackend:
             seeds[: len(asked)] = _seeds(asked)
             temperatures[: len(asked)] = [seq.sampling.temperature for seq in asked]
             own_lanes[: len(asked)] = [seq.lane for seq in asked]
-        # Numbers of 8 bytes first: what follows needs no alignment.
         parts = [
             *(seeds.view(np.int32), changed.view(np.int32), temperatures.view(np.int32), own_lanes, rows, tokens),
             *(lanes, positions, blocks.ravel(), pages),
         ]
-        sizes = [len(part) for part in parts]
+        gaps = [-len(part) % ALIGNED_WORDS for part in parts]
+        sizes = [size for part, gap in zip(parts, gaps, strict=True) for size in (len(part), gap)]
         words = sum(sizes)
         self._reserve(words)
         self._turn = (self._turn + 1) % RING
         host = self._ring[self._turn]
-        np.concatenate(parts, out=host.numpy()[:words])
+        nothing = np.zeros(ALIGNED_WORDS, dtype=np.int32)
+        filled = [piece for part, gap in zip(parts, gaps, strict=True) for piece in (part, nothing[:gap])]
+        np.concatenate(filled, out=host.numpy()[:words])
         there = (self._decode_buffer if decode else self._buffer)[:words]
         there.copy_(host[:words], non_blocking=True)
-        views = torch.split(there, sizes)
+        views = torch.split(there, sizes)[::2]
         inputs = _Inputs(
             seeds_B=views[0].view(torch.int64),
             changed_C=views[1].view(torch.int64),
