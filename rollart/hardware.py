@@ -255,6 +255,8 @@ class EngineCosts:
     """Cached tokens that there is memory for."""
     prompted_s: float = 0.0
     """Each step in which prompts are computed, beyond what their tokens take."""
+    launched_s: float = 0.0
+    """The least that such a step takes."""
 
     def holding(self, kv_tokens: int | None) -> "EngineCosts":
         """The same, where the cache is bounded to this many tokens."""
@@ -288,7 +290,11 @@ class EngineCosts:
             + cached * self.kv_token_s
             + prefill * (self.passed_s + seen * self.attention_s)
         )
-        return seconds + self.prompted_s if prefill else seconds
+        if prefill:
+            seconds += self.prompted_s
+            if seconds < self.launched_s:
+                return self.launched_s
+        return seconds
 
     def covered(self, tokens: float) -> float:
         """Share of the experts that at least one of this many tokens uses, if each chooses by itself."""

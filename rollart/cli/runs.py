@@ -27,6 +27,8 @@ from rollart.report.show import (
 def sim(arguments: argparse.Namespace) -> int:
     if str(arguments.job) == "fit":
         return _fit(arguments)
+    if arguments.skip is not None:
+        raise JobError("--skip: has an effect with fit only; write rollart sim fit RUN --skip N, or remove it")
     job = load_job(arguments.job, arguments.overrides)
     if arguments.sweep and (arguments.chaos is not None or arguments.first is not None):
         raise JobError("--sweep: draws no faults; leave out --chaos and --first, or give sim.faults in the job")
@@ -53,7 +55,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         raise JobError(f"--out: {arguments.out} exists; give a file that does not, or remove it")
     from rollart.sim.fit import as_yaml, fit_runs, residual_lines
 
-    fit = fit_runs([Path(run) for run in arguments.overrides])
+    fit = fit_runs([Path(run) for run in arguments.overrides], arguments.skip or 0)
     text = as_yaml(fit, arguments.overrides)
     if arguments.out is not None:
         arguments.out.write_text(text)

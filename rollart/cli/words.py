@@ -63,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
         help="simulate the job with each of these values; given several times, with every combination",
     )
     sim.add_argument("--plot", type=Path, metavar="FILE", help="with --sweep: draw the step times, as SVG")
+    sim.add_argument(
+        "--skip",
+        type=_count,
+        metavar="N",
+        help="with fit: leave out the times of the first N train steps of each run, in which kernels are compiled",
+    )
     sim.add_argument("--workers", type=_count, help="with --chaos or --sweep: processes (default: one per core)")
     sim.set_defaults(run="runs.sim")
 

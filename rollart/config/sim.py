@@ -189,6 +189,9 @@ class MeasuredEngineSettings(Settings):
     """For each prompt token computed; all that decode wait meanwhile."""
     prompt_step_s: NonNegative = 0.0
     """For each step in which prompts are computed."""
+    launch_s: NonNegative = 0.0
+    """The least that such a step takes: on a GPU the host starts its kernels one by one, and the device waits for it
+    where there is little to compute."""
 
     def costs(self, kv_tokens: int) -> EngineCosts:
         """With memory for this many tokens."""
@@ -206,6 +209,7 @@ class MeasuredEngineSettings(Settings):
             attention_s=0.0,
             kv_tokens=kv_tokens,
             prompted_s=self.prompt_step_s,
+            launched_s=self.launch_s,
         )
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 Reads the run's job and its `events.jsonl`, and nothing else. Every figure is what the run itself showed from the
 coordinator's side, so the control plane's own time is in it: between an answer and the next call, between a call and
 its answer. Best fitted on a run in which generation and training take turns (`sync+`): where they overlap, what they
-cost each other is in the figures.
+cost each other is in the figures. The first steps of a run can be left out: on a GPU kernels are compiled in them.
 """
 
 import math
@@ -65,8 +65,12 @@ Seen = dict[str, list[float]]
 class Fit:
     """Feed it every event of a run, in order; then ask for the `profile`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, skip: int = 0) -> None:
+        """`skip`: train steps at the beginning of each run, of which no time is taken."""
         self._job = job
+        self.skip = skip
+        self._counted_s = -math.inf if not skip else math.inf
+        """When the first step that counts began."""
         self._tasks: dict[str, Seen] = {task.name: defaultdict(list) for task in job.tasks}
         self._rewards: dict[str, dict[str, list[tuple[int, float]]]] = {task.name: {} for task in job.tasks}
         """Task -> group, its run in front -> version that began each member, and its reward."""
@@ -100,6 +104,7 @@ class Fit:
     def next_run(self) -> None:
         """Times and ids begin anew."""
         self._run += 1
+        self._counted_s = -math.inf if not self.skip else math.inf
         self._live.clear()
         self._calls.clear()
         self._began.clear()
@@ -128,9 +133,12 @@ class Fit:
                 self._start_s.append(event.t - self._began[schema.Starting])
             case schema.Written():
                 self._written_s = event.t - self._began[schema.Batch]
-            case schema.StepEnd() if event.step:  # the first step of a run also warms up what it runs on
-                self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
-            case schema.Push():
+            case schema.StepEnd():
+                if event.step and self._counts:  # the first step of a run also warms up what it runs on
+                    self._steps.append((event.metrics.get("perf/tokens") or 0.0, self._written_s + event.train_s))
+                if event.step + 1 == self.skip:
+                    self._counted_s = event.t
+            case schema.Push() if self._counts:
                 self._pushed[event.version] = event.t
             case schema.Pushed():
                 if event.version in self._pushed:
@@ -139,13 +147,16 @@ class Fit:
                 self._swap_began = event.t
             case schema.SwapEnd():
                 assert self._swap_began is not None
-                self._swap_s.append(event.t - self._swap_began)
+                if self._swap_began >= self._counted_s:
+                    self._swap_s.append(event.t - self._swap_began)
                 self._swap_began, self._swapped_s = None, event.t
             case schema.EngineWorked():
                 self._engine_worked(event)
-            case schema.EngineSwap():
+            case schema.EngineSwap() if self._counts:
                 self._pull_s.append(event.pull_s)
-            case schema.Checkpoint():  # what lies between the last thing that was done and this is the save
+            case schema.Checkpoint() if (
+                self._counts
+            ):  # what lies between the last thing that was done and this is the save
                 before = [self._began[kind] for kind in BEFORE_SAVE if kind in self._began]
                 self._save_s.append(event.t - max(before, default=event.t))
         self._began[type(event)] = event.t
@@ -154,17 +165,23 @@ class Fit:
         now = EngineWork(*(StepSums(*sums) for sums in (event.decode, event.mixed, event.prefill)))
         before = self._worked.get(event.engine)
         self._worked[event.engine] = now
-        if before is None:
+        if before is None or not self._counts:
             return  # its first steps also warm up what it runs on
         for old, new in zip(before, now, strict=True):
             done = StepSums(*(b - a for a, b in zip(old, new, strict=True)))
             if done.steps > 0:
                 self.reports.setdefault(self._pools[event.engine], []).append(done)
 
+    @property
+    def _counts(self) -> bool:
+        """Whether this step's times are taken."""
+        return self._counted_s < math.inf
+
     def _sent(self, event: schema.Send) -> None:
         self._pools[event.engine] = event.pool
         attempt = self._live[event.id.rpartition("/")[0]]
-        task, undisturbed = self._tasks[attempt.task], not self._swapped_since(attempt.free_s or attempt.started_s)
+        since_s = attempt.free_s or attempt.started_s
+        task, undisturbed = self._tasks[attempt.task], since_s >= self._counted_s and not self._swapped_since(since_s)
         if attempt.free_s is None:
             task["prompt_tokens"].append(event.prompt)
             if undisturbed:
@@ -180,7 +197,7 @@ class Fit:
         call = self._calls.pop(event.id)
         attempt = self._live.get(event.id.rpartition("/")[0])
         call.said_s, call.tokens, call.prefill = event.t, event.tokens, event.prefill
-        call.whole = len(event.spans) == 1 and event.finish != "abort"
+        call.whole = len(event.spans) == 1 and event.finish != "abort" and call.sent_s >= self._counted_s
         if attempt is not None:
             call.prompt = attempt.prompt
             attempt.free_s, attempt.said = event.t, event.tokens
@@ -193,7 +210,8 @@ class Fit:
     def _rewarded(self, event: schema.Reward) -> None:
         attempt = self._live.get(event.id)
         if attempt is not None:
-            self._tasks[attempt.task]["reward_s"].append(event.s - event.cold_s)
+            if self._counts:
+                self._tasks[attempt.task]["reward_s"].append(event.s - event.cold_s)
             if attempt.trained and attempt.born is not None:
                 group = f"{self._run}/{event.id.partition('.')[0]}"
                 self._rewards[attempt.task].setdefault(group, []).append((attempt.born, event.value))
@@ -223,7 +241,11 @@ class Fit:
     def profile(self) -> ParsedJson:
         """The `sim` settings. Raises JobError where the run is too short to say anything."""
         if not self._steps or not any(call.whole for call in self._done):
-            raise JobError("sim fit: the run has no two finished steps; fit a run that got further")
+            raise JobError(
+                "sim fit: the run has no two finished steps"
+                + (f" after the first {self.skip} (--skip); leave out fewer, or" if self.skip else ";")
+                + " fit a run that got further"
+            )
         weight_bytes = self._job.sim.shape.weight_bytes
         costs = self.engines()
         fixed_s, token_s = _linear(self._steps)
@@ -246,6 +268,7 @@ class Fit:
                         "kv_token_s": _rounded(cost.kv_token_s),
                         "prefill_token_s": _rounded(max(cost.prefill_token_s, 1e-9)),
                         **({"prompt_step_s": _rounded(cost.prompt_step_s)} if cost.prompt_step_s else {}),
+                        **({"launch_s": _rounded(cost.launch_s)} if cost.launch_s else {}),
                     }
                     for pool, cost in costs.items()
                 },
@@ -271,6 +294,7 @@ class Fit:
                     "calls": cost.calls,
                     "median_error": round(cost.error, 4),
                     "residuals": [{"what": one.what, **_as_json(one)} for one in cost.residuals],
+                    "steps": [{"what": one.what, **_as_json(one)} for one in cost.steps],
                 }
                 for pool, cost in self.engines().items()
             },
@@ -305,15 +329,16 @@ class Fit:
 
     def engines(self) -> dict[str, StepCosts]:
         """By pool: what an engine step costs, and how well that explains the calls."""
-        pools = dict.fromkeys(call.pool for call in self._done)
+        pools = dict.fromkeys(call.pool for call in self._done if call.whole)
         return {
             pool: fit_steps([call for call in self._done if call.pool == pool], self.reports.get(pool, ()))
             for pool in pools
         }
 
 
-def fit_runs(runs: Sequence[Path]) -> Fit:
-    """Read run directories, of one job with different seeds; their figures are taken together."""
+def fit_runs(runs: Sequence[Path], skip: int = 0) -> Fit:
+    """Read run directories, of one job with different seeds; their figures are taken together. `skip`: train steps at
+    the beginning of each that are left out."""
     fit: Fit | None = None
     for run in runs:
         try:
@@ -323,7 +348,7 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
                     f"sim fit: in {run} environments waited for each other (rollout.stepping: batched), which hides "
                     "how long each took; fit a run of another mode, such as sync+"
                 )
-            fit = fit or Fit(job)
+            fit = fit or Fit(job, skip)
             fit.next_run()
             for event in read_events(run / "events.jsonl"):
                 fit.read(event)
@@ -337,9 +362,10 @@ def fit_runs(runs: Sequence[Path]) -> Fit:
 
 def as_yaml(fit: Fit, runs: Sequence[str]) -> str:
     """The profile as a file for `sim.profile`, with how far it is from what it was fitted to."""
-    head = f"# Made by `rollart sim fit {' '.join(runs)}`. Point sim.profile of a job file here.\n"
-    notes = "".join(f"# {line}\n" for line in residual_lines(fit))
-    return head + notes + yaml.safe_dump(fit.profile(), sort_keys=False)
+    skipped = f" --skip {fit.skip}" if fit.skip else ""
+    head = f"# Made by `rollart sim fit {' '.join(runs)}{skipped}`. Point sim.profile of a job file here.\n"
+    profile = yaml.safe_dump(fit.profile(), sort_keys=False)
+    return head + "".join(f"# {line}\n" for line in residual_lines(fit)) + profile
 
 
 def residual_lines(fit: Fit) -> list[str]:
@@ -347,16 +373,11 @@ def residual_lines(fit: Fit) -> list[str]:
     lines = ["Residuals: median error, error of the furthest tenth, bias (above 0: predicted too long)."]
     for pool, cost in fit.engines().items():
         lines.append(f"engines of {pool}: {cost.calls} calls, milliseconds for a token, measured -> fitted")
-        for one in cost.residuals:
-            lines.append(
-                f"  {one.what}: {one.measured_s * 1e3:.3g} -> {one.predicted_s * 1e3:.3g}, "
-                f"{one.error:.1%}, {one.worst:.1%}, {one.bias:+.1%} ({one.count} calls)"
-            )
-    for one in fit.others():
-        lines.append(
-            f"{one.what}: {one.measured_s:.3g} -> {one.predicted_s:.3g} s, {one.error:.1%}, {one.worst:.1%}, "
-            f"{one.bias:+.1%} ({one.count} times)"
-        )
+        lines += [f"  {_in_words(one, 1e3)} ({one.count} calls)" for one in cost.residuals]
+        if cost.steps:
+            lines.append(f"steps of {pool}: milliseconds for a step, measured -> fitted")
+        lines += [f"  {_in_words(one, 1e3)} ({one.count} steps)" for one in cost.steps]
+    lines += [f"{_in_words(one)} ({one.count} times, seconds)" for one in fit.others()]
     for task, curve in fit.curves().items():
         lines.append(
             f"success of {task}: {curve.success:.2f} at version 0, {curve.at(curve.last):.2f} at {curve.last}, the "
@@ -365,6 +386,14 @@ def residual_lines(fit: Fit) -> list[str]:
             else f"success of {task}: {curve.success:.2f}, no rise beyond chance"
         )
     return lines
+
+
+def _in_words(one: Residual, units: float = 1.0) -> str:
+    """`units`: of what is shown, in a second."""
+    return (
+        f"{one.what}: {one.measured_s * units:.3g} -> {one.predicted_s * units:.3g}, "
+        f"{one.error:.1%}, {one.worst:.1%}, {one.bias:+.1%}"
+    )
 
 
 def _off(what: str, pairs: Sequence[tuple[float, float]]) -> Residual:

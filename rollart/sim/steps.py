@@ -1,14 +1,17 @@
 """What an engine's step costs: a linear model by least relative error.
 
 One step takes `step_s` + `sequence_s` for each sequence in it + `kv_token_s` for each cached token of these +
-`prefill_token_s` for each prompt token computed in it + `prompt_step_s` if there are any; a call takes as many steps as
-it has tokens, and `call_s` on the way. An engine that says what its steps had in them is taken at its word: a row for
-each report, and `call_s` is what calls take beyond their steps. Of others it is known when calls were sent and
-answered, and so which were in the engine together: a row for each call, and no `prompt_step_s`.
+`prefill_token_s` for each prompt token computed in it. A step with prompts takes `prompt_step_s` more, or at least
+`launch_s`, whichever explains the steps better: on a GPU a step without prompts is one graph, and the kernels of any
+other are started one by one, so that more prompt tokens cost nothing until the device has more to do than the host. A
+call takes as many steps as it has tokens, and `call_s` on the way. An engine that says what its steps had in them is
+taken at its word: a row for each report, and `call_s` is what calls take beyond their steps. Of others it is known when
+calls were sent and answered, and so which were in the engine together: a row for each call, and no cost of a step with
+prompts by itself.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +29,16 @@ ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
 the steps in it; then all of the time is in the steps. Prompt tokens computed while a call was there: what they cost
 from what comes with every call; then one costs what one more sequence does, being one more row of the same products."""
-MIN_CALLS = 8
-"""Fewer calls than this get no row of their own among the residuals."""
+MIN_ROWS = 8
+"""Fewer calls, or reports, than this get no row of their own among the residuals."""
 WIDER = 4.0
 """Contexts are put together that differ by less than this factor; batches, by less than two."""
 MIN_REPORTS = 24
 """Reports of a pool's engines from which on these are believed."""
+LAUNCHES = 12
+"""So many values are tried for `launch_s`, of those that steps with prompts took."""
+CLEARLY = 0.9
+"""`launch_s` is taken instead of `prompt_step_s` where what is left unexplained with it is less than this share."""
 PASSES = 6
 """Who was in a call's steps depends on how long steps take, and the other way round; so often both are found anew."""
 
@@ -90,11 +97,60 @@ class StepCosts:
     kv_token_s: float
     prefill_token_s: float
     prompt_step_s: float = 0.0
+    launch_s: float = 0.0
     calls: int
     error: float
     """Median of |predicted - measured| / measured, over the calls."""
     residuals: tuple[Residual, ...] = ()
     """Of all calls, by batch and context, and of those that are mostly prefill."""
+    steps: tuple[Residual, ...] = ()
+    """Of steps, where the engine said what was in them: all, those without prompts by batch and context, those with
+    prompts by their tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    """What engines said of their steps, a row for each report and kind of step."""
+
+    steps: Array
+    batch: Array
+    """Of one step, and so are the next ones."""
+    cached: Array
+    prompts: Array
+    tokens: Array
+    seconds: Array
+    """Of all steps of the row."""
+
+    @classmethod
+    def of(cls, reports: Sequence[StepSums]) -> "_Reported":
+        sums: Array = np.array(reports, dtype=np.float64)
+        steps, sequences, cached, prompts, tokens, _, seconds = sums.T
+        return cls(
+            steps=steps,
+            batch=sequences / steps,
+            cached=cached / steps,
+            prompts=prompts / steps,
+            tokens=tokens / steps,
+            seconds=seconds,
+        )
+
+    @property
+    def prompted(self) -> npt.NDArray[np.bool_]:
+        return self.tokens > 0
+
+    def rows(self) -> Array:
+        """[steps, sequences that a token is sampled for, cached tokens, prompt tokens, steps with prompts]"""
+        columns = [np.ones(len(self.steps)), self.batch + self.prompts, self.cached, self.tokens]
+        return np.stack([*columns, np.where(self.prompted, 1.0, 0.0)], axis=1) * self.steps[:, None]
+
+    def predicted(self, weights: Array, launch_s: float) -> Array:
+        seconds = self.rows() @ weights
+        return np.where(self.prompted, np.maximum(seconds, launch_s * self.steps), seconds)
+
+    def unexplained(self, weights: Array, launch_s: float) -> float:
+        """Relative errors, each counted by its steps."""
+        off = np.abs(self.predicted(weights, launch_s) - self.seconds) / self.seconds
+        return float(np.sum(self.steps * off))
 
 
 def fit_steps(calls: Sequence[GenerateCall], reports: Sequence[StepSums] = ()) -> StepCosts:
@@ -131,21 +187,20 @@ def fit_steps(calls: Sequence[GenerateCall], reports: Sequence[StepSums] = ()) -
 
 
 def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
-    sums: Array = np.array(reports, dtype=np.float64)
-    steps, sequences, cached, prompts, tokens, _, seconds = sums.T
-    rows = np.stack([steps, sequences + prompts, cached, tokens, np.where(tokens > 0, steps, 0.0)], axis=1)
-    weights = _least_deviating(rows, seconds, steps)
+    said = _Reported.of(reports)
+    weights, launch_s = _step_weights(said)
     step_s, sequence_s, kv_token_s, prefill_token_s, prompt_step_s = (float(weight) for weight in weights)
+    predicted = said.predicted(weights, launch_s)
+    beyond_s = _beyond(said, weights, predicted)
     engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
     taken = np.concatenate([engine.seconds for engine in engines])
     costs = np.array([0.0, step_s, sequence_s, kv_token_s, prefill_token_s])
     met = np.concatenate([engine.rows(costs) for engine in engines])
-    shared = np.concatenate([engine.prompt_steps(costs) for engine in engines])
-    inside = met @ costs + shared * prompt_step_s
-    call_s = max(0.0, float(np.median(taken - inside)))
+    shared = np.concatenate([engine.prompt_steps(costs, beyond_s) for engine in engines])
     parts = met * costs
-    parts[:, 0], parts[:, 4] = call_s, parts[:, 4] + shared * prompt_step_s
-    everything, *some = _residuals(met, parts, taken)
+    parts[:, 4] = shared * beyond_s if launch_s else parts[:, 4] + shared * prompt_step_s
+    call_s = max(0.0, float(np.median(taken - parts.sum(axis=1))))
+    parts[:, 0] = call_s
     return StepCosts(
         call_s=call_s,
         step_s=step_s,
@@ -153,10 +208,70 @@ def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> 
         kv_token_s=kv_token_s,
         prefill_token_s=prefill_token_s,
         prompt_step_s=prompt_step_s,
+        launch_s=launch_s,
         calls=len(taken),
         error=float(np.median(np.abs(parts.sum(axis=1) - taken) / taken)),
-        residuals=(everything, Residual.of("steps, as reported", rows @ weights, seconds, steps), *some),
+        residuals=tuple(_residuals(met, parts, taken)),
+        steps=tuple(_step_residuals(said, predicted)),
     )
+
+
+def _step_weights(said: _Reported) -> tuple[Array, float]:
+    """What explains the steps best: costs, and `launch_s`."""
+    rows = said.rows()
+    best = _least_deviating(rows, said.seconds, said.steps), 0.0
+    if not said.prompted.any():
+        return best
+    least = CLEARLY * said.unexplained(*best)
+    without = rows.copy()
+    without[:, 4] = 0.0
+    each_s = said.seconds / said.steps
+    for share in np.linspace(0.0, 1.0, LAUNCHES):
+        launch_s = float(np.quantile(each_s[said.prompted], share))
+        waiting = said.prompted & (each_s <= (1 + ALIKE) * launch_s)
+        for _ in range(PASSES):
+            weights = _least_deviating(without[~waiting], said.seconds[~waiting], said.steps[~waiting])
+            if (left := said.unexplained(weights, launch_s)) < least:
+                best, least = (weights, launch_s), left
+            before, waiting = waiting, said.prompted & (without @ weights <= launch_s * said.steps)
+            if (waiting == before).all():
+                break
+    return best
+
+
+def _beyond(said: _Reported, weights: Array, predicted: Array) -> float:
+    """What a step with prompts takes beyond the sequences that decode in it, on average."""
+    if not said.prompted.any():
+        return 0.0
+    decoding = (weights[0] + weights[1] * said.batch + weights[2] * said.cached) * said.steps
+    return float(np.sum((predicted - decoding)[said.prompted]) / np.sum(said.steps[said.prompted]))
+
+
+def _step_residuals(said: _Reported, predicted: Array) -> Iterator[Residual]:
+    def of(what: str, chosen: npt.NDArray[np.bool_]) -> Residual:
+        steps = said.steps[chosen]
+        row = Residual.of(what, predicted[chosen], said.seconds[chosen], steps)
+        return replace(row, count=round(float(np.sum(steps))))
+
+    yield of("all", np.ones(len(predicted), dtype=bool))
+    plain, context = ~said.prompted, said.cached / np.maximum(said.batch, 1.0)
+    for chosen in _bins(plain, said.batch, context):
+        held, long = float(np.median(said.batch[chosen])), float(np.median(context[chosen]))
+        yield of(f"no prompts, batch {held:.0f}, context {long:.0f}", chosen)
+    for chosen in _bins(said.prompted, said.tokens, np.ones(len(predicted))):
+        held, long = float(np.median(said.tokens[chosen])), float(np.median(said.batch[chosen]))
+        yield of(f"{held:.0f} tokens of prompts, batch {long:.0f}", chosen)
+
+
+def _bins(among: npt.NDArray[np.bool_], batch: Array, context: Array) -> Iterator[npt.NDArray[np.bool_]]:
+    """Those that are alike, by less than twice the batch and `WIDER` times the context; a few alone are left out."""
+    batches = np.floor(np.log2(np.maximum(batch, 1.0)))
+    contexts = np.floor(np.log(np.maximum(context, 1.0)) / np.log(WIDER))
+    for low in np.unique(batches[among]):
+        for short in np.unique(contexts[among & (batches == low)]):
+            chosen = among & (batches == low) & (contexts == short)
+            if chosen.sum() >= MIN_ROWS:
+                yield chosen
 
 
 def _residuals(met: Array, parts: Array, seconds: Array) -> Iterator[Residual]:
@@ -170,16 +285,11 @@ def _residuals(met: Array, parts: Array, seconds: Array) -> Iterator[Residual]:
 
     yield of("all", np.ones(len(seconds), dtype=bool))
     of_prompts = parts[:, 4] > 0.5 * predicted
-    if of_prompts.sum() >= MIN_CALLS:
+    if of_prompts.sum() >= MIN_ROWS:
         yield of("mostly prefill", of_prompts)
-    batches = np.floor(np.log2(np.maximum(batch, 1.0)))
-    contexts = np.floor(np.log(np.maximum(context, 1.0)) / np.log(WIDER))
-    for low in np.unique(batches):
-        for short in np.unique(contexts[batches == low]):
-            chosen = (batches == low) & (contexts == short)
-            if chosen.sum() >= MIN_CALLS:
-                held, long = float(np.median(batch[chosen])), float(np.median(context[chosen]))
-                yield of(f"batch {held:.0f}, context {long:.0f}", chosen)
+    for chosen in _bins(np.ones(len(seconds), dtype=bool), batch, context):
+        held, long = float(np.median(batch[chosen])), float(np.median(context[chosen]))
+        yield of(f"batch {held:.0f}, context {long:.0f}", chosen)
 
 
 class _Timeline:
@@ -217,11 +327,11 @@ class _Timeline:
         columns = [ones, self._tokens, self._tokens * beside / taken, self._tokens * cached / taken, self._prefill]
         return np.stack(columns, axis=1)
 
-    def prompt_steps(self, weights: Array) -> Array:
+    def prompt_steps(self, weights: Array, beyond_s: float) -> Array:
         """For each whole call: steps in which prompts are computed while it is there. What comes while one is under way
-        is computed in the next, all of it."""
+        is computed in the next, all of it. `beyond_s`: that such a step takes, beside those who decode."""
         _, step_s, sequence_s, kv_token_s, _ = weights
-        lasts_s = step_s + sequence_s * self._number + kv_token_s * self._cached
+        lasts_s = step_s + sequence_s * self._number + kv_token_s * self._cached + beyond_s
         begun: list[float] = []
         free_s = -np.inf
         for sent_s, at in zip(self._sent, np.searchsorted(self._times, self._sent), strict=True):

@@ -1,20 +1,25 @@
 """The paged cache: who shares which page, who copies, what comes back; and the order of a step that overlaps."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollart.config.settings import EngineSettings
+from rollart.engines.embedded.backend import Launched
 from rollart.engines.embedded.engine import EmbeddedEngine, kv_tokens_of
 from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged.forward import paged_forward
+from rollart.engines.embedded.paged.ops import Where
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
 from rollart.errors import WeightError
 from rollart.model.network import named_weights
-from rollart.types import Finish, Tokens
+from rollart.types import Completion, Finish, Tokens
 from tests.engines.reference import (
     EOS,
     KINDS,
@@ -147,6 +152,71 @@ def test_a_request_that_ended_is_cut_where_it_ended() -> None:
         assert list(got.tokens).count(EOS) == (got.finish is Finish.STOP)
         check(call, got, {0: plain})
     assert engine.stats.sampled_tokens == sum(len(got.tokens) for got in done.values())
+
+
+def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a step are taken when the next one is launched already: where that one has a prompt in it, whose
+    kernels the host starts one by one, the host waited that long for both."""
+    monkeypatch.setattr("rollart.types.REPORT_STEPS", 0.0)
+    now = [0.0]
+    for module in ("paged.runner", "engine"):
+        monkeypatch.setattr(f"rollart.engines.embedded.{module}.time.perf_counter", lambda: now[0])
+
+    def slow_forward(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, *more: Any) -> torch.Tensor:
+            now[0] += 20.0 if len(tokens_T) > 8 else 1.0
+            hidden_TH: torch.Tensor = plainly(tokens_T, *more)
+            return hidden_TH
+
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", slow_forward)
+    engine, rng = make_engine(plain_model("qwen3"), paged=True), np.random.default_rng(3)
+    compute = engine.backend.launch
+
+    def launch(running: list[Sequence], *, rested: bool = False) -> Launched:
+        launched = compute(running, rested=rested)
+        now[0] += 100.0  # of the host, before the next thing is asked of it
+        return launched
+
+    engine.backend.launch = launch  # type: ignore[assignment, method-assign]
+    ended: list[Completion] = []
+    for number in range(4):
+        engine.add(request(random_tokens(rng, 20), f"s{number}/0", max_tokens=30, temperature=1.0, seed=number))
+        ended += [got for _ in range(5) for _, got in engine.step()]
+    ended += drain(engine).values()
+    work = max((got.work for got in ended if got.work is not None), key=lambda work: sum(one.steps for one in work))
+    assert work.prefill.seconds == 20.0 * work.prefill.steps, "the first one's time begins when it is launched"
+    assert work.mixed.steps == 3
+    assert work.mixed.seconds == 120.0 * work.mixed.steps
+    assert work.decode.seconds == 101.0 * work.decode.steps
+
+
+def test_what_kernels_are_given_is_aligned_whatever_the_step_has_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 16 bytes, or Triton would compile them anew when the first prompt of such a length comes."""
+    offsets: list[int] = []
+
+    def looked_at(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, where: Where, layers: Any) -> torch.Tensor:
+            for one in (where.lanes_T, where.positions_T, where.blocks_N4):
+                offsets.extend([one.storage_offset()] if len(one) else [])
+            hidden_TH: torch.Tensor = plainly(tokens_T, where, layers)
+            return hidden_TH
+
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", looked_at)
+    engine, rng = make_engine(plain_model("qwen3"), paged=True), np.random.default_rng(3)
+    for number in range(7):
+        engine.add(request(random_tokens(rng, 20 + number), f"s{number}/0", max_tokens=10))
+        engine.step()
+    drain(engine)
+    assert len(offsets) > 30
+    assert not any(offset % 4 for offset in offsets)
 
 
 def test_slabs_and_pages_draw_the_same() -> None:

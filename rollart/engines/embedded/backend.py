@@ -25,6 +25,9 @@ class Launched(NamedTuple):
     """Whose tokens are sampled: a sequence's next one (0), or the one this many guesses later."""
     result: Callable[[], tuple[list[int], list[float]]]
     """Token and log-probability of each that was asked for. Waits for the device."""
+    taken_s: Callable[[], float] | None = None
+    """Seconds from the end of the step before, by the device's clock, once the result is there. None: what the host
+    waited for is what the step took."""
 
 
 class Ready(Protocol):
@@ -49,8 +52,9 @@ class Backend(Protocol):
     def overlaps(self) -> bool:
         """Whether a step may be planned before the one before it is done; then no guessed tokens are computed."""
 
-    def launch(self, running: Row[Sequence]) -> Launched:
-        """Compute `take` tokens of each of these. Does not change them."""
+    def launch(self, running: Row[Sequence], *, rested: bool = False) -> Launched:
+        """Compute `take` tokens of each of these. Does not change them. `rested`: no step is under way, so that this
+        one's time begins now."""
 
     def hidden(self, running: Row[Sequence]) -> tuple[list[Sequence], Tensor]:
         """The hidden states of a step's flat tokens, and whose they are."""

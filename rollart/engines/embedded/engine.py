@@ -269,9 +269,10 @@ class EmbeddedEngine:
         num_tokens = self.scheduler.schedule()
         if num_tokens == 0:
             return None
-        if self._under_way is None:
+        rested = self._under_way is None
+        if rested:
             self._began = time.perf_counter()
-        launched = self.backend.launch(self.scheduler.running)
+        launched = self.backend.launch(self.scheduler.running, rested=rested)
         sequences = cached = prompts = tokens = pairs = 0
         for seq in launched.seqs:
             known = seq.take - seq.draft
@@ -300,6 +301,8 @@ class EmbeddedEngine:
         tokens, logprobs = launched.result()
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
+        if launched.taken_s is not None:
+            step_s = launched.taken_s()
         # Who ended a step ago pays nothing for the token too many.
         paying = [(seq, take) for seq, take in zip(launched.seqs, launched.takes, strict=True) if seq.placed]
         if num_tokens := sum(take for _, take in paying):

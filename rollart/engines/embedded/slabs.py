@@ -52,7 +52,7 @@ class SlabBackend:
             fast=False,
         )
 
-    def launch(self, running: Row[Sequence]) -> Launched:
+    def launch(self, running: Row[Sequence], *, rested: bool = False) -> Launched:
         seqs, hidden_TH = self.hidden(running)
         asked, rows = asked_of(seqs)
         takes = [seq.take for seq in seqs]

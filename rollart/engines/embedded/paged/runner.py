@@ -38,6 +38,8 @@ RING = 3
 """Host buffers used in turn: one is filled while the device may still read the one before."""
 WORDS_PER_ROW = 7
 """Of a decode step: seed (2), temperature, lane twice, token, position."""
+ALIGNED_WORDS = 4
+"""What a kernel is given begins at a multiple of 16 bytes: Triton compiles it anew for a pointer that does not."""
 LONG_CONTEXT = 2048
 """A context beyond this is cut into parts that are read side by side."""
 PROGRAMS = 1024
@@ -83,6 +85,29 @@ class _Graph(NamedTuple):
     logits_BV: Tensor
     tokens_B: Tensor
     logprobs_B: Tensor
+
+
+class _Mark:
+    """A moment on the device's own clock, when all is done that was launched before it; on a CPU, now.
+
+    The host sees the end of a step late where it starts the kernels of the next one by one: by its clock a step without
+    prompts would have taken what the step after it did."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, before: "_Mark") -> float:
+        """Once both are over."""
+        if self._event is not None and before._event is not None:
+            return before._event.elapsed_time(self._event) / 1e3
+        return self._at_s - before._at_s
 
 
 class _Copies:
@@ -137,10 +162,13 @@ class PagedBackend:
         self._ring = [torch.zeros(0, dtype=torch.int32)] * RING
         self._answers = [torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
         self._turn = 0
+        self._ended: _Mark | None = None
+        """Of the step that was launched last."""
         self._stages = stages
         self._beside = torch.cuda.Stream(self._device) if stages and self._on_cuda else None
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
-        self._decode_buffer = torch.zeros(WORDS_PER_ROW * max_batch, dtype=torch.int32, device=self._device)
+        decode_words = WORDS_PER_ROW * (max_batch + ALIGNED_WORDS)
+        self._decode_buffer = torch.zeros(decode_words, dtype=torch.int32, device=self._device)
         """Stays where it is: graphs read it."""
         self._reserve(len(self._decode_buffer))
         self.graphs: dict[tuple[int, int], _Graph] = {}
@@ -181,7 +209,10 @@ class PagedBackend:
 
     # --- a step
 
-    def launch(self, running: Row[Sequence]) -> Launched:
+    def launch(self, running: Row[Sequence], *, rested: bool = False) -> Launched:
+        before = self._ended
+        if rested or before is None:
+            before = _Mark(self._on_cuda)
         seqs = _ordered(running)
         asked, rows = asked_of(seqs)
         takes = [seq.take for seq in seqs]
@@ -191,11 +222,14 @@ class PagedBackend:
             inputs, where = self._send(seqs, [seq for seq, _ in asked], rows)
             hidden_TH = self._hidden(inputs, where)
             if not asked:
-                return Launched(seqs, takes, asked, lambda: ([], []))
+                ended = self._ended = _Mark(self._on_cuda)
+                return Launched(seqs, takes, asked, lambda: _nothing(ended), lambda: ended.seconds_since(before))
             logits_BV = self._logits(hidden_TH.index_select(0, inputs.rows_B))
             tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
         self._draw_truncated(logits_BV, asked, tokens_B, logprobs_B)
-        return Launched(seqs, takes, asked, self._returned(tokens_B, logprobs_B, len(asked)))
+        result, ended = self._returned(tokens_B, logprobs_B, len(asked))
+        self._ended = ended
+        return Launched(seqs, takes, asked, result, lambda: ended.seconds_since(before))
 
     def hidden(self, running: Row[Sequence]) -> tuple[list[Sequence], Tensor]:
         seqs = _ordered(running)
@@ -244,21 +278,18 @@ class PagedBackend:
 
     def _returned(
         self, tokens_B: Tensor, logprobs_B: Tensor, count: int
-    ) -> Callable[[], tuple[list[int], list[float]]]:
-        """Begin to copy the answer to the host; whoever calls the result waits for it."""
+    ) -> tuple[Callable[[], tuple[list[int], list[float]]], _Mark]:
+        """Begin to copy the answer to the host; whoever calls the result waits for it. And when that is done."""
         answer = self._answers[self._turn]
         answer[0, :count].copy_(tokens_B[:count], non_blocking=True)
         answer[1, :count].copy_(logprobs_B[:count].view(torch.int32), non_blocking=True)
-        event = torch.cuda.Event() if self._on_cuda else None
-        if event is not None:
-            event.record()
+        ended = _Mark(self._on_cuda)
 
         def result() -> tuple[list[int], list[float]]:
-            if event is not None:
-                event.synchronize()
+            ended.wait()
             return answer[0, :count].tolist(), answer[1, :count].view(torch.float32).tolist()
 
-        return result
+        return result, ended
 
     # --- what the device is told
 
@@ -313,20 +344,22 @@ class PagedBackend:
             seeds[: len(asked)] = _seeds(asked)
             temperatures[: len(asked)] = [seq.sampling.temperature for seq in asked]
             own_lanes[: len(asked)] = [seq.lane for seq in asked]
-        # Numbers of 8 bytes first: what follows needs no alignment.
         parts = [
             *(seeds.view(np.int32), changed.view(np.int32), temperatures.view(np.int32), own_lanes, rows, tokens),
             *(lanes, positions, blocks.ravel(), pages),
         ]
-        sizes = [len(part) for part in parts]
+        gaps = [-len(part) % ALIGNED_WORDS for part in parts]
+        sizes = [size for part, gap in zip(parts, gaps, strict=True) for size in (len(part), gap)]
         words = sum(sizes)
         self._reserve(words)
         self._turn = (self._turn + 1) % RING
         host = self._ring[self._turn]
-        np.concatenate(parts, out=host.numpy()[:words])
+        nothing = np.zeros(ALIGNED_WORDS, dtype=np.int32)
+        filled = [piece for part, gap in zip(parts, gaps, strict=True) for piece in (part, nothing[:gap])]
+        np.concatenate(filled, out=host.numpy()[:words])
         there = (self._decode_buffer if decode else self._buffer)[:words]
         there.copy_(host[:words], non_blocking=True)
-        views = torch.split(there, sizes)
+        views = torch.split(there, sizes)[::2]
         inputs = _Inputs(
             seeds_B=views[0].view(torch.int64),
             changed_C=views[1].view(torch.int64),
@@ -445,6 +478,12 @@ class _Plan:
         cache = self._layers[layer]
         ops.keep(key_THD, value_THD, cache, self._where)
         return ops.attend(query_THD, cache, self._where, scaling, window)
+
+
+def _nothing(ended: _Mark) -> tuple[list[int], list[float]]:
+    """Of a step in which nobody sampled. It is waited for all the same: its host buffer is used again."""
+    ended.wait()
+    return [], []
 
 
 def _ordered(running: Row[Sequence]) -> list[Sequence]:
