@@ -156,7 +156,7 @@ def work(side: int, begin: float) -> dict[str, Any]:
 
 
 def tracer(device: Any) -> Any:
-    """A kernel that keeps every multiprocessor that it may use busy for some hundred milliseconds."""
+    """A kernel that keeps every multiprocessor that it may use busy for some hundred milliseconds; or a graph of it."""
     import torch
     import triton
     import triton.language as tl
@@ -180,12 +180,20 @@ def tracer(device: Any) -> Any:
     globals().update(tl=tl, globaltimer=globaltimer, smid=smid)
     numbers = torch.ones(1024 * (programs + 1), device=device)
 
-    def run() -> dict[str, Any]:
-        every = []
-        for _ in range(rounds):
-            noted = torch.zeros(programs, 3, dtype=torch.int64, device=device)
-            kernel[(programs,)](noted, numbers, 20_000, num_warps=4)
-            every.append(noted)
+    def run(graphed: bool = False) -> dict[str, Any]:
+        every = [torch.zeros(programs, 3, dtype=torch.int64, device=device) for _ in range(rounds)]
+
+        def launch() -> None:
+            for noted in every:
+                kernel[(programs,)](noted, numbers, 20_000, num_warps=4)
+
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                launch()
+            graph.replay()
+        else:
+            launch()
         torch.cuda.synchronize()
         rows = torch.cat(every).cpu()
         spans = [[int(one[:, 1].min()), int(one[:, 2].max())] for one in (each.cpu() for each in every)]
