@@ -8,7 +8,7 @@ answered, and so which were in the engine together: a row for each call, and no 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -130,32 +130,45 @@ def fit_steps(calls: Sequence[GenerateCall], reports: Sequence[StepSums] = ()) -
     )
 
 
-def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
+def fit_reports(reports: Sequence[StepSums]) -> StepCosts:
+    """What steps cost by what engines said of them alone, each report of one kind of steps."""
     sums: Array = np.array(reports, dtype=np.float64)
     steps, sequences, cached, prompts, tokens, _, seconds = sums.T
     rows = np.stack([steps, sequences + prompts, cached, tokens, np.where(tokens > 0, steps, 0.0)], axis=1)
     weights = _least_deviating(rows, seconds, steps)
     step_s, sequence_s, kv_token_s, prefill_token_s, prompt_step_s = (float(weight) for weight in weights)
-    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
-    taken = np.concatenate([engine.seconds for engine in engines])
-    costs = np.array([0.0, step_s, sequence_s, kv_token_s, prefill_token_s])
-    met = np.concatenate([engine.rows(costs) for engine in engines])
-    shared = np.concatenate([engine.prompt_steps(costs) for engine in engines])
-    inside = met @ costs + shared * prompt_step_s
-    call_s = max(0.0, float(np.median(taken - inside)))
-    parts = met * costs
-    parts[:, 0], parts[:, 4] = call_s, parts[:, 4] + shared * prompt_step_s
-    everything, *some = _residuals(met, parts, taken)
+    residual = Residual.of("steps, as reported", rows @ weights, seconds, steps)
     return StepCosts(
-        call_s=call_s,
+        call_s=0.0,
         step_s=step_s,
         sequence_s=sequence_s,
         kv_token_s=kv_token_s,
         prefill_token_s=prefill_token_s,
         prompt_step_s=prompt_step_s,
+        calls=0,
+        error=residual.error,
+        residuals=(residual,),
+    )
+
+
+def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
+    found = fit_reports(reports)
+    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
+    taken = np.concatenate([engine.seconds for engine in engines])
+    costs = np.array([0.0, found.step_s, found.sequence_s, found.kv_token_s, found.prefill_token_s])
+    met = np.concatenate([engine.rows(costs) for engine in engines])
+    shared = np.concatenate([engine.prompt_steps(costs) for engine in engines])
+    inside = met @ costs + shared * found.prompt_step_s
+    call_s = max(0.0, float(np.median(taken - inside)))
+    parts = met * costs
+    parts[:, 0], parts[:, 4] = call_s, parts[:, 4] + shared * found.prompt_step_s
+    everything, *some = _residuals(met, parts, taken)
+    return replace(
+        found,
+        call_s=call_s,
         calls=len(taken),
         error=float(np.median(np.abs(parts.sum(axis=1) - taken) / taken)),
-        residuals=(everything, Residual.of("steps, as reported", rows @ weights, seconds, steps), *some),
+        residuals=(everything, *found.residuals, *some),
     )
 
 
