@@ -11,8 +11,9 @@ the second. What is measured is the time until both parts are done, in rounds in
 
 - prefill first, decode second (and the other way round), all on one part: whole tasks, fixed.
 - even: half of each task on each part, what routing without affinity does. by size: as the parts are.
-- auto: `rollart.policy.planning.best_plan`, which a job with `affinity: auto` uses, asked with two factors for each
-  part (prefill, decode), learnt as in a job from the steps that the engines took while both were busy.
+- auto: `rollart.policy.planning.best_plan`, which a job with `affinity: auto` uses, asked with what steps of each part
+  cost while the other did the other task. What it would choose with two factors for each part (prefill, decode), which
+  is how a job knows its engines, is told as well, and not measured.
 
 Before that, and not counted: everything once, to warm up; then a calibration with other lengths, each part alone and
 each kind of work beside each other kind. Beside each assignment stands what the simulator's engines take for the same
@@ -29,12 +30,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+
+from benchmarks.gpu_beside import (
+    Step,
+    Work,
+    as_a_job,
+    chosen,
+    costs_beside,
+    is_short,
+    kept_apart,
+    measured,
+    play,
+    policy_s,
+    problem_of,
+)
+from rollart.types import StepSums
 
 PROMPT = (4096, 32)
 ANSWER = (256, 512)
@@ -54,9 +71,14 @@ LONG = [(4096, 8)] * 16
 OTHERS = [(1024 if number % 4 == 0 else 256, 96 + 37 * number % 64 * 4) for number in range(64)]
 """The calibration: prompts, and answers whose batch shrinks while contexts grow."""
 WARM_UP = (LONG[:8] + OTHERS, LONG[:8] + OTHERS)
-CALIBRATION = [(LONG + OTHERS, []), ([], LONG + OTHERS), (LONG, OTHERS), (OTHERS, LONG), (OTHERS, OTHERS), (LONG, LONG)]
-ALONE = 2
-"""The first of these, in which one part has nothing to do."""
+
+
+class Play(Protocol):
+    """Lets both parts work, each so many seconds late: the steps that they took."""
+
+    def __call__(
+        self, first: Work, second: Work, first_late_s: float, second_late_s: float, /
+    ) -> Sequence[list[Step]]: ...
 
 
 def main() -> None:
@@ -159,15 +181,21 @@ class Parts:
         """By which the lengths in the table are divided: in and out."""
         self.multiprocessors = [self._answer(side)["multiprocessors"] for side in self._sides]
 
-    def play(self, *works: Any) -> list[dict[str, Any]]:
-        """What each part says of its work, begun at the same time."""
-        begin = time.time() + 0.05
-        for side, work in zip(self._sides, works, strict=True):
+    def play(self, *works: Work, late_s: tuple[float, float] = (0.0, 0.0)) -> list[dict[str, Any]]:
+        """What each part says of its work, begun at the same time, or so much later."""
+        now = time.time() + 0.05
+        for side, work, late in zip(self._sides, works, late_s, strict=True):
             assert side.stdin is not None
-            side.stdin.write(json.dumps({"begin": begin, "work": self.sized(work)}) + "\n")
+            side.stdin.write(json.dumps({"begin": now + late, "work": self.sized(work)}) + "\n")
         return [self._answer(side) for side in self._sides]
 
-    def sized(self, work: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def steps(self, first: Work, second: Work, first_late_s: float, second_late_s: float) -> list[list[Step]]:
+        """Those that each part takes for its work."""
+        found = self.play(first, second, late_s=(first_late_s, second_late_s))
+        tell(f"calibration: {[round(one['seconds'], 2) for one in found]} s")
+        return [[Step(end_s, StepSums(*has)) for end_s, *has in one["steps"]] for one in found]
+
+    def sized(self, work: Work) -> list[tuple[int, int]]:
         return [(-(-prompt // self.sizes[0]), -(-answer // self.sizes[1])) for prompt, answer in work]
 
     def close(self) -> None:
@@ -209,17 +237,19 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.gpu_beside import chosen, costs_beside, play, policy_s, problem_of
 
     began = time.monotonic()
     tell(f"both parts are up: {parts.multiprocessors}")
     sizes, demand = part_sizes(options), {"prefill": options.prompts, "decode": options.answers}
-    steps = calibrate(parts)
+    tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
+    steps = calibrate(parts.steps)
     room = kv_tokens(options)
     both = [steps[at][0] + steps[at][1] for at in range(2)]
     costs = [costs_beside(both[0], both[1]), costs_beside(both[1], both[0])]
     tasks = {"prefill": PROMPT, "decode": ANSWER}
-    problem = problem_of(options.shape, sizes, [steps[at][1] for at in range(2)], tasks, demand, room)
+    unknown = problem_of(options.shape, sizes, tasks, demand, room)
+    problem = measured(unknown, [kept_apart(own) for own in costs])
+    job = as_a_job(unknown, [beside for _, beside in steps])
     by_size = sizes[0] / sum(sizes)
     shares: dict[str, tuple[float, ...]] = {name: given or (by_size, by_size) for name, given in ASSIGNMENTS.items()}
     shares["auto"] = chosen(problem)
@@ -242,8 +272,8 @@ def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
         "trajectories": demand,
         **summary(taken, simulated, policy),
         "auto_gives_the_first": shares["auto"],
+        "as_a_job": {"gives_the_first": chosen(job), "factors": {pool.name: repr(pool.learnt) for pool in job.pools}},
         "costs": [{state: one.model_dump() for state, one in own.items()} for own in costs],
-        "factors": {pool.name: repr(pool.learnt) for pool in problem.pools},
     }
 
 
@@ -278,19 +308,18 @@ def summary(taken: dict[str, list[float]], simulated: dict[str, float], policy: 
     }
 
 
-def calibrate(parts: Parts) -> list[tuple[list[Any], list[Any]]]:
+def calibrate(play: Play) -> list[tuple[list[Step], list[Step]]]:
     """Of each part: the steps it took while the other had nothing to do, and the others."""
-    from benchmarks.gpu_beside import Step
-    from rollart.types import StepSums
-
-    tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
-    steps: list[tuple[list[Any], list[Any]]] = [([], []), ([], [])]
-    for number, works in enumerate(CALIBRATION):
-        found = parts.play(*works)
-        tell(f"calibration {number + 1}: {[round(one['seconds'], 2) for one in found]} s")
-        for own, said in zip(steps, found, strict=True):
-            own[number >= ALONE].extend(Step(end_s, StepSums(*has)) for end_s, *has in said["steps"])
-    return steps
+    alone = [play(LONG + OTHERS, [], 0.0, 0.0)[0], play([], LONG + OTHERS, 0.0, 0.0)[1]]
+    # Long prompts begin when the other part has computed its own short ones: beside decoding is what is wanted.
+    first_s, second_s = (1.1 * sum(step.has.seconds for step in own if is_short(step)) for own in alone)
+    found = [
+        play(LONG, OTHERS, second_s, 0.0),
+        play(OTHERS, LONG, 0.0, first_s),
+        play(OTHERS, OTHERS, 0.0, 0.0),
+        play(LONG, LONG, 0.0, 0.0),
+    ]
+    return [(alone[at], [step for steps in found for step in steps[at]]) for at in range(2)]
 
 
 def work_of(shares: tuple[float, ...], demand: dict[str, int]) -> list[list[tuple[int, int]]]:

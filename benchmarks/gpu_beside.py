@@ -1,16 +1,18 @@
 """What two engines on two parts of one card are predicted to take, from steps that they were measured to take.
 
 A step takes longer while the other part reads from the same memory. So the costs of a part's steps are fitted, by what
-`rollart sim fit` uses, three times: from those during which the other part did nothing, decoded, or computed prompts.
-`play` gives the same work to two engines of the simulator, on its virtual clock, and changes the costs of each whenever
-the other begins something else. `auto` asks the policy that a job with `affinity: auto` uses, which knows none of this:
-two factors for each part, learnt from its steps while both were busy, as in a job. Used by `gpu_affinity.py`.
+`rollart sim fit` uses, to those during which the other part did nothing; and four factors say by how much decoding and
+prompts take longer while the other part decodes, or computes prompts. `play` gives the same work to two engines of the
+simulator, on its virtual clock, and changes the costs of each whenever the other begins something else. The policy that
+a job with `affinity: auto` uses knows none of this: it is asked with one set of costs for each part, or as in a job
+with two factors to the tables. Used by `gpu_affinity.py`.
 """
 
 import asyncio
 import bisect
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from rollart.sim.dice import Dice
 from rollart.sim.engine import EngineWorld, SimEngine
 from rollart.sim.faults import Faults
 from rollart.sim.links import SimLink, SimStore
-from rollart.sim.steps import MIN_REPORTS, fit_reports
+from rollart.sim.steps import fit_reports
 from rollart.types import EngineSpec, EngineWork, GenerateRequest, Sampling, StepSums
 
 PARTS = ("first", "second")
@@ -66,39 +68,81 @@ class Step:
 
 Costs = Mapping[str, MeasuredEngineSettings]
 """Of one part's steps, by what the other part does; "": nothing."""
+LONG_SEEN = 1024.0
+"""Prompt tokens that look at fewer before them are left out of fits, which know no attention: long prompts are what
+matters, and take a fifth more for each token."""
 
 
 def costs_beside(own: Sequence[Step], other: Sequence[Step]) -> Costs:
-    """`own` part's steps are told apart by what the other did in the middle of them."""
-    ends = [step.end_s for step in other]
+    """Of the first of these two parts."""
     by_state: dict[str, list[StepSums]] = {"": [], "decode": [], "prefill": []}
-    for step in own:
-        middle_s = step.end_s - step.has.seconds / 2
-        at = bisect.bisect(ends, middle_s)
-        busy = at < len(other) and ends[at] - other[at].has.seconds <= middle_s
-        by_state[other[at].doing if busy else ""].append(step.has)
-    every = [step.has for step in own]
-    return {state: _fitted(state, steps, every) for state, steps in by_state.items()}
+    for step, beside in _told_apart(own, other):
+        if not is_short(step):
+            by_state[beside].append(step.has)
+    alone = _fitted(by_state[""])
+    found = {"": alone} | {state: _slowed(alone, steps) for state, steps in by_state.items() if state}
+    for state, costs in found.items():
+        told = ", ".join(f"{name} {value * 1e6:.4g}" for name, value in costs.model_dump().items())
+        words = f"beside {state or 'nothing'}: {len(by_state[state])} steps; microseconds: {told}"
+        print(words, file=sys.stderr, flush=True)
+    return found
 
 
-def _fitted(state: str, steps: list[StepSums], every: list[StepSums]) -> MeasuredEngineSettings:
-    """What is missing in these steps is taken from all."""
-    steps = steps if len(steps) >= MIN_REPORTS else every
-    for prompts in (True, False):
-        if not any(bool(one.tokens) == prompts for one in steps):
-            steps = steps + [one for one in every if bool(one.tokens) == prompts]
+def is_short(step: Step) -> bool:
+    """Whether it computes short prompts."""
+    return step.has.pairs < LONG_SEEN * step.has.tokens
+
+
+def kept_apart(costs: Costs) -> MeasuredEngineSettings:
+    """One set of costs: of decoding while the other part computes prompts, and of prompts while it decodes."""
+    prompts = {name: getattr(costs["decode"], name) for name in PROMPTS}
+    return costs["prefill"].model_copy(update=prompts)
+
+
+PROMPTS = ("prefill_token_s", "prompt_step_s")
+"""Keys of what prompts cost; the others are of decoding."""
+
+
+def _fitted(steps: Sequence[StepSums]) -> MeasuredEngineSettings:
     found = fit_reports(steps)
-    costs = MeasuredEngineSettings(
+    print(f"fitted to {len(steps)} steps, median error {found.error:.1%}", file=sys.stderr, flush=True)
+    return MeasuredEngineSettings(
         step_s=max(found.step_s, SHORTEST_S),
         sequence_s=found.sequence_s,
         kv_token_s=found.kv_token_s,
         prefill_token_s=max(found.prefill_token_s, SHORTEST_S),
         prompt_step_s=found.prompt_step_s,
     )
-    told = ", ".join(f"{name} {value * 1e6:.4g}" for name, value in costs.model_dump().items())
-    words = f"beside {state or 'nothing'}: {len(steps)} steps, median error {found.error:.1%}; microseconds: {told}"
-    print(words, file=sys.stderr, flush=True)
-    return costs
+
+
+def _slowed(alone: MeasuredEngineSettings, steps: Sequence[StepSums]) -> MeasuredEngineSettings:
+    """Decoding and prompts each take so many times as long as alone: the median of these steps."""
+    costs = alone.costs(0)
+    decoding = _middle([one.seconds / costs.step_s(one.sequences, one.cached) for one in steps if not one.tokens])
+    ratios = []
+    for one in steps:
+        if one.tokens:
+            decode_s = costs.step_s(one.sequences, one.cached) if one.sequences else 0.0
+            whole_s = costs.step_s(one.sequences, one.cached, one.tokens, one.pairs / one.tokens, one.prompts)
+            ratios.append((one.seconds - decoding * decode_s) / (whole_s - decode_s))
+    prompts = _middle(ratios)
+    scaled = {name: value * (prompts if name in PROMPTS else decoding) for name, value in alone.model_dump().items()}
+    return MeasuredEngineSettings(**scaled)
+
+
+def _middle(ratios: Sequence[float]) -> float:
+    """Nothing is faster for what runs beside it."""
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _told_apart(own: Sequence[Step], other: Sequence[Step]) -> Iterator[tuple[Step, str]]:
+    """Each step, and what the other part did in the middle of it."""
+    ends = [step.end_s for step in other]
+    for step in own:
+        middle_s = step.end_s - step.has.seconds / 2
+        at = bisect.bisect(ends, middle_s)
+        busy = at < len(other) and ends[at] - other[at].has.seconds <= middle_s
+        yield step, other[at].doing if busy else ""
 
 
 # --- the simulator
@@ -178,15 +222,14 @@ def _request(number: int, tokens_in: int, tokens_out: int) -> GenerateRequest:
 def problem_of(
     shape: str,
     shares: Sequence[float],
-    steps: Sequence[Sequence[Step]],
     tasks: Mapping[str, tuple[int, int]],
     demand: Mapping[str, int],
     kv_tokens: int,
 ) -> Problem:
-    """What `affinity: auto` would be asked, with what it would have learnt from these steps of each part. `tasks`:
-    tokens in and out of a trajectory."""
-    tables = {
-        part: PoolSpeed(
+    """What the policy is asked where it knows nothing but the tables. `shares`: of the card. `tasks`: tokens in and out
+    of a trajectory."""
+    pools = [
+        PoolSpeed(
             name=part,
             hardware=HARDWARE["h200"].part(share),
             model=model_shape(shape),
@@ -197,21 +240,34 @@ def problem_of(
             kv_tokens=kv_tokens,
         )
         for part, share in zip(PARTS, shares, strict=True)
-    }
-    gauges = {part: Gauge() for part in PARTS}
-    for part, own in zip(PARTS, steps, strict=True):
-        for step in own:
-            gauges[part].add(None, _as_work(step), tables[part].table, tables[part].prefill_table)
-    factors = learnt(gauges)
-    print(f"learnt, by the table: {factors}", file=sys.stderr, flush=True)
+    ]
     return Problem(
         profiles={task: _profile(*tokens) for task, tokens in tasks.items()},
         demand={task: float(count) for task, count in demand.items()},
         members=dict.fromkeys(tasks, 1),
-        pools=[replace(speed, learnt=factors[part]) for part, speed in tables.items()],
+        pools=pools,
         fixed={},
         ahead=1.0,
     )
+
+
+def measured(problem: Problem, costs: Sequence[MeasuredEngineSettings]) -> Problem:
+    """The same, asked with these costs of each part."""
+    pools = [
+        replace(pool, measured=own.costs(pool.table.kv_tokens)) for pool, own in zip(problem.pools, costs, strict=True)
+    ]
+    return replace(problem, pools=pools, _known={}, _prices={})
+
+
+def as_a_job(problem: Problem, steps: Sequence[Sequence[Step]]) -> Problem:
+    """The same, asked as a job does: with two factors for each part, learnt from these steps."""
+    gauges = {pool.name: Gauge() for pool in problem.pools}
+    for pool, own in zip(problem.pools, steps, strict=True):
+        for step in own:
+            gauges[pool.name].add(None, _as_work(step), pool.table, pool.prefill_table)
+    factors = learnt(gauges)
+    pools = [replace(pool, learnt=factors[pool.name]) for pool in problem.pools]
+    return replace(problem, pools=pools, _known={}, _prices={})
 
 
 def chosen(problem: Problem) -> tuple[float, ...]:
