@@ -120,8 +120,11 @@ def kv_tokens(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """An engine that plays the work it is told of, one line of JSON at a time."""
+    import torch
+
     from benchmarks.gpu_engine import Bench, request
     from benchmarks.gpu_parts import take_part
+    from benchmarks.gpu_share import tracer
     from rollart.model.products import prove_products
 
     part = take_part()
@@ -153,7 +156,9 @@ def serve(options: argparse.Namespace) -> None:
         meter = engine._work
         return [sum(kinds) for kinds in zip(meter._decode, meter._mixed, meter._prefill, strict=True)]
 
-    print(json.dumps({"multiprocessors": part}), flush=True)
+    # What kernels in a graph really have, as the engine's decoding is one.
+    seen = len(tracer(torch.device("cuda"))(True)["multiprocessors"]) if options.device == "cuda" else 0
+    print(json.dumps({"multiprocessors": seen, "asked": part}), flush=True)
     for line in sys.stdin:
         told = json.loads(line)
         time.sleep(max(0.0, told["begin"] - time.time()))
@@ -239,7 +244,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
 
     began = time.monotonic()
-    tell(f"both parts are up: {parts.multiprocessors}")
+    tell(f"both parts are up, with multiprocessors: {parts.multiprocessors}")
     sizes, demand = part_sizes(options), {"prefill": options.prompts, "decode": options.answers}
     tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
     steps = calibrate(parts.steps)
@@ -268,7 +273,8 @@ def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
     policy = {name: policy_s(problem, given) for name, given in shares.items()}
     return {
         "shape": options.shape,
-        "parts": options.shares or parts.multiprocessors,
+        "shares": options.shares,
+        "multiprocessors": parts.multiprocessors,
         "trajectories": demand,
         **summary(taken, simulated, policy),
         "auto_gives_the_first": shares["auto"],
