@@ -109,10 +109,9 @@ def part_sizes(options: argparse.Namespace) -> list[float]:
 
 
 def kv_tokens(options: argparse.Namespace) -> int:
-    """Room for all of the work at once, in pages, and for the calibration."""
-    count = options.prompts + options.answers
-    work = options.prompts * sum(PROMPT) + options.answers * sum(ANSWER) + 64 * count
-    return max(work, sum(sum(one) + 64 for one in LONG + OTHERS))
+    """Room for all of the work at once, in pages of 64, and for the calibration; and some to spare."""
+    work = [PROMPT] * options.prompts + [ANSWER] * options.answers
+    return 4096 + max(sum(sum(one) + 64 for one in works) for works in (work, LONG + OTHERS))
 
 
 # --- one part
