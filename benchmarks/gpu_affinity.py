@@ -12,8 +12,8 @@ the second. What is measured is the time until both parts are done, in rounds in
 - prefill first, decode second (and the other way round), all on one part: whole tasks, fixed.
 - even: half of each task on each part, what routing without affinity does. by size: as the parts are.
 - auto: `rollart.policy.planning.best_plan`, which a job with `affinity: auto` uses, asked with what steps of each part
-  cost while the other did the other task. What it would choose with two factors for each part (prefill, decode), which
-  is how a job knows its engines, is told as well, and not measured.
+  cost while the other did the other task. What it chooses with two factors to the tables for each part (prefill,
+  decode), which is how a job knows its engines, is told as well, and measured where it is something else.
 
 Before that, and not counted: everything once, to warm up; then a calibration with other lengths, each part alone and
 each kind of work beside each other kind. Beside each assignment stands what the simulator's engines take for the same
@@ -257,6 +257,8 @@ def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
     by_size = sizes[0] / sum(sizes)
     shares: dict[str, tuple[float, ...]] = {name: given or (by_size, by_size) for name, given in ASSIGNMENTS.items()}
     shares["auto"] = chosen(problem)
+    if chosen(job) != shares["auto"]:
+        shares["auto, by two factors"] = chosen(job)
     works = {name: work_of(given, demand) for name, given in shares.items()}
     simulated = {
         name: max(play(options.shape, costs, [parts.sized(own) for own in work], room)) for name, work in works.items()
