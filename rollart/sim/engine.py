@@ -148,6 +148,10 @@ class Pack:
     """Of a step in which nobody decodes."""
     busy_s: float = 0.0
 
+    def recost(self, costs: EngineCosts) -> None:
+        prompts = len(self.sequences) * self.chunk / self.tokens
+        self.step_s = costs.step_s(0.0, 0.0, self.chunk, self.seen, prompts)
+
     def drop(self, sequence: SimSequence) -> None:
         self.sequences.remove(sequence)
         self.tokens -= sequence.prefill
@@ -373,6 +377,20 @@ class SimEngine:
             self._held = held
             self._plan()
 
+    @property
+    def doing(self) -> str:
+        """`prefill` while prompts are computed, whoever decodes beside them; `decode`; or "", nothing."""
+        return "prefill" if self._packs else "decode" if self._num_decoding else ""
+
+    def recost(self, costs: EngineCosts) -> None:
+        """From now on steps take this long: what else runs on its device has changed. The cache stays as large. For
+        engines that have no prefill workers."""
+        self._advance()
+        self._costs = costs
+        for pack in self._packs:
+            pack.recost(costs)
+        self._plan()
+
     # --- faults ---------------------------------------------------------------------------------------------
 
     def die(self, reason: str) -> None:
@@ -509,8 +527,9 @@ class SimEngine:
             pairs += _pairs(sequence)
         chunk = min(float(tokens), budget)
         seen = pairs / tokens
-        step_s = costs.step_s(0.0, 0.0, chunk, seen, len(sequences) * chunk / tokens)
-        return Pack(sequences, tokens, chunk, seen, tokens / chunk, step_s)
+        pack = Pack(sequences, tokens, chunk, seen, tokens / chunk)
+        pack.recost(costs)
+        return pack
 
     # --- what is different where prefill and decode are apart -------------------------------------------------
 

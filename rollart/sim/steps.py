@@ -186,33 +186,43 @@ def fit_steps(calls: Sequence[GenerateCall], reports: Sequence[StepSums] = ()) -
     )
 
 
-def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
+def fit_reports(reports: Sequence[StepSums]) -> StepCosts:
+    """What steps cost by what engines said of them alone, each report of one kind of steps."""
     said = _Reported.of(reports)
     weights, launch_s = _step_weights(said)
     step_s, sequence_s, kv_token_s, prefill_token_s, prompt_step_s = (float(weight) for weight in weights)
-    predicted = said.predicted(weights, launch_s)
-    beyond_s = _beyond(said, weights, predicted)
-    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
-    taken = np.concatenate([engine.seconds for engine in engines])
-    costs = np.array([0.0, step_s, sequence_s, kv_token_s, prefill_token_s])
-    met = np.concatenate([engine.rows(costs) for engine in engines])
-    shared = np.concatenate([engine.prompt_steps(costs, beyond_s) for engine in engines])
-    parts = met * costs
-    parts[:, 4] = shared * beyond_s if launch_s else parts[:, 4] + shared * prompt_step_s
-    call_s = max(0.0, float(np.median(taken - parts.sum(axis=1))))
-    parts[:, 0] = call_s
+    steps = tuple(_step_residuals(said, said.predicted(weights, launch_s)))
     return StepCosts(
-        call_s=call_s,
+        call_s=0.0,
         step_s=step_s,
         sequence_s=sequence_s,
         kv_token_s=kv_token_s,
         prefill_token_s=prefill_token_s,
         prompt_step_s=prompt_step_s,
         launch_s=launch_s,
+        calls=0,
+        error=steps[0].error,
+        steps=steps,
+    )
+
+
+def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> StepCosts:
+    found = fit_reports(reports)
+    beyond_s = _beyond(_Reported.of(reports), found)
+    engines = [_Timeline([c for c in calls if c.engine == name]) for name in dict.fromkeys(c.engine for c in calls)]
+    taken = np.concatenate([engine.seconds for engine in engines])
+    costs = np.array([0.0, found.step_s, found.sequence_s, found.kv_token_s, found.prefill_token_s])
+    met = np.concatenate([engine.rows(costs) for engine in engines])
+    shared = np.concatenate([engine.prompt_steps(costs, beyond_s) for engine in engines])
+    parts = met * costs
+    parts[:, 4] = shared * beyond_s if found.launch_s else parts[:, 4] + shared * found.prompt_step_s
+    parts[:, 0] = call_s = max(0.0, float(np.median(taken - parts.sum(axis=1))))
+    return replace(
+        found,
+        call_s=call_s,
         calls=len(taken),
         error=float(np.median(np.abs(parts.sum(axis=1) - taken) / taken)),
         residuals=tuple(_residuals(met, parts, taken)),
-        steps=tuple(_step_residuals(said, predicted)),
     )
 
 
@@ -230,6 +240,8 @@ def _step_weights(said: _Reported) -> tuple[Array, float]:
         launch_s = float(np.quantile(each_s[said.prompted], share))
         waiting = said.prompted & (each_s <= (1 + ALIKE) * launch_s)
         for _ in range(PASSES):
+            if (said.prompted & ~waiting).sum() < MIN_ROWS:
+                break  # nothing would be left to say what a prompt token costs
             weights = _least_deviating(without[~waiting], said.seconds[~waiting], said.steps[~waiting])
             if (left := said.unexplained(weights, launch_s)) < least:
                 best, least = (weights, launch_s), left
@@ -239,12 +251,14 @@ def _step_weights(said: _Reported) -> tuple[Array, float]:
     return best
 
 
-def _beyond(said: _Reported, weights: Array, predicted: Array) -> float:
+def _beyond(said: _Reported, found: StepCosts) -> float:
     """What a step with prompts takes beyond the sequences that decode in it, on average."""
     if not said.prompted.any():
         return 0.0
+    weights = np.array([found.step_s, found.sequence_s, found.kv_token_s, found.prefill_token_s, found.prompt_step_s])
     decoding = (weights[0] + weights[1] * said.batch + weights[2] * said.cached) * said.steps
-    return float(np.sum((predicted - decoding)[said.prompted]) / np.sum(said.steps[said.prompted]))
+    beyond = said.predicted(weights, found.launch_s) - decoding
+    return float(np.sum(beyond[said.prompted]) / np.sum(said.steps[said.prompted]))
 
 
 def _step_residuals(said: _Reported, predicted: Array) -> Iterator[Residual]:

@@ -196,7 +196,7 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
 
 def test_what_kernels_are_given_is_aligned_whatever_the_step_has_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """To 16 bytes, or Triton would compile them anew when the first prompt of such a length comes."""
-    offsets: list[int] = []
+    offsets: list[Any] = []
 
     def looked_at(model: PreTrainedModel, positions: int) -> Any:
         plainly: Any = paged_forward(model, positions)

@@ -314,6 +314,27 @@ def test_measured_costs_take_the_place_of_the_hardware() -> None:
     run(work)
 
 
+def test_steps_take_as_long_as_they_are_told_to_from_then_on() -> None:
+    """What else runs on an engine's device may change in the middle of a prompt, and of an answer."""
+
+    async def work() -> None:
+        engine = Bench().engine
+        slow = COSTS.slowed(3.0)
+        call = asyncio.ensure_future(engine.generate(ask("x", 8000)))
+        prefill_s, whole_s = COSTS.prefill_s(8000, 4000), alone_s(8000, 100)
+        await asyncio.sleep(prefill_s / 2)
+        assert engine.doing == "prefill"
+        engine.recost(slow)
+        await asyncio.sleep(1.5 * prefill_s + 3 * (whole_s - prefill_s) / 2)
+        assert engine.doing == "decode"
+        engine.recost(COSTS)
+        await call
+        assert engine.doing == ""
+        assert now() == pytest.approx(2 * whole_s, rel=0.01)
+
+    run(work)
+
+
 def test_prompts_that_wait_are_computed_in_one_step() -> None:
     """64 short prompts: one step, not 64."""
 

@@ -17,7 +17,8 @@ from rollart.events import schema
 from rollart.launch.simulation import simulate
 from rollart.sim.curve import fit_curve
 from rollart.sim.fit import Fit, as_yaml, fit_runs, spread_of
-from rollart.sim.steps import GenerateCall, fit_steps
+from rollart.sim.steps import GenerateCall, fit_reports, fit_steps
+from rollart.types import StepSums
 from tests.events import some
 
 TASK = {
@@ -236,6 +237,18 @@ def test_an_engine_that_was_started_again_reports_from_nothing() -> None:
             fit.read(some(schema.Starting))
             fit.read(some(event, engine="cpu-0") if event is schema.EngineDown else some(event))
     assert [sums.steps for sums in fit.reports["cpu"]] == [32.0, 40.0, 50.0], "the first report of each process is left"
+
+
+def test_costs_are_found_again_in_reports_alone() -> None:
+    reports = []
+    for step in range(60):
+        sequences, cached, prompts = 60 - step, (60 - step) * (200 + step), int(step < 6)
+        tokens, seconds = prompts * (500 + 100 * step), 2e-3 + (60 - step + prompts) * 1e-5 + cached * 4e-8
+        reports.append(StepSums(1, sequences, cached, prompts, tokens, 0, seconds + tokens * 2e-5 + prompts * 5e-4))
+    found = fit_reports(reports)
+    costs = [found.step_s, found.sequence_s, found.kv_token_s, found.prefill_token_s, found.prompt_step_s]
+    assert costs == pytest.approx([2e-3, 1e-5, 4e-8, 2e-5, 5e-4], rel=0.01)
+    assert found.error < 1e-3
 
 
 def test_prompts_alike_do_not_make_their_tokens_dear(tmp_path: Path) -> None:
