@@ -91,7 +91,8 @@ def measure(
                 if read and not (out / f"{side}-{number}" / FIGURES).exists():
                     continue
                 try:
-                    run = _real_run(load_job(job, [*sides[side], f"seed={number}"]), side, number, out, skip)
+                    seeded = load_job(job, [*sides[side], f"seed={given.seed + number}"])
+                    run = _real_run(seeded, side, number, out, skip)
                 except JobError as error:  # what the others show is not lost for it
                     failed[f"{side}-{number}"] = str(error)
                     _tell(f"round {number + 1}, {side}: failed: {error}")
@@ -109,8 +110,9 @@ def measure(
             profile["train"]["call_s"] = call_s
         else:
             profile["control"] = {"call_s": call_s}
+            profile["engine"]["call_s"] = max(0.0, profile["engine"]["call_s"] - call_s)  # it is in the calls as well
         for side in real:
-            seeds = range(max(rounds, SIMULATED_ROUNDS))
+            seeds = range(given.seed, given.seed + max(rounds, SIMULATED_ROUNDS))
             simulated[side] = [
                 _simulated_run(load_job(job, [*sides[side], f"seed={seed}"]), profile, skip) for seed in seeds
             ]
