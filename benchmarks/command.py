@@ -26,6 +26,11 @@ def main(measure: Callable[..., dict[str, Any]]) -> int:
         parser.add_argument("--bounds", type=int, nargs="+", default=(), help="these bounds too (default: none)")
     if "job" in takes:
         parser.add_argument("--job", type=Path, default=takes["job"].default, help="another job file")
+    if "skip" in takes:
+        skip = takes["skip"].default
+        parser.add_argument("--skip", type=int, default=skip, help=f"steps of each run that are left out ({skip})")
+    if "read" in takes:
+        parser.add_argument("--read", action="store_true", help="run nothing: take what --out has")
     if "out" in takes:
         parser.add_argument("--out", type=Path, help="where run directories are kept (default: below runs/)")
     arguments = vars(parser.parse_args())

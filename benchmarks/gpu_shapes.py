@@ -2,15 +2,22 @@
 
     python benchmarks/gpu_shapes.py 8b models/8b --tokenizer models/smollm2
 
-writes a model directory of such a shape, for whole jobs, with the tokenizer of another.
+writes a model directory of such a shape, for whole jobs, with the tokenizer of another; without `--tokenizer` with one
+that has a token for each word of `noise_task.py` and none that ends an answer.
 """
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.endless import endless_tokenizer
+from benchmarks.noise_task import WORDS
 
 COPY_BYTES_S = 4.3e12
 """Measured copy rate of an H200, bytes read and written."""
@@ -80,12 +87,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a model directory")
+    parser.add_argument("--tokenizer", type=Path, help="a model directory (default: words, without an end token)")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     model = build(options.shape, options.device, torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(options.folder, max_shard_size="4GB")
+    if options.tokenizer is None:
+        endless_tokenizer([form for word in WORDS for form in (word, f" {word}")]).save_pretrained(options.folder)
+        return
     for file in options.tokenizer.iterdir():
         if "token" in file.name or "template" in file.name:
             shutil.copy(file, options.folder)

@@ -6,12 +6,15 @@ reward worker, is on the trainer's core, so that generation is the same in all m
 with a seed of its own, and the modes of a round meet the same environment latencies.
 Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CPU time per call in these where it shares
 the trainer's core, give the profile with which all five modes are simulated. `--job jobs/gpu_modes.yaml` is the same on
-one GPU, engine and trainer side by side. `--bounds 2 3` runs `rollart` with these bounds too, in the same rounds. Runs
-that `--out` has already are read, not run again: so rounds can be added to, and the simulator asked on another machine
-than the one that was measured.
+one GPU, engine and trainer side by side. `--bounds 2 3` runs `rollart` with these bounds too, in the same rounds. The
+first steps of each run, in which nothing overlaps yet and kernels are compiled, are left out of what is measured and of
+what is fitted alike (`--skip`). Runs that `--out` has already are read, not run again: so rounds can be added to, and
+with `--read` nothing is run: the simulator can be asked on another machine than the one that was measured, of the modes
+that are there.
 """
 
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -23,6 +26,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.command import main
+from benchmarks.endless import endless_tokenizer
 from rollart.config.job import Job
 from rollart.config.load import build_job, load_job
 from rollart.config.settings import MODES
@@ -44,6 +48,8 @@ FIGURES = "figures.json"
 SKIPPED_STEPS = 2
 """Steps at the start of each run that are not counted: nothing overlaps yet. With a bound above 1 as many more, and as
 many more are run: all groups that the bound allows begin at once, and fill the first steps."""
+SIMULATED_ROUNDS = 5
+"""At least so many seeds are simulated: that costs little, and their mean is steadier."""
 
 
 def measure(
@@ -52,40 +58,70 @@ def measure(
     out: Path | None = None,
     job: Path = JOB,
     bounds: Sequence[int] = (),
+    skip: int = SKIPPED_STEPS,
+    only: Sequence[str] = (),
+    read: bool = False,
 ) -> dict[str, Any]:
     """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`, and read from there."""
-    sides = {mode: [*overrides, f"mode={mode}"] for mode in MODES}
+    if unknown := [mode for mode in only if mode not in MODES]:
+        raise JobError(f"--only: {', '.join(unknown)} is no mode; choose among {', '.join(MODES)}")
+    if read and out is None:
+        raise JobError("--read: name the directory of the runs with --out")
+    sides = {mode: [*overrides, f"mode={mode}"] for mode in only or MODES}
     given = load_job(job, overrides)
     for bound in bounds:
         steps = given.train.steps + max(0, bound - 1)
         longer = [f"train.steps={steps}", f"checkpoint.every={steps}"]
         sides[f"rollart-bound-{bound}"] = [*overrides, "mode=rollart", f"rollout.staleness={bound}", *longer]
-    if given.train.steps < SKIPPED_STEPS + 2:
-        raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {SKIPPED_STEPS + 2} or more")
+    if given.train.steps < skip + 2:
+        raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {skip + 2} or more")
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
-    if job == JOB and not all(
-        (out / f"{side}-{number}" / FIGURES).exists() for side in sides for number in range(rounds)
+    if (
+        job == JOB
+        and not read
+        and not all((out / f"{side}-{number}" / FIGURES).exists() for side in sides for number in range(rounds))
     ):
         make_model(Path(given.model.path))
     began_s = time.monotonic()
     real: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    failed: dict[str, str] = {}
     with _on_cores(given.train.cores):
         for number in range(rounds):
             for side in _rotated(list(sides), number):
-                real[side].append(_real_run(load_job(job, [*sides[side], f"seed={number}"]), side, number, out))
-    profile = fit_runs([out / f"{FITTED}-{number}" for number in range(rounds)]).profile()
-    if given.train.cores:  # which are the coordinator's as well
-        profile["train"]["call_s"] = _cpu_per_call(real)[FITTED] / 1000
-    simulated = {
-        side: [_simulated_run(load_job(job, [*changes, f"seed={number}"]), profile) for number in range(rounds)]
-        for side, changes in sides.items()
-    }
+                if read and not (out / f"{side}-{number}" / FIGURES).exists():
+                    continue
+                try:
+                    seeded = load_job(job, [*sides[side], f"seed={given.seed + number}"])
+                    run = _real_run(seeded, side, number, out, skip)
+                except JobError as error:  # what the others show is not lost for it
+                    failed[f"{side}-{number}"] = str(error)
+                    _tell(f"round {number + 1}, {side}: failed: {error}")
+                else:
+                    real[side].append(run)
+    real = {side: runs for side, runs in real.items() if runs}
+    fitted = [folder for number in range(rounds) if (folder := out / f"{FITTED}-{number}" / FIGURES).exists()]
+    fit = fit_runs([figures.parent for figures in fitted], skip) if fitted else None
+    simulated: dict[str, list[dict[str, Any]]] = {}
+    profile: dict[str, Any] = {}
+    if fit is not None:
+        profile = fit.profile()
+        call_s = _cpu_per_call({FITTED: [_known(figures) for figures in fitted]})[FITTED] / 1000
+        if given.train.cores:  # which are the coordinator's as well
+            profile["train"]["call_s"] = call_s
+        else:
+            profile["control"] = {"call_s": call_s}
+            profile["engine"]["call_s"] = max(0.0, profile["engine"]["call_s"] - call_s)  # it is in the calls as well
+        for side in real:
+            seeds = range(given.seed, given.seed + max(rounds, SIMULATED_ROUNDS))
+            simulated[side] = [
+                _simulated_run(load_job(job, [*sides[side], f"seed={seed}"]), profile, skip) for seed in seeds
+            ]
     means = {mode: _mean(runs) for mode, runs in real.items()}
     predicted = {mode: _mean(runs) for mode, runs in simulated.items()}
     return {
         "real": means,
         "simulated": predicted,
-        "simulated_over_real": {side: round(predicted[side] / means[side], 3) for side in sides},
+        "simulated_over_real": {side: round(predicted[side] / means[side], 3) for side in predicted},
         "rounds": {mode: [run["step_s"] for run in runs] for mode, runs in real.items()},
         "spread": {mode: _spread(runs) for mode, runs in real.items()},
         "simulated_spread": {mode: _spread(runs) for mode, runs in simulated.items()},
@@ -95,15 +131,13 @@ def measure(
         "train_s": {mode: round(statistics.fmean(run["train_s"] for run in runs), 4) for mode, runs in real.items()},
         "engine_busy": {mode: round(statistics.fmean(run["busy"] for run in runs), 3) for mode, runs in real.items()},
         "coordinator_cpu_ms_per_call": _cpu_per_call(real),
-        "settings": _settings(given, rounds),
+        "settings": _settings(given, rounds, skip),
         "profile": profile,
+        "residuals": {} if fit is None else fit.quality(),
+        **({"failed": failed} if failed else {}),
         "runs": str(out),
         "seconds": round(time.monotonic() - began_s, 1),
     }
-
-
-END_OF_TURN = "up"
-"""A plain word, which ends no answer."""
 
 
 def make_model(path: Path) -> None:
@@ -112,11 +146,9 @@ def make_model(path: Path) -> None:
         return
     import torch
 
-    from rollart_recipes.tiny import tiny_model, tiny_tokenizer
+    from rollart_recipes.tiny import tiny_model
 
-    tokenizer: Any = tiny_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, END_OF_TURN)
-    tokenizer.eos_token = None
+    tokenizer = endless_tokenizer()
     torch.manual_seed(0)
     model: Any = tiny_model(len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = None
@@ -124,42 +156,63 @@ def make_model(path: Path) -> None:
     model.eval().save_pretrained(path)
 
 
-def _real_run(job: Job, mode: str, number: int, out: Path) -> dict[str, Any]:
+def _real_run(job: Job, mode: str, number: int, out: Path, skip: int) -> dict[str, Any]:
     folder = out / f"{mode}-{number}"
     if (folder / FIGURES).exists():
-        known: dict[str, Any] = msgspec.json.decode((folder / FIGURES).read_bytes())
-        return known
+        return {**_known(folder / FIGURES), **_step_times(job, folder, skip)}
     marks: dict[type[Event], float] = {}
-    result = train(
-        job,
-        folder,
-        watch=lambda summary, waits: lambda event: marks.__setitem__(type(event), time.process_time()),
-    )
+    began_s = time.monotonic()
+    last_s = [0.0]
+
+    def read(event: Event) -> None:
+        marks[type(event)] = time.process_time()
+        if isinstance(event, schema.Started):
+            _tell(f"round {number + 1}, {mode}: started after {time.monotonic() - began_s:.1f} s")
+        if isinstance(event, schema.StepEnd):
+            took_s, last_s[0] = event.t - last_s[0], event.t
+            _tell(f"round {number + 1}, {mode}: step {event.step}: {took_s:.2f} s, training {event.train_s:.2f} s")
+
+    result = train(job, folder, watch=lambda summary, waits: read)
     if result.summary.state != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
-    run = {**_figures(job, result.summary, folder), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, of which nothing is read any more
+    run = {**_figures(job, result.summary, folder, skip), "cpu_s": marks[schema.StepEnd] - marks[schema.Started]}
     (folder / FIGURES).write_bytes(msgspec.json.encode(run))
-    print(f"round {number + 1}, {mode}: {run['step_s']} s a step", file=sys.stderr, flush=True)
+    _tell(f"round {number + 1}, {mode}: {run['step_s']} s a step; {time.monotonic() - began_s:.1f} s in all")
     return run
 
 
-def _simulated_run(job: Job, profile: dict[str, Any]) -> dict[str, Any]:
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _known(figures: Path) -> dict[str, Any]:
+    known: dict[str, Any] = msgspec.json.decode(figures.read_bytes())
+    return known
+
+
+def _simulated_run(job: Job, profile: dict[str, Any], skip: int) -> dict[str, Any]:
     import tempfile
 
     raw = job.model_dump(mode="json")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        return _figures(job, simulate(build_job({**raw, "sim": profile}), path).summary, path)
+        return _figures(job, simulate(build_job({**raw, "sim": profile}), path).summary, path, skip)
 
 
-def _figures(job: Job, summary: Summary, folder: Path) -> dict[str, Any]:
-    events = list(read_events(folder / "events.jsonl"))
-    ends = [event for event in events if isinstance(event, schema.StepEnd)]
-    skipped = SKIPPED_STEPS + max(0, job.rollout.staleness - 1)
-    counted = len(ends) - skipped
+def _step_times(job: Job, folder: Path, skip: int) -> dict[str, Any]:
+    """Of the steps that count."""
+    ends = [event for event in read_events(folder / "events.jsonl") if isinstance(event, schema.StepEnd)]
+    skipped = skip + max(0, job.rollout.staleness - 1)
     return {
-        "step_s": round((ends[-1].t - ends[skipped - 1].t) / counted, 4),
+        "step_s": round((ends[-1].t - ends[skipped - 1].t) / (len(ends) - skipped), 4),
         "train_s": statistics.fmean(event.train_s for event in ends[skipped:]),
+    }
+
+
+def _figures(job: Job, summary: Summary, folder: Path, skip: int) -> dict[str, Any]:
+    return {
+        **_step_times(job, folder, skip),
         "max_steps": summary.staleness.max_steps,
         "max_age": summary.staleness.max,
         "waste": msgspec.to_builtins(summary.waste),
@@ -196,14 +249,14 @@ def _cpu_per_call(real: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     }
 
 
-def _settings(job: Job, rounds: int) -> dict[str, Any]:
+def _settings(job: Job, rounds: int, skip: int) -> dict[str, Any]:
     task = job.tasks[0]
     assert task.latency is not None
     return {
         "job": job.name,
         "rounds": rounds,
         "steps": job.train.steps,
-        "skipped_steps": SKIPPED_STEPS,
+        "skipped_steps": skip,
         "groups_per_step": job.rollout.groups_per_step,
         "group_size": task.group_size,
         "turns": task.max_turns,

@@ -17,33 +17,37 @@ WORDS = ("lake", "stone", "river", "cloud", "lamp", "green", "seven", "north", "
 
 
 class Noise(Environment):
-    def __init__(self, seed: int, words: int, turns: int) -> None:
+    def __init__(self, seed: int, words: int, turns: int, first: int) -> None:
         self._rng = random.Random(seed)
-        self._words, self._turns = words, turns
+        self._words, self._turns, self._first = words, turns, first
         self._said: list[str] = []
 
     def reset(self) -> str:
-        return self._shown()
+        return self._shown(self._first)
 
     def step(self, action: str) -> Observation:
         self._said.append(action)
         if len(self._said) < self._turns:
-            return observe(self._shown())
+            return observe(self._shown(self._words))
         digest = hashlib.sha256("\n".join(self._said).encode()).digest()
         return observe(reward=float(digest[0] % 2), done=True)
 
-    def _shown(self) -> str:
-        return " ".join(self._rng.choices(WORDS, k=self._words))
+    def _shown(self, words: int) -> str:
+        return " ".join(self._rng.choices(WORDS, k=words))
 
 
 class NoiseTasks(TaskSet):
-    """Two turns, observations of about 512 tokens."""
+    """By default two turns, observations of about 512 tokens."""
 
     quick = True
-    words, turns = 500, 2
+
+    def __init__(self, *, words: int = 500, turns: int = 2, first: int | None = None, **more: Any) -> None:
+        """`words`: of an observation; `first`: of the first one, if it is not as long as the others."""
+        super().__init__(**more)
+        self._words, self._turns, self._first = words, turns, words if first is None else first
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         return {"seed": rng.getrandbits(31)}
 
     def environment(self, task: Task) -> Noise:
-        return Noise(task.payload["seed"], self.words, self.turns)
+        return Noise(task.payload["seed"], self._words, self._turns, self._first)

@@ -24,6 +24,7 @@ from rollart.errors import JobError
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
+from rollart.hardware import engine_costs
 from rollart.sim.curve import Curve, fit_curve
 from rollart.sim.steps import GenerateCall, Residual, StepCosts, fit_steps
 from rollart.types import EngineWork, Json, JsonObject, ParsedJson, StepSums
@@ -266,7 +267,7 @@ class Fit:
                         "step_s": _rounded(cost.step_s),
                         "sequence_s": _rounded(cost.sequence_s),
                         "kv_token_s": _rounded(cost.kv_token_s),
-                        "prefill_token_s": _rounded(max(cost.prefill_token_s, 1e-9)),
+                        "prefill_token_s": _rounded(self._prompt_token_s(pool, cost)),
                         **({"prompt_step_s": _rounded(cost.prompt_step_s)} if cost.prompt_step_s else {}),
                         **({"launch_s": _rounded(cost.launch_s)} if cost.launch_s else {}),
                     }
@@ -284,6 +285,17 @@ class Fit:
             },
             "reward": {"cold_start_s": _rounded(statistics.fmean(self._cold_s))} if serverless and self._cold_s else {},
         }
+
+    def _prompt_token_s(self, pool: str, cost: StepCosts) -> float:
+        """Where no step had so many tokens that it took longer for them, what the pool's hardware should take."""
+        if cost.prefill_token_s > 0 or not (cost.launch_s or cost.prompt_step_s):
+            return max(cost.prefill_token_s, 1e-9)
+        settings = next(one for one in self._job.engine_pools if one.name == pool)
+        assert settings.engines is not None
+        hardware = self._job.kinds[settings.hardware]
+        hardware = hardware.part(settings.engines.share) if settings.engines.share else hardware
+        runtime = self._job.sim.engine.runtime(settings.engines.type)
+        return engine_costs(self._job.sim.shape, hardware, settings.engines.gpus, runtime).prefill_token_s(0.0)
 
     def quality(self) -> JsonObject:
         """How much was seen, and how well what was fitted explains it."""

@@ -3,13 +3,16 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.digits import DigitsTasks
-from benchmarks.modes import JOB, _rotated, measure
+from benchmarks.modes import FIGURES, JOB, _rotated, measure
+from rollart.config.job import Job
 from rollart.config.load import load_job
 from rollart.config.settings import MODES
 from rollart.errors import JobError
+from rollart.launch.simulation import simulate
 
 SMALL = (
     "train.steps=4",
@@ -47,6 +50,48 @@ def test_every_mode_begins_a_round() -> None:
 def test_a_run_without_a_step_to_measure_is_refused() -> None:
     with pytest.raises(JobError, match="leaves no step to measure"):
         measure(1, ["train.steps=3"])
+
+
+def test_modes_that_are_there_are_read_and_nothing_is_run(tmp_path: Path) -> None:
+    """The runs of two modes, brought here from the machine that they were measured on; the first steps were slow."""
+    played = "{turns: 2, prompt_tokens: 40, observation_tokens: 20, answer_tokens: 4, step_s: 0.2}"
+    settings = [*SMALL, "train.steps=8", f"sim.tasks.digits={played}"]
+    for mode in ("sync+", "rollart"):
+        folder = tmp_path / f"{mode}-0"
+        summary = simulate(load_job(JOB, [*settings, f"mode={mode}", "seed=0"]), folder).summary
+        calls = sum(pool.requests for pool in summary.pools.values())
+        waste = {"stale": {"trajectories": 0}}
+        figures = {"waste": waste, "max_steps": 0, "max_age": 0, "trajectories": 32, "busy": 0.5, "cpu_s": 0.1}
+        (folder / FIGURES).write_bytes(
+            msgspec.json.encode({**figures, "calls": calls, "step_s": 99.0, "train_s": 99.0})
+        )
+    found = measure(1, settings, tmp_path, skip=3, read=True)
+    assert list(found["real"]) == list(found["simulated"]) == ["sync+", "rollart"]
+    assert found["simulated_over_real"] == pytest.approx({"sync+": 1.0, "rollart": 1.0}, rel=0.15), "not the 99 seconds"
+    assert found["settings"]["skipped_steps"] == 3
+    assert found["residuals"]["steps"] == 5, "the fit leaves out the steps that the comparison does"
+    assert "engines" in found["residuals"]
+    one = measure(1, settings, tmp_path, skip=3, read=True, only=["rollart"])
+    assert (list(one["real"]), one["profile"]) == (["rollart"], found["profile"])
+    nothing = measure(1, settings, tmp_path / "elsewhere", skip=3, read=True)
+    assert (nothing["real"], nothing["simulated"], nothing["profile"]) == ({}, {}, {})
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(JobError, match="--read: name the directory"):
+        measure(1, read=True)
+    with pytest.raises(JobError, match="--only: lockstep is no mode"):
+        measure(1, only=["lockstep"])
+
+
+def test_a_mode_that_fails_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(job: Job, folder: Path, **more: object) -> None:
+        raise JobError("no such device")
+
+    monkeypatch.setattr("benchmarks.modes.train", broken)
+    found = measure(1, [*SMALL, f"model.path={tmp_path / 'model'}"], tmp_path / "runs", only=["sync", "sync+"])
+    assert found["failed"] == {"sync-0": "no such device", "sync+-0": "no such device"}
+    assert found["real"] == {}
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from rollart.config.settings import Spread
 from rollart.config.sim import SimTaskSettings
 from rollart.errors import JobError
 from rollart.events import schema
+from rollart.hardware import HARDWARE, MODELS, Runtime, engine_costs
 from rollart.launch.simulation import simulate
 from rollart.sim.curve import fit_curve
 from rollart.sim.fit import Fit, as_yaml, fit_runs, spread_of
@@ -175,6 +176,21 @@ def test_steps_whose_kernels_are_started_one_by_one_have_a_least_time(tmp_path: 
     assert max(row["p90_error"] for row in steps["cpu"]["steps"]) < 0.02
     assert any("tokens of prompts" in row["what"] for row in steps["cpu"]["steps"])
     assert "steps of cpu: milliseconds for a step" in as_yaml(fit, ["run"])
+
+
+def test_prompts_too_short_to_take_longer_are_priced_by_the_hardware(tmp_path: Path) -> None:
+    """Or a long one would be for nothing."""
+    short = {**TASK, "prompt_tokens": 60, "observation_tokens": 60, "answer_tokens": 40}
+    sim = on_a_gpu("sync+").model_dump(mode="json")["sim"]
+    raw = {**on_a_gpu("sync+").model_dump(mode="json"), "sim": {**sim, "tasks": {"game": short}}}
+    raw["pools"][0]["hardware"] = "h200"
+    raw["pools"][0]["engines"]["share"] = 0.5
+    raw["pools"][0]["engines"]["device"] = "cuda:0"
+    simulate(build_job(raw), tmp_path / "run")
+    found: Any = fit_runs([tmp_path / "run"]).profile()["engine"]
+    assert found["measured"]["cpu"]["launch_s"] == pytest.approx(GPU["launch_s"], rel=0.03)
+    whole = engine_costs(MODELS["qwen3-0.6b"], HARDWARE["h200"], 1, Runtime(step_s=0, layer_s=0, sequence_s=0))
+    assert found["measured"]["cpu"]["prefill_token_s"] == pytest.approx(2 * whole.prefill_token_s(0.0), rel=0.5)
 
 
 @pytest.mark.parametrize("mode", ["sync", "rollart"])
