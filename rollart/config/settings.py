@@ -470,8 +470,8 @@ class PrefillSettings(Settings):
     """`embedded` on CUDA: share of the GPU's multiprocessors that the prefill process may use, beside that of the one
     which decodes (`engines.share`). Both or neither."""
     memory: Annotated[float, Field(gt=0, le=1)] | None = None
-    """`embedded` on CUDA: the prefill process's share of the card's memory, beside `engines.memory`, with weights of its
-    own. Default: 0.3. Refused beside `engines.kv_tokens`, which both then have. Not read by `rollart sim`."""
+    """`embedded` on CUDA: the prefill process's share of the card's memory, beside `engines.memory`; it has weights of
+    its own. Default: 0.3. Refused beside `engines.kv_tokens`, which both then have. Not read by `rollart sim`."""
     link_gb_s: Positive = 25.0
     """The link over which a prefill worker sends the cache, GB/s. `rollart sim` simulates it, affinity reckons with
     it; a real run has the link that it has."""
@@ -582,7 +582,9 @@ class EngineSettings(Settings):
         elif self.prefill is not None and self.prefill.memory is not None:
             raise ValueError(f".prefill.memory: is of embedded engines; {self.type} has flags of its own (args)")
         elif self.prefill is not None and self.prefill.share is not None:
-            raise ValueError(f".prefill.share: is of embedded engines, which prefill on the same GPU; {self.type} do not")
+            raise ValueError(
+                ".prefill.share: is for embedded engines, which prefill on the GPU that decodes; remove it"
+            )
         if self.url is not None and self.count > 1:
             raise ValueError(".url: names one server; set count to 1, and give each further one a pool")
         return self
@@ -590,7 +592,7 @@ class EngineSettings(Settings):
     def _pair_fits(self, prefill: PrefillSettings) -> None:
         if (prefill.share is None) != (self.share is None):
             raise ValueError(
-                ".prefill.share: prefill and decode divide one GPU; set it and engines.share, as 0.5 and 0.48, or neither"
+                ".prefill.share: prefill and decode divide one GPU; set it and engines.share, as 0.5 and 0.48, or none"
             )
         if prefill.memory is None:
             return
@@ -600,7 +602,7 @@ class EngineSettings(Settings):
             raise ValueError(".prefill.memory: beside kv_tokens, which bounds the cache of both; remove one of them")
         if prefill.memory + self.memory_share > 1:
             raise ValueError(
-                f".prefill.memory: {prefill.memory:g} beside {self.memory_share:g} for decoding (engines.memory) is more "
+                f".prefill.memory: {prefill.memory:g} beside {self.memory_share:g} to decode (engines.memory) is more "
                 "than the card has; lower one of them"
             )
 

@@ -229,7 +229,7 @@ def _pair_problems(key: str, pool: PoolSettings, engines: EngineSettings, prefil
                 "device; set it to 1 and raise engines.count, or set engines.type to vllm"
             )
     if prefill.pool not in (None, pool.name):
-        yield f"{key}.pool: embedded engines prefill on the device on which they decode; remove it, or use `rollart sim`"
+        yield f"{key}.pool: embedded engines prefill on the device that decodes; remove it, or use `rollart sim`"
     if engines.draft_tokens:
         yield f"{key}: beside draft_tokens; no tokens are guessed where prefill is apart, remove one of them"
 
@@ -727,8 +727,8 @@ def _refuse_devices(job: Job) -> None:
             )
         if kind == "nccl" and own.prefill is not None:
             raise JobError(
-                f"weights.type: nccl gives each GPU one copy, and with {place}.prefill two processes of one ask for it; "
-                "take shm or tcp"
+                f"weights.type: nccl gives each GPU one copy, and with {place}.prefill two of its processes ask for "
+                "one; take shm or tcp"
             )
         if kind == "nccl" and own.device.partition(":")[0] != trainer.partition(":")[0]:
             raise JobError(

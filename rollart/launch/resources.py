@@ -39,7 +39,7 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             attached = engines.url is not None
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
             # an embedded engine's prefill is on the device on which it decodes
-            gpus = 1 if engines.type == "embedded" else engines.all_gpus
+            gpus = engines.gpus if engines.type == "embedded" else engines.all_gpus
             needs = _needs(kind, engines.threads * (2 if engines.is_pair else 1), gpus, on_cpu=on_cpu)
             role = "judge" if pool.judge else "rollout"
             found.append(Demand(pool=pool.name, role=role, count=engines.count, needs=needs))

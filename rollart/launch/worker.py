@@ -198,8 +198,8 @@ async def _pair(
     try:
         # both load their weights at the same time
         core, _ = await asyncio.gather(asyncio.to_thread(make), prefill.start(own.model_dump_json()))
-        told = await prefill.call(ClusterError, "told")
-        return PairedEngine(threaded(core), prefill, told, max_batch=engines.max_batch)
+        cache = await prefill.call(ClusterError, "place")
+        return PairedEngine(threaded(core), prefill, cache, max_batch=engines.max_batch)
     except BaseException:
         await prefill.stop()
         raise

@@ -7,7 +7,7 @@ is killed. Used for weights (`store/cuda_ipc.py`) and for prompts that one engin
 
 import ctypes
 import os
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ class CudaBytes:
         return torch.as_tensor(self, device=self.runtime.device)
 
 
+class MemoryPlace(NamedTuple):
+    """By which another process finds it: on a GPU a handle, else a file."""
+
+    num_bytes: int
+    file: str = ""
+    gpu: str = ""
+    handle: str = ""
+
+
 class Lending:
     """Memory of this process that others may map, for as long as the process lives."""
 
@@ -97,32 +106,30 @@ class Lending:
             runtime = CudaRuntime(device, EngineError, EngineError, wanted=wanted)
             pointer = runtime.allocate(num_bytes)
             self.raw = CudaBytes(runtime, pointer, num_bytes).tensor()
-            self.told: dict[str, Any] = {"gpu": runtime.uuid, "handle": runtime.handle_of(pointer).hex()}
-            _OWN[self.told["handle"]] = self.raw
+            self.place = MemoryPlace(num_bytes, gpu=runtime.uuid, handle=runtime.handle_of(pointer).hex())
+            _OWN[self.place.handle] = self.raw
         else:
             handle = os.memfd_create("rollart")
             os.truncate(handle, num_bytes)
-            self.told = {"file": f"/proc/{os.getpid()}/fd/{handle}"}
-            self.raw = _of_file(self.told["file"], num_bytes)
-        self.told["bytes"] = num_bytes
-        """By which another process finds it."""
+            self.place = MemoryPlace(num_bytes, file=f"/proc/{os.getpid()}/fd/{handle}")
+            self.raw = _of_file(self.place)
 
 
 _OWN: dict[str, Tensor] = {}
 """By handle: a process cannot map its own memory."""
 
 
-def mapped(told: dict[str, Any], device: torch.device) -> Tensor:
+def mapped(place: MemoryPlace, device: torch.device) -> Tensor:
     """What another process lends. Stays mapped. Raises EngineError."""
-    if "file" in told:
-        return _of_file(told["file"], told["bytes"])
-    if told["handle"] in _OWN:
-        return _OWN[told["handle"]]
+    if place.file:
+        return _of_file(place)
+    if place.handle in _OWN:
+        return _OWN[place.handle]
     runtime = CudaRuntime(device, EngineError, EngineError, wanted="what another process lends")
-    if told["gpu"] != runtime.uuid:
-        raise EngineError(f"memory of the GPU {told['gpu']} cannot be mapped on {runtime.uuid}: give both one device")
-    return CudaBytes(runtime, runtime.open(bytes.fromhex(told["handle"])), told["bytes"]).tensor()
+    if place.gpu != runtime.uuid:
+        raise EngineError(f"memory of the GPU {place.gpu} cannot be mapped on {runtime.uuid}: give both one device")
+    return CudaBytes(runtime, runtime.open(bytes.fromhex(place.handle)), place.num_bytes).tensor()
 
 
-def _of_file(path: str, num_bytes: int) -> Tensor:
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+def _of_file(place: MemoryPlace) -> Tensor:
+    return torch.from_file(place.file, shared=True, size=place.num_bytes, dtype=torch.uint8)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rollart.errors import StoreFull, WeightError
 from rollart.model.mapped import CudaBytes, CudaRuntime
@@ -142,9 +141,7 @@ class CudaIpcStore(BucketStore):
     @property
     def _cuda(self) -> CudaRuntime:
         if self._runtime is None:
-            self._runtime = CudaRuntime(
-                self._device, WeightError, StoreFull, wanted="a version of the weights"
-            )
+            self._runtime = CudaRuntime(self._device, WeightError, StoreFull, wanted="a version of the weights")
         return self._runtime
 
     @property

@@ -156,7 +156,7 @@ class TestThreadedEngineOnPages(TestThreadedEngine):
 
 
 class TestPairedEngine(TestThreadedEngine):
-    """Prefill and decode apart, in one process here; `tests/real/test_pair.py` has two."""
+    """Prefill and decode apart, in one process here; `tests/real` has two."""
 
     def made(self, store: ShmStore) -> tuple[Engine, Callable[[], Awaitable[None]]]:
         fetched = FetchAhead(store)

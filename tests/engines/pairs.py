@@ -4,6 +4,8 @@ what is handed over is mapped."""
 import asyncio
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from rollart.engines.embedded.handover import PrefillSide, cache_of
 from rollart.engines.embedded.pair import PairedEngine
 from rollart.engines.embedded.threaded import Fetch, Stage, ThreadedEngine
@@ -11,7 +13,7 @@ from rollart.errors import BoundaryError
 from rollart.workers.handles import as_raised
 from rollart.workers.server import failure
 from rollart.workers.wire import pack, unpack
-from tests.engines.reference import NO_EOS, PreTrainedModel, make_engine
+from tests.engines.reference import NO_EOS, make_engine
 
 
 class SideHere:
@@ -59,11 +61,9 @@ def pair_of(
     plain: PreTrainedModel, *, fetch: Fetch, stage: Stage | None = None, on: str = "cpu", **settings: Any
 ) -> tuple[PairedEngine, SideHere]:
     """Greedy and sampled answers are those of any engine with these settings."""
-    engines = [
-        make_engine(plain, paged=True, on=on, lends=lends, eos=NO_EOS, **settings) for lends in (False, True)
-    ]
+    engines = [make_engine(plain, paged=True, on=on, lends=lends, eos=NO_EOS, **settings) for lends in (False, True)]
     decode, prefill = (ThreadedEngine(core, fetch=fetch, stage=stage) for core in engines)
     side = SideHere(PrefillSide(prefill))
     lending = cache_of(prefill).lending
     assert lending is not None
-    return PairedEngine(decode, side, lending.told, max_batch=settings.get("max_batch", 256)), side
+    return PairedEngine(decode, side, lending.place, max_batch=settings.get("max_batch", 256)), side

@@ -32,9 +32,9 @@ def manifest(version: int) -> WeightManifest:
     return WeightManifest(version=version, buckets=())
 
 
-def play(work: Work, **settings: int) -> None:
+def play(work: Work, *, max_batch: int = 8, kv_tokens: int = 4096) -> None:
     async def main() -> None:
-        pair, side = pair_of(MODELS[0], fetch=fetch, **{"max_batch": 8, "kv_tokens": 4096, **settings})
+        pair, side = pair_of(MODELS[0], fetch=fetch, max_batch=max_batch, kv_tokens=kv_tokens)
         try:
             async with asyncio.timeout(60.0):
                 await work(pair, side)
@@ -263,7 +263,7 @@ def test_where_the_prefill_side_is_lost_the_engine_is() -> None:
         await pair.generate(request([10, 11], "fine/0", max_tokens=2))
         side.gone = True
         for number in range(2):
-            with pytest.raises(EngineError, match="the prefill side: .* ended by signal 9"):
+            with pytest.raises(EngineError, match=r"the prefill side: .* ended by signal 9"):
                 await pair.generate(request([10, 11], f"s{number}/0"))
         with pytest.raises(EngineError, match="signal 9"):
             await pair.abort("s0/0")

@@ -206,8 +206,9 @@ class EmbeddedEngine:
             )
         if not 0 < request.prompt_tokens < self.max_context:
             raise RequestError(
-                f"{self.engine_id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
-                f"{self.max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
+                f"{self.engine_id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together "
+                f"have {self.max_context} tokens (the least of kv_tokens, the model's positions and "
+                "model.context_tokens)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
             raise RequestError(f"{self.engine_id}: request {request.id} cannot be sampled with {sampling}")
@@ -215,7 +216,9 @@ class EmbeddedEngine:
             raise RequestError(f"{self.engine_id}: stop strings need a tokenizer, this engine has none")
         tokens = request.tokens()
         if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise RequestError(f"{self.engine_id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
+            raise RequestError(
+                f"{self.engine_id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids"
+            )
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:

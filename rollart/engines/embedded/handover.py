@@ -6,12 +6,13 @@ as a request for one token, which nobody uses. Its pages then stay as they are u
 from the other side's process (`rollart.workers`); keys and values do not cross with them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.threaded import ThreadedEngine
+from rollart.model.mapped import MemoryPlace
 from rollart.types import EngineWork, GenerateRequest, Sampling, SwapReport, WeightManifest, WeightVersion
 from rollart.workers.wire import allow
 
@@ -33,7 +34,7 @@ class Lent(NamedTuple):
     """What the prefill side has done in all, now and then."""
 
 
-allow(Lent)
+allow(Lent, MemoryPlace)
 
 
 class PrefillSide:
@@ -45,10 +46,10 @@ class PrefillSide:
         self._lent: dict[int, tuple[list[int], str]] = {}
         """Pages, and the session where it has no further turn."""
 
-    async def told(self) -> dict[str, Any]:
+    async def place(self) -> MemoryPlace:
         """Where its cache is."""
         assert self._memory.lending is not None, "an engine that lends"
-        return self._memory.lending.told
+        return self._memory.lending.place
 
     async def compute(self, number: int, request: GenerateRequest) -> Lent:
         """The prompt of a request. Raises RequestError for one that does not fit here."""

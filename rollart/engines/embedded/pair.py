@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from rollart.engines.embedded.handover import Lent, cache_of
 from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.errors import BoundaryError, EngineError, RequestError, WeightError
+from rollart.model.mapped import MemoryPlace
 from rollart.types import (
     Completion,
     EngineWork,
@@ -75,14 +76,12 @@ class _Call:
 class PairedEngine:
     """`engine` decodes. Start and close it on the event loop that uses it."""
 
-    def __init__(
-        self, engine: ThreadedEngine, prefill: PrefillWorker, told: dict[str, Any], *, max_batch: int
-    ) -> None:
-        """`told`: where the prefill side's cache is. `max_batch`: of requests that decode."""
+    def __init__(self, engine: ThreadedEngine, prefill: PrefillWorker, cache: MemoryPlace, *, max_batch: int) -> None:
+        """`cache`: the prefill side's. `max_batch`: of requests that decode."""
         self.engine = engine
         self._prefill = prefill
         self._memory = cache_of(engine)
-        self._theirs = self._memory.opened(told)
+        self._theirs = self._memory.opened(cache)
         self._calls: dict[str, _Call] = {}
         self._count = 0
         self._places = asyncio.Semaphore(max_batch)
@@ -104,19 +103,19 @@ class PairedEngine:
             raise EngineError(f"request {request.id} is already in flight")
         self._count += 1
         call = self._calls[request.id] = _Call(self._count)
-        lent, places = None, 0
+        lent, placed = None, False
         try:
             lent = await self._prefilled(call, request)
-            places += not call.aborted and await self._placed(call)
-            if not places:
+            placed = not call.aborted and await self._placed(call)
+            if call.aborted:
                 return _nothing(self.engine.core.engine_id)
             call.before = False
             return await self._decoded(request, lent)
         finally:
             del self._calls[request.id]
-            if places:
+            if placed:
                 self._places.release()
-            else:
+            if call.before:
                 self._give_back(lent)
 
     async def abort(self, request_id: str) -> int:
@@ -211,17 +210,18 @@ class PairedEngine:
 
     def _take_over(self, request_id: str, lent: Lent) -> bool:
         """In the engine's thread, between two steps: copy what this side has not. Whether it has all then."""
-        core, cuda = self.engine.core, self._theirs.is_cuda
+        core, device = self.engine.core, self._theirs.device
         seq = core.live.get(request_id)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if stream is not None else []
         began_s, pages = time.perf_counter(), 0
         if seq is not None and lent.pages and lent.version == core.version:
             if events:
-                events[0].record()
+                events[0].record(stream)
             with torch.inference_mode():
                 pages = self._memory.take_over(seq, self._theirs, lent.pages)
             if events:
-                events[1].record()
+                events[1].record(stream)
         took_s = time.perf_counter() - began_s
         taken = seq is not None and seq.given
         self.handed.prompts += taken

@@ -14,7 +14,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from rollart.engines.embedded.kv import KvShape, common_prefix
 from rollart.engines.embedded.paged.ops import Cache
 from rollart.engines.embedded.prefixes import Prefixes
 from rollart.engines.embedded.sequence import Sequence
-from rollart.model.mapped import Lending, mapped
+from rollart.model.mapped import Lending, MemoryPlace, mapped
 from rollart.types import Tokens
 
 
@@ -231,9 +230,9 @@ class PagedMemory:
 
     # --- prompts from another cache
 
-    def opened(self, told: dict[str, Any]) -> Tensor:
+    def opened(self, place: MemoryPlace) -> Tensor:
         """The pages of another cache, which lends them. Raises EngineError."""
-        raw = mapped(told, self._shape.device).view(self._shape.dtype)
+        raw = mapped(place, self._shape.device).view(self._shape.dtype)
         _, _, _, heads, page_tokens, head_size = self._store.shape
         return raw.view(self._shape.layers, 2, -1, heads, page_tokens, head_size)
 
@@ -293,7 +292,7 @@ class PagedMemory:
         both = torch.tensor([sources, targets], dtype=torch.int64)
         if self._store.is_cuda:
             both = both.pin_memory().to(self._store.device, non_blocking=True)  # nobody waits for the step under way
-        for layer, other in zip(self._store, theirs, strict=True):
+        for layer, other in zip(_words(self._store), _words(theirs), strict=True):
             layer.index_copy_(1, both[1], other.index_select(1, both[0]))
 
     # --- pages
@@ -364,3 +363,8 @@ class PagedMemory:
             _, idle = self._idle.popitem(last=False)
             self._let_go(idle.pages)
         return True
+
+
+def _words(store: Tensor) -> Tensor:
+    """Whole pages, as wide as they can be copied: (layers, 2, pages, words)."""
+    return store.flatten(3).view(torch.int64)
