@@ -267,7 +267,7 @@ def lender(seq: Sequence) -> tuple[PagedMemory, list[int]]:
     kv = PagedMemory(shape, kv_tokens=16 * PAGE, max_context=16 * PAGE, page_tokens=PAGE, lanes=4, lends=True)
     assert kv.lending is not None
     kv.lending.raw.view(torch.float32).copy_(torch.randn(kv.lending.raw.numel() // 4))
-    own = sequence(seq.buffer[: seq.prompt_tokens], seq.session)
+    own = sequence(seq.buffer[: seq.prompt_tokens].tolist(), seq.session)
     assert kv.place(own, own.total, 0)
     own.length = own.total
     kv.park(own)
