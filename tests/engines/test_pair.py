@@ -32,9 +32,9 @@ def manifest(version: int) -> WeightManifest:
     return WeightManifest(version=version, buckets=())
 
 
-def play(work: Work, *, max_batch: int = 8, kv_tokens: int = 4096) -> None:
+def play(work: Work, *, max_batch: int = 8, kv_tokens: int = 4096, on: str = "cpu") -> None:
     async def main() -> None:
-        pair, side = pair_of(MODELS[0], fetch=fetch, max_batch=max_batch, kv_tokens=kv_tokens)
+        pair, side = pair_of(MODELS[0], fetch=fetch, on=on, max_batch=max_batch, kv_tokens=kv_tokens)
         try:
             async with asyncio.timeout(60.0):
                 await work(pair, side)
@@ -284,3 +284,23 @@ def test_where_the_decode_side_is_lost_the_engine_is(monkeypatch: pytest.MonkeyP
         side.gone = True
 
     play(work)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_card_sessions_are_handed_over_turn_by_turn() -> None:
+    rng = np.random.default_rng(9)
+
+    async def play_session(pair: PairedEngine, name: str) -> None:
+        prompt = random_tokens(rng, 150)
+        for turn in range(3):
+            asked = request(prompt, f"{name}/{turn}", max_tokens=10, temperature=turn % 2, last=turn == 2)
+            got = await pair.generate(asked)
+            check(asked, got, MODELS)
+            prompt = np.concatenate([prompt, got.tokens, random_tokens(rng, 70)])
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        await asyncio.gather(*(play_session(pair, f"s{number}") for number in range(6)))
+        assert (pair.handed.prompts, pair.handed.dropped) == (18, 0)
+        assert pair.handed.copied_bytes > 0
+
+    play(work, on="cuda")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rollart.errors import EngineError
 from rollart.model.network import load_model, named_weights
@@ -38,10 +39,14 @@ async def turns(engine: Engine, session: str, version: int) -> list[tuple[Genera
     return found
 
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.timeout(180)
-def test_two_processes_are_one_engine_and_end_together(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_cuda)])
+def test_two_processes_are_one_engine_and_end_together(device: str, model: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with local_cluster(model, tmp_path, prefill={}) as (cluster, store):
+        async with local_cluster(model, tmp_path, device=device, prefill={}) as (cluster, store):
             plain = load_model(str(model))
             engine: Engine = await cluster.engine(SPEC)
             answers = await turns(engine, "first", 0)
