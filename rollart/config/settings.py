@@ -594,15 +594,14 @@ class EngineSettings(Settings):
             raise ValueError(
                 ".prefill.share: prefill and decode divide one GPU; set it and engines.share, as 0.5 and 0.48, or none"
             )
-        if prefill.memory is None:
-            return
-        if not self.device.startswith("cuda"):
+        on_cuda, share = self.device.startswith("cuda"), prefill.memory or PREFILL_MEMORY
+        if prefill.memory is not None and not on_cuda:
             raise ValueError(".prefill.memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
-        if self.kv_tokens is not None:
+        if prefill.memory is not None and self.kv_tokens is not None:
             raise ValueError(".prefill.memory: beside kv_tokens, which bounds the cache of both; remove one of them")
-        if prefill.memory + self.memory_share > 1:
+        if on_cuda and self.kv_tokens is None and share + self.memory_share > 1:
             raise ValueError(
-                f".prefill.memory: {prefill.memory:g} beside {self.memory_share:g} to decode (engines.memory) is more "
+                f".prefill.memory: {share:g} beside {self.memory_share:g} to decode (engines.memory) is more "
                 "than the card has; lower one of them"
             )
 
@@ -615,7 +614,7 @@ class EngineSettings(Settings):
     def prefill_side(self) -> "EngineSettings":
         """Of the process that computes prompts, where `embedded` engines have one."""
         assert self.prefill is not None
-        memory = None if self.kv_tokens or self.device == "cpu" else self.prefill.memory or PREFILL_MEMORY
+        memory = None if self.kv_tokens is not None else self.prefill.memory or PREFILL_MEMORY
         return self.model_copy(update={"prefill": None, "share": self.prefill.share, "memory": memory})
 
     @property

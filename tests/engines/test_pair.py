@@ -195,6 +195,36 @@ def test_weights_that_are_not_whole_change_neither_side() -> None:
     play(work)
 
 
+def test_where_only_one_side_takes_a_version_the_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        def refuse(*_: object) -> None:
+            raise WeightError("no such tensor")
+
+        monkeypatch.setattr(side.side.engine.core, "put_in", refuse)
+        with pytest.raises(EngineError, match=r"only one side of the pair took version 1: .*no such tensor"):
+            await pair.swap(manifest(1))
+        with pytest.raises(EngineError, match="only one side"):
+            await pair.generate(request([10, 11], "s/0"))
+
+    play(work)
+
+
+def test_where_neither_side_takes_a_version_both_go_on_with_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request([10, 11, 12], "s/0", max_tokens=4)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        def refuse(*_: object) -> None:
+            raise WeightError("no such tensor")
+
+        for core in (side.side.engine.core, pair.engine.core):
+            monkeypatch.setattr(core, "put_in", refuse)
+        with pytest.raises(WeightError, match="no such tensor"):
+            await pair.swap(manifest(1))
+        check(asked, await pair.generate(asked), MODELS)
+
+    play(work)
+
+
 def test_an_abort_ends_a_prompt_that_is_prefilled_and_one_that_waits_to_decode() -> None:
     rng = np.random.default_rng(6)
 

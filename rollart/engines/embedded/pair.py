@@ -14,7 +14,7 @@ not whole changes neither. Where one side is lost, so is the engine: whoever ask
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import replace as replaced
@@ -136,16 +136,24 @@ class PairedEngine:
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         self._refuse()
         await asyncio.gather(self.engine.prepare(manifest), self._ask("prepare", manifest))
-        here = await self.engine.swap(manifest)
-        try:
-            there: SwapReport = await self._ask("swap", manifest)
-        except WeightError as error:
-            self._lost = EngineError(f"the prefill side did not change to version {manifest.version}: {error}")
-            raise self._lost from error
+        here, there = await self._both(manifest)
         pulled = here.pulled._replace(
             seconds=max(here.pulled.seconds, there.pulled.seconds), bytes=here.pulled.bytes + there.pulled.bytes
         )
         return replaced(here, pulled=pulled, rebuilt_tokens=here.rebuilt_tokens + there.rebuilt_tokens)
+
+    async def _both(self, manifest: WeightManifest) -> tuple[SwapReport, SwapReport]:
+        """Put in what is ready, on both sides at once."""
+        asked: list[Awaitable[SwapReport]] = [self.engine.swap(manifest), self._ask("swap", manifest)]
+        done = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [one for one in done if isinstance(one, BaseException)]
+        if len(failed) == 1 and isinstance(failed[0], WeightError):
+            self._lost = EngineError(f"only one side of the pair took version {manifest.version}: {failed[0]}")
+            raise self._lost
+        if failed:
+            raise next((one for one in failed if isinstance(one, EngineError)), failed[0])
+        here, there = [one for one in done if isinstance(one, SwapReport)]
+        return here, there
 
     async def close(self) -> None:
         self._lost = self._lost or EngineError("the engine was closed")
@@ -197,7 +205,7 @@ class PairedEngine:
 
         def added() -> None:
             nonlocal taken
-            taken = self._take_over(request.id, lent)
+            taken = self._take_over(request, lent)
 
         done = await self.engine.generate(request, added)
         return replace(
@@ -208,10 +216,11 @@ class PairedEngine:
             work=done.work and _with(done.work, self._work),
         )
 
-    def _take_over(self, request_id: str, lent: Lent) -> bool:
+    def _take_over(self, request: GenerateRequest, lent: Lent) -> bool:
         """In the engine's thread, between two steps: copy what this side has not. Whether it has all then."""
         core, device = self.engine.core, self._theirs.device
-        seq = core.live.get(request_id)
+        seq = core.live.get(request.id)  # None: it was refused
+        assert seq is None or seq.request is request
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if stream is not None else []
         began_s, pages = time.perf_counter(), 0
