@@ -75,7 +75,7 @@ REAL_ONLY = (
     *("pools.N.engines.memory", "pools.N.engines.stage", "pools.N.engines.share"),
     *("pools.N.engines.keep_kv", "pools.N.engines.draft_tokens", "pools.N.engines.device", "pools.N.engines.threads"),
     *("pools.N.engines.cores", "pools.N.engines.python", "pools.N.engines.url", "pools.N.engines.dtype"),
-    *("pools.N.engines.args", "pools.N.engines.prefill.connector"),
+    *("pools.N.engines.args", "pools.N.engines.prefill.connector", "pools.N.engines.prefill.memory"),
 )
 """What `rollart sim` does not read, by prefix; of `train` it reads what is in SIMULATED_TRAINER."""
 SIMULATED_TRAINER = ("pool", "gpus", "steps", "algorithm", "advantage")
@@ -342,6 +342,7 @@ REAL: dict[str, dict[str, Any]] = {
     "fsdp2": {"train": {"steps": 2, "type": "fsdp2", "gpus": 2}},
     "vllm": VLLM,
     "vllm, prefill apart": {**VLLM, "pools.0.engines": {"type": "vllm", "prefill": {}}},
+    "prefill apart": {"pools.0.engines": {"prefill": {}}},
     "vllm, attached": {**VLLM, "pools.0.engines": {"type": "vllm", "url": "http://127.0.0.1:8000"}},
     "sglang": {**VLLM, "pools.0.engines": {"type": "sglang"}},
 }

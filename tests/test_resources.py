@@ -313,6 +313,12 @@ def test_an_engine_needs_the_gpus_of_all_its_workers() -> None:
     assert found[0].needs.gpus == 4 * 2 + 2 * 3
 
 
+def test_an_embedded_engine_prefills_and_decodes_on_one_gpu() -> None:
+    engines = {"device": "cuda", "threads": 2, "prefill": {}}
+    found = demands(local({"name": "pair", "hardware": "h200", "engines": engines}))
+    assert (found[0].needs.gpus, found[0].needs.cpus) == (1, 4)
+
+
 POOLS: list[dict[str, Any]] = [
     {"name": "compute", "hardware": "h800", "engines": {"type": "vllm", "count": 2, "most": 4, "gpus": 4}},
     {"name": "bandwidth", "hardware": "h20", "engines": {"type": "sglang"}},

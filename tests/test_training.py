@@ -58,6 +58,9 @@ def test_a_group_that_was_reopened_after_the_checkpoint_that_holds_it_is_not_for
     assert (summary.groups.admitted, summary.groups.surplus, summary.groups.open) == (1, 1, 0)
 
 
+PAIR_ON_CUDA = {"device": "cuda:0", "share": 0.48, "memory": 0.5, "prefill": {"share": 0.5, "memory": 0.3}}
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -80,6 +83,26 @@ def test_a_group_that_was_reopened_after_the_checkpoint_that_holds_it_is_not_for
         (
             {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True, "prefill": {}}, "slots": 8}]},
             "pools.cpu.engines.keep_kv",
+        ),
+        *(
+            ({"pools": [{"name": "cpu", "engines": engines, "slots": 8}]}, f"pools.cpu.engines.{key}")
+            for engines, key in (
+                ({"type": "sglang", "prefill": {}}, "prefill"),
+                ({"prefill": {"workers": 2}}, "prefill.workers"),
+                ({"prefill": {"decoders": 2}}, "prefill.decoders"),
+                ({"prefill": {"gpus": 2}}, "prefill.gpus"),
+                ({"prefill": {}, "keep_kv": True}, "keep_kv"),
+                ({"prefill": {}, "draft_tokens": 4}, "prefill"),
+            )
+        ),
+        (
+            {
+                "pools": [
+                    {"name": "cpu", "engines": {"count": 1}, "slots": 8},
+                    {"name": "other", "engines": {"prefill": {"pool": "cpu"}}},
+                ]
+            },
+            "pools.other.engines.prefill.pool",
         ),
         (
             {
@@ -130,6 +153,8 @@ def test_an_agent_that_cannot_play_is_refused_before_the_run(
         {"pools": [{"name": "cpu", "engines": {"type": "sglang"}, "slots": 8}]},
         {"pools": [{"name": "cpu", "engines": {"type": "vllm", "keep_kv": True}, "slots": 8}]},
         {"pools": [{"name": "cpu", "engines": {"type": "vllm"}, "slots": 8}], "train": {"lora": {}}},
+        {"pools": [{"name": "cpu", "engines": {"prefill": {}}, "slots": 8}]},
+        {"pools": [{"name": "cpu", "engines": PAIR_ON_CUDA, "slots": 8}], "cluster": {"type": "local"}},
     ],
 )
 def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
@@ -171,6 +196,16 @@ def test_what_train_has_is_let_through(change: dict[str, object]) -> None:
             {"type": "vllm", "url": "http://h:1", "args": ["-x"]},
             r"^pools\.0\.engines\.args: has an effect only with a server that is",
         ),
+        (
+            {"prefill": {"connector": "x"}},
+            r"^pools\.0\.engines\.prefill\.connector: has an effect only with engines\.type vllm",
+        ),
+        ({"type": "vllm", "prefill": {"memory": 0.2}}, r"^pools\.0\.engines\.prefill\.memory: is of embedded engines"),
+        ({"type": "vllm", "prefill": {"share": 0.2}}, r"^pools\.0\.engines\.prefill\.share: is for embedded engines"),
+        ({"prefill": {"memory": 0.2}}, r"^pools\.0\.engines\.prefill\.memory: is a share of a GPU's memory; on a CPU"),
+        ({**PAIR_ON_CUDA, "share": None}, r"^pools\.0\.engines\.prefill\.share: .* set it and engines\.share"),
+        ({**PAIR_ON_CUDA, "memory": 0.8}, r"^pools\.0\.engines\.prefill\.memory: 0\.3 beside 0\.8 to decode"),
+        ({**PAIR_ON_CUDA, "memory": None, "kv_tokens": 64}, r"^pools\.0\.engines\.prefill\.memory: beside kv_tokens"),
     ],
 )
 def test_a_setting_that_its_kind_of_engine_does_not_read_is_refused(engines: dict[str, object], text: str) -> None:

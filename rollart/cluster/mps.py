@@ -20,6 +20,11 @@ CONTROL = "nvidia-cuda-mps-control"
 START_S = 20.0
 
 
+def share_of(share: float) -> dict[str, str]:
+    """What a process that is under the daemon needs to have this share of a GPU's multiprocessors."""
+    return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * share:g}"}
+
+
 class Mps:
     """The daemon of one run."""
 
@@ -45,7 +50,7 @@ class Mps:
 
     def environment(self, share: float) -> dict[str, str]:
         """What a process needs to have this share of a GPU's multiprocessors."""
-        return {**self._variables, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * share:g}"}
+        return {**self._variables, **share_of(share)}
 
     def close(self) -> None:
         """After all processes that use it have ended."""

@@ -452,7 +452,8 @@ class RolloutSettings(Settings):
 
 
 class PrefillSettings(Settings):
-    """Prefill and decode apart: each engine is then several workers, which load weights together and fail together."""
+    """Prefill and decode apart: each engine is then several workers, which load weights together and fail together.
+    `embedded`: two processes on the engine's device, one for each, and the cache of a prompt is copied within it."""
 
     pool: str | None = None
     """The pool whose devices prefill. Default: this one. On the cluster `ray` another pool must name the same machines:
@@ -465,12 +466,18 @@ class PrefillSettings(Settings):
     """Decode workers of each engine, with `engines.gpus` and `engines.max_batch` each."""
     connector: str = "NixlConnector"
     """`vllm`: `kv_connector` of its `--kv-transfer-config`. Not read by `rollart sim`."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """`embedded` on CUDA: share of the GPU's multiprocessors that the prefill process may use, beside that of the one
+    which decodes (`engines.share`). Both or neither."""
+    memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    """`embedded` on CUDA: the prefill process's share of the card's memory, beside `engines.memory`; it has weights of
+    its own. Default: 0.3. Refused beside `engines.kv_tokens`, which both then have. Not read by `rollart sim`."""
     link_gb_s: Positive = 25.0
     """The link over which a prefill worker sends the cache, GB/s. `rollart sim` simulates it, affinity reckons with
     it; a real run has the link that it has."""
 
 
-CPU_KV_TOKENS, CPU_DRAFT_TOKENS, CUDA_MEMORY = 65_536, 15, 0.6
+CPU_KV_TOKENS, CPU_DRAFT_TOKENS, CUDA_MEMORY, PREFILL_MEMORY = 65_536, 15, 0.6, 0.3
 """Defaults of the embedded engine that depend on its device."""
 
 
@@ -492,8 +499,8 @@ class EngineSettings(Settings):
     max_batch: Count = 256
     """Sequences one engine works on at a time."""
     prefill: PrefillSettings | None = None
-    """Prefill on workers of its own. `rollart train` has it for `vllm` engines only, `rollart sim` for all. Not tried
-    on real devices yet."""
+    """Prefill on workers of its own. `rollart train` has it for `embedded` and `vllm` engines, `rollart sim` for all.
+    Not tried on real devices yet."""
     kv_tokens: Count | None = None
     """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. `rollart sim`
     has by default what the hardware's memory holds, where that is not `cpu`."""
@@ -570,9 +577,45 @@ class EngineSettings(Settings):
                 f".step_tokens: {self.step_tokens} is less than one token for each request of max_batch "
                 f"{self.max_batch}; raise it, or lower max_batch"
             )
+        if self.prefill is not None and self.type == "embedded":
+            self._pair_fits(self.prefill)
+        elif self.prefill is not None and self.prefill.memory is not None:
+            raise ValueError(f".prefill.memory: is of embedded engines; {self.type} has flags of its own (args)")
+        elif self.prefill is not None and self.prefill.share is not None:
+            raise ValueError(
+                ".prefill.share: is for embedded engines, which prefill on the GPU that decodes; remove it"
+            )
         if self.url is not None and self.count > 1:
             raise ValueError(".url: names one server; set count to 1, and give each further one a pool")
         return self
+
+    def _pair_fits(self, prefill: PrefillSettings) -> None:
+        if (prefill.share is None) != (self.share is None):
+            raise ValueError(
+                ".prefill.share: prefill and decode divide one GPU; set it and engines.share, as 0.5 and 0.48, or none"
+            )
+        on_cuda, share = self.device.startswith("cuda"), prefill.memory or PREFILL_MEMORY
+        if prefill.memory is not None and not on_cuda:
+            raise ValueError(".prefill.memory: is a share of a GPU's memory; on a CPU set kv_tokens instead")
+        if prefill.memory is not None and self.kv_tokens is not None:
+            raise ValueError(".prefill.memory: beside kv_tokens, which bounds the cache of both; remove one of them")
+        if on_cuda and self.kv_tokens is None and share + self.memory_share > 1:
+            raise ValueError(
+                f".prefill.memory: {share:g} beside {self.memory_share:g} to decode (engines.memory) is more "
+                "than the card has; lower one of them"
+            )
+
+    @property
+    def is_pair(self) -> bool:
+        """Each engine is two of our own processes."""
+        return self.prefill is not None and self.type == "embedded"
+
+    @property
+    def prefill_side(self) -> "EngineSettings":
+        """Of the process that computes prompts, where `embedded` engines have one."""
+        assert self.prefill is not None
+        memory = None if self.kv_tokens is not None else self.prefill.memory or PREFILL_MEMORY
+        return self.model_copy(update={"prefill": None, "share": self.prefill.share, "memory": memory})
 
     @property
     def decode_gpus(self) -> int:

@@ -89,6 +89,10 @@ def _rows(job: "Job") -> Iterator[tuple[str, BaseModel, str, bool, str]]:
             )
             yield place, engines, "keep_kv", engines.type != "sglang", "engines.type embedded or vllm"
             yield place, engines, "python args prefill device", engines.url is None, "a server that is started: no url"
+            if engines.prefill is not None:
+                place = f"{place}.prefill"
+                yield place, engines.prefill, "share", local, "cluster.type local"
+                yield place, engines.prefill, "connector", not embedded, "engines.type vllm"
     platform = job.sim.reward
     yield "sim.reward", platform, "cold_start_s idle_s quota", serverless, "rewards.type http"
     yield (

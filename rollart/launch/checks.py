@@ -25,6 +25,7 @@ from rollart.config.settings import (
     JudgeSettings,
     ModelSettings,
     PoolSettings,
+    PrefillSettings,
     RewardSettings,
     TaskSettings,
 )
@@ -199,22 +200,38 @@ def _engine_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> I
         )
     if engines.type == "vllm" and adapters and engines.keep_kv:
         yield (f"{key}.keep_kv: a request to vLLM keeps the adapter that it began with; remove it, or train.lora")
-    if server and engines.prefill is not None and engines.keep_kv:
-        yield f"{key}.keep_kv: servers that prefill apart cannot keep what is in flight; remove it, or engines.prefill"
+    if engines.prefill is not None and engines.keep_kv:
+        yield f"{key}.keep_kv: engines that prefill apart cannot keep what is in flight; remove it, or engines.prefill"
 
 
 def _prefill_problems(job: Job, pool: PoolSettings, engines: EngineSettings) -> Iterator[str]:
     key, other = f"pools.{pool.name}.engines.prefill", job.prefill_pool(pool)
-    if other is not None and engines.type != "vllm":
+    if other is not None and engines.type == "sglang":
         yield (
-            f"{key}: {engines.type} engines cannot prefill apart; set engines.type to vllm, remove it, or use "
+            f"{key}: sglang engines cannot prefill apart; set engines.type to embedded or vllm, remove it, or use "
             "`rollart sim`"
         )
+    elif engines.prefill is not None and engines.type == "embedded":
+        yield from _pair_problems(key, pool, engines, engines.prefill)
     elif other is not None and job.cluster.type == "ray" and kind_of(other) != kind_of(pool):
         yield (
             f"{key}.pool: all workers of an engine run on one machine, and pool {other.name!r} has others than "
             f"{pool.name!r}; remove it, or use `rollart sim`"
         )
+
+
+def _pair_problems(key: str, pool: PoolSettings, engines: EngineSettings, prefill: PrefillSettings) -> Iterator[str]:
+    """An embedded engine's prefill and decode are two processes on one device."""
+    for name, many in (("workers", prefill.workers), ("decoders", prefill.decoders), ("gpus", prefill.gpus)):
+        if many > 1:
+            yield (
+                f"{key}.{name}: {many}, but an embedded engine prefills in one process and decodes in one, on one "
+                "device; set it to 1 and raise engines.count, or set engines.type to vllm"
+            )
+    if prefill.pool not in (None, pool.name):
+        yield f"{key}.pool: embedded engines prefill on the device that decodes; remove it, or use `rollart sim`"
+    if engines.draft_tokens:
+        yield f"{key}: beside draft_tokens; no tokens are guessed where prefill is apart, remove one of them"
 
 
 def _isolation_problems(job: Job) -> Iterator[str]:
@@ -707,6 +724,11 @@ def _refuse_devices(job: Job) -> None:
             raise JobError(
                 f"weights.type: cuda_ipc is for one GPU; {place}.device is {own.device} and train.device {trainer} "
                 f"({job.train.gpus} of them); name the same for both, as cuda:0, or take nccl or shm"
+            )
+        if kind == "nccl" and own.prefill is not None:
+            raise JobError(
+                f"weights.type: nccl gives each GPU one copy, and with {place}.prefill two of its processes ask for "
+                "one; take shm or tcp"
             )
         if kind == "nccl" and own.device.partition(":")[0] != trainer.partition(":")[0]:
             raise JobError(

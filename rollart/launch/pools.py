@@ -160,8 +160,9 @@ def disaggregated(job: Job) -> dict[str, Disaggregated]:
     for pool in job.pools:
         other = job.prefill_pool(pool)
         if other and pool.engines and (prefill := pool.engines.prefill):
+            hardware = job.kinds[other.hardware]
             found[pool.name] = Disaggregated(
-                hardware=job.kinds[other.hardware],
+                hardware=hardware.part(prefill.share) if prefill.share else hardware,
                 gpus=prefill.gpus,
                 workers=prefill.workers,
                 decoders=prefill.decoders,

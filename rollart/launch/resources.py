@@ -38,7 +38,9 @@ def demands(job: Job, *, trains: bool = True) -> list[Demand]:
             # a server takes what hardware its pool has, an attached one has it elsewhere; the embedded engine is told
             attached = engines.url is not None
             on_cpu = engines.device == "cpu" if engines.type == "embedded" else attached or pool.hardware == "cpu"
-            needs = _needs(kind, engines.threads, engines.all_gpus, on_cpu=on_cpu)
+            # an embedded engine's prefill is on the device on which it decodes
+            gpus = engines.gpus if engines.type == "embedded" else engines.all_gpus
+            needs = _needs(kind, engines.threads * (2 if engines.is_pair else 1), gpus, on_cpu=on_cpu)
             role = "judge" if pool.judge else "rollout"
             found.append(Demand(pool=pool.name, role=role, count=engines.count, needs=needs))
         if pool is job.shard_pool:

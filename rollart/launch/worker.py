@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +31,9 @@ RENDEZVOUS = "ranks-meet"
 
 if TYPE_CHECKING:
     from rollart.config.settings import Isolation, JudgeSettings, ModelSettings, TaskSettings
+    from rollart.engines.embedded.engine import EmbeddedEngine
+    from rollart.engines.embedded.handover import PrefillSide
+    from rollart.engines.embedded.pair import PairedEngine
     from rollart.engines.embedded.threaded import ThreadedEngine
     from rollart.engines.remote import RemoteEngine
     from rollart.envs.process import Boxed
@@ -93,7 +96,7 @@ async def build(setup: WorkerSetup, ranks: Sequence[RankWorker] = ()) -> Any:
     trainer = TrainerSettings(job=setup.job, out=setup.out, earlier=setup.earlier)
     match setup.role:
         case "engine":
-            return await _engine(setup)
+            return await _engine(setup, given)
         case "trainer" if setup.job.train.type == "fsdp2":
             return await _ranked_trainer(given, trainer, ranks)
         case "trainer":
@@ -122,7 +125,10 @@ def _make_run_directory(setup: WorkerSetup) -> None:
         ) from error
 
 
-async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
+async def _engine(
+    setup: WorkerSetup, given: WorkerSetup
+) -> "ThreadedEngine | PairedEngine | PrefillSide | RemoteEngine":
+    """`given`: the set-up with the coordinator's paths, for a process that this one starts."""
     from rollart.model.network import device_named
     from rollart.store.open import open_store
     from rollart.store.prefetch import FetchAhead
@@ -139,18 +145,27 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         stop_tokens = ChatTokenizer(model.path, model.chat_template, model.chat_template_args).stop_tokens
     if pool.engines.type == "embedded":
         from rollart.engines.embedded.engine import EmbeddedEngine
+        from rollart.engines.embedded.handover import PrefillSide
         from rollart.engines.embedded.threaded import ThreadedEngine
 
-        core = EmbeddedEngine.from_directory(
+        make = partial(
+            EmbeddedEngine.from_directory,
             model.path,
-            pool.engines,
+            pool.engines.prefill_side if setup.prefills else pool.engines,
             engine_id=setup.name,
             seed=job.seed,
             max_context=model.context_tokens,
             stop_tokens=stop_tokens,
+            paged=True if pool.engines.is_pair else None,
+            lends=setup.prefills,
         )
         ahead = FetchAhead(store)
-        return ThreadedEngine(core, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=store.in_memory)
+        threaded = partial(
+            ThreadedEngine, fetch=ahead.fetch, stage=ahead.stage, pulled=ahead.pulled, adopt=store.in_memory
+        )
+        if setup.prefills:
+            return PrefillSide(threaded(make()))
+        return await _pair(given, make, threaded) if pool.engines.is_pair else threaded(make())
     from rollart.engines.launch import ServerSettings, launch
 
     server = ServerSettings(
@@ -165,6 +180,29 @@ async def _engine(setup: WorkerSetup) -> "ThreadedEngine | RemoteEngine":
         lora=lora,
     )
     return await launch(server, store, FetchAhead(store))
+
+
+async def _pair(
+    given: WorkerSetup, make: "Callable[[], EmbeddedEngine]", threaded: "Callable[[EmbeddedEngine], ThreadedEngine]"
+) -> "PairedEngine":
+    """An engine, and a process that prefills for it. That ends with this one."""
+    from rollart.cluster.mps import share_of
+    from rollart.engines.embedded.pair import PairedEngine
+
+    engines, name = given.own_pool.engines, f"{given.name}-prefill"
+    assert engines is not None
+    share = engines.prefill_side.share
+    environment = {**os.environ, "OMP_NUM_THREADS": str(engines.threads)} | (share_of(share) if share else {})
+    prefill = Process(name, START, given.log_dir, environment)
+    own = given.model_copy(update={"name": name, "prefills": True})
+    try:
+        # both load their weights at the same time
+        core, _ = await asyncio.gather(asyncio.to_thread(make), prefill.start(own.model_dump_json()))
+        cache = await prefill.call(ClusterError, "place")
+        return PairedEngine(threaded(core), prefill, cache, max_batch=engines.max_batch)
+    except BaseException:
+        await prefill.stop()
+        raise
 
 
 async def _ranked_trainer(

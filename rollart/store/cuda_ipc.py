@@ -4,11 +4,9 @@ The trainer copies each version into memory of its own on the GPU; engines map t
 the GPU to itself. In the store's folder (`/dev/shm`, as `shm.py`) lies, in place of each file of weights, a small one
 that says where its bytes are: index, manifest, dropping and repair are those of any store. Who reads holds a lock on
 that small file, so memory is used again only when nobody reads it; the driver frees a dead process's part of it.
-Memory: a copy of each version that is alive, two while one is pushed. Made by the CUDA runtime itself and not by torch,
-whose own counting of readers never hears of one that is killed.
+Memory: a copy of each version that is alive, two while one is pushed (`model/mapped.py`).
 """
 
-import ctypes
 import fcntl
 import json
 import os
@@ -16,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rollart.errors import StoreFull, WeightError
+from rollart.model.mapped import CudaBytes, CudaRuntime
 from rollart.store.buckets import BucketStore, MappedFile
 from rollart.store.device import DeviceFile, digest_on_device
 from rollart.store.format import Weight, laid_out, sliced
@@ -27,76 +25,8 @@ from rollart.store.owner import ROOT
 from rollart.store.shm import folder_of
 from rollart.types import Bucket
 
-HANDLE_BYTES = 64
-LAZY_PEER_ACCESS = 1
-OUT_OF_MEMORY = 2
-"""Of the CUDA runtime."""
 
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
-
-
-class _Runtime:
-    """The part of the CUDA runtime that torch does not give."""
-
-    def __init__(self, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # the device's context is this process's from here on
-        self.device = device
-        self.uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self._library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
-
-    def allocate(self, num_bytes: int) -> int:
-        pointer = ctypes.c_void_p()
-        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        return int(pointer.value or 0)
-
-    def free(self, pointer: int) -> None:
-        self._call("cudaFree", ctypes.c_void_p(pointer))
-
-    def handle_of(self, pointer: int) -> bytes:
-        handle = _Handle()
-        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        pointer = ctypes.c_void_p()
-        found = _Handle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), found, ctypes.c_uint(LAZY_PEER_ACCESS))
-        return int(pointer.value or 0)
-
-    def close(self, pointer: int) -> None:
-        torch.cuda.synchronize(self.device)  # what was asked to be copied from there is copied
-        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
-
-    def _call(self, name: str, *arguments: object) -> None:
-        with torch.cuda.device(self.device):
-            code = getattr(self._library, name)(*arguments)
-        if code == OUT_OF_MEMORY:
-            raise StoreFull(f"{self.device} has no memory for a version of the weights beside what runs there")
-        if code:
-            raise WeightError(f"{name} on {self.device}: CUDA error {code}")
-
-
-class _Bytes:
-    """Memory of the GPU, as torch takes it without a copy. Lives as long as a tensor of it."""
-
-    def __init__(self, runtime: _Runtime, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-        self.runtime = runtime
-        self.pointer = pointer
-
-    def tensor(self) -> Tensor:
-        return torch.as_tensor(self, device=self.runtime.device)
-
-
-class _Mapped(_Bytes):
+class _Mapped(CudaBytes):
     """Another process's."""
 
     lease: Lease
@@ -109,11 +39,11 @@ class _Mapped(_Bytes):
 class _Own:
     """Memory of the trainer's process that is, or was, a file of a version."""
 
-    def __init__(self, runtime: _Runtime, num_bytes: int) -> None:
+    def __init__(self, runtime: CudaRuntime, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.runtime = runtime
         self.pointer = runtime.allocate(num_bytes)
-        self.raw = _Bytes(runtime, self.pointer, num_bytes).tensor()
+        self.raw = CudaBytes(runtime, self.pointer, num_bytes).tensor()
         self._file: int | None = None
 
     def become(self, path: Path) -> None:
@@ -159,7 +89,7 @@ class CudaIpcStore(BucketStore):
     def __init__(self, run_id: str, device: torch.device, bucket_bytes: int = 1 << 30, *, root: Path = ROOT) -> None:
         super().__init__(folder_of(run_id, root), bucket_bytes, DiskMedium())
         self._device = device
-        self._runtime: _Runtime | None = None
+        self._runtime: CudaRuntime | None = None
         self._stream: torch.cuda.Stream | None = None
         self._owned: list[_Own] = []
 
@@ -170,7 +100,7 @@ class CudaIpcStore(BucketStore):
         except (OSError, ValueError):
             raise WeightError(f"weight bucket {name}: missing from {self.directory}") from None
         if told["handle"] in _OWN:
-            mapped: _Bytes = _Bytes(self._cuda, _OWN[told["handle"]].pointer, told["bytes"])
+            mapped: CudaBytes = CudaBytes(self._cuda, _OWN[told["handle"]].pointer, told["bytes"])
             mapped.lease = lease  # type: ignore[attr-defined]
             return DeviceFile(mapped.tensor())
         if told["gpu"] != self._cuda.uuid:
@@ -209,9 +139,9 @@ class CudaIpcStore(BucketStore):
         return self._owned[-1]
 
     @property
-    def _cuda(self) -> _Runtime:
+    def _cuda(self) -> CudaRuntime:
         if self._runtime is None:
-            self._runtime = _Runtime(self._device)
+            self._runtime = CudaRuntime(self._device, WeightError, StoreFull, wanted="a version of the weights")
         return self._runtime
 
     @property

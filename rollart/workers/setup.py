@@ -64,6 +64,8 @@ class WorkerSetup(Settings):
     name: str = "trainer"
     pool: str = ""
     """Of an engine, or of environments."""
+    prefills: bool = False
+    """Of an engine: it is the process that computes prompts for another."""
     rendezvous: str = ""
     """Where a trainer's ranks meet, where they were placed for it."""
     rank: RankSetup | None = None

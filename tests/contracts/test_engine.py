@@ -14,12 +14,14 @@ from rollart.engines.embedded.threaded import ThreadedEngine
 from rollart.engines.launch import TOKEN_VARIABLE, ServerSettings, launch
 from rollart.hardware import HARDWARE, MODELS, Disaggregated, kv_capacity_tokens
 from rollart.model.network import named_weights
+from rollart.ports import Engine
 from rollart.store.prefetch import FetchAhead
 from rollart.store.shm import ShmStore
 from rollart.types import WeightManifest, WeightVersion
 from tests.contracts.engine import EngineBench, EngineContract
 from tests.contracts.remote import play_on
 from tests.engines.fake_sglang import KEY, FakeSglang
+from tests.engines.pairs import pair_of
 from tests.engines.reference import NO_EOS, make_engine, plain_model
 from tests.engines.remote import CONTEXT_TOKENS, Versions
 from tests.sim.engines import Bench, run
@@ -119,14 +121,7 @@ class TestThreadedEngine(EngineContract):
             (store.directory / manifest.buckets[1].name).unlink()
 
         async def main() -> None:
-            core = make_engine(VERSIONS[0], max_batch=MAX_BATCH, kv_tokens=4096, eos=NO_EOS)
-            if self.ahead:
-                fetched = FetchAhead(store)
-                engine = ThreadedEngine(
-                    core, fetch=fetched.fetch, stage=fetched.stage, pulled=fetched.pulled, adopt=True
-                )
-            else:
-                engine = ThreadedEngine(core, fetch=store.fetch)
+            engine, close = self.made(store)
             bench = EngineBench(
                 engine=engine, max_batch=MAX_BATCH, domain="a", put=put, lose=lose, too_long=1024, long_answer=256
             )
@@ -134,12 +129,22 @@ class TestThreadedEngine(EngineContract):
                 async with asyncio.timeout(SOON_S):
                     await work(bench)
             finally:
-                await engine.close()
+                await close()
 
         try:
             asyncio.run(main())
         finally:
             store.close()
+
+    def made(self, store: ShmStore) -> tuple[Engine, Callable[[], Awaitable[None]]]:
+        """The engine, and what closes it."""
+        core = make_engine(VERSIONS[0], paged=self.paged, on=self.on, max_batch=MAX_BATCH, kv_tokens=4096, eos=NO_EOS)
+        if not self.ahead:
+            engine = ThreadedEngine(core, fetch=store.fetch)
+            return engine, engine.close
+        fetched = FetchAhead(store)
+        engine = ThreadedEngine(core, fetch=fetched.fetch, stage=fetched.stage, pulled=fetched.pulled, adopt=True)
+        return engine, engine.close
 
 
 class TestThreadedEngineFetchingAhead(TestThreadedEngine):
@@ -148,6 +153,27 @@ class TestThreadedEngineFetchingAhead(TestThreadedEngine):
 
 class TestThreadedEngineOnPages(TestThreadedEngine):
     paged = True
+
+
+class TestPairedEngine(TestThreadedEngine):
+    """Prefill and decode apart, in one process here; `tests/real` has two."""
+
+    def made(self, store: ShmStore) -> tuple[Engine, Callable[[], Awaitable[None]]]:
+        fetched = FetchAhead(store)
+        pair, _ = pair_of(
+            VERSIONS[0],
+            fetch=fetched.fetch,
+            stage=fetched.stage,
+            on=self.on,
+            max_batch=MAX_BATCH,
+            kv_tokens=4096,
+        )
+        return pair, pair.close
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestPairedEngineOnCuda(TestPairedEngine):
+    on = "cuda"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

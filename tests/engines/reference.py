@@ -88,6 +88,7 @@ def make_engine(
     eos: frozenset[int] = frozenset({EOS}),
     paged: bool = False,
     on: str = "cpu",
+    lends: bool = False,
     **settings: Any,
 ) -> EmbeddedEngine:
     max_batch = min(256, settings.get("step_tokens", 256))
@@ -99,6 +100,7 @@ def make_engine(
         eos=eos,
         decode=lambda tokens: "".join(chr(ord("A") + token) for token in tokens),
         paged=paged,
+        lends=lends,
     )
 
 

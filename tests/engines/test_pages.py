@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollart.config.settings import EngineSettings
@@ -328,3 +329,86 @@ def test_the_cache_leaves_room_for_what_is_staged(monkeypatch: pytest.MonkeyPatc
     kept = 2 * 2 * 1 * 16 * 2
     weights = sum(weight.nbytes for weight in named_weights(model).values())
     assert tokens["host"] - tokens["device"] == pytest.approx(weights / kept, abs=1)
+
+
+def lender(seq: Sequence) -> tuple[PagedMemory, list[int]]:
+    """A cache that lends the prompt of a sequence, filled with noise."""
+    shape = KvShape(layers=2, heads=1, head_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    kv = PagedMemory(shape, kv_tokens=16 * PAGE, max_context=16 * PAGE, page_tokens=PAGE, lanes=4, lends=True)
+    assert kv.lending is not None
+    kv.lending.raw.view(torch.float32).copy_(torch.randn(kv.lending.raw.numel() // 4))
+    own = sequence(seq.buffer[: seq.prompt_tokens].tolist(), seq.session)
+    assert kv.place(own, own.total, 0)
+    own.length = own.total
+    kv.park(own)
+    return kv, kv.lend(seq.session, seq.buffer[: seq.prompt_tokens - 1])
+
+
+def taker(pages: int = 16) -> PagedMemory:
+    shape = KvShape(layers=2, heads=1, head_size=2, dtype=torch.float32, device=torch.device("cpu"))
+    return PagedMemory(shape, kv_tokens=pages * PAGE, max_context=pages * PAGE, page_tokens=PAGE, lanes=4)
+
+
+def opened(kv: PagedMemory, other: PagedMemory) -> Tensor:
+    assert other.lending is not None
+    return kv.opened(other.lending.place)
+
+
+def test_a_prompt_is_taken_over_from_another_cache_page_by_page() -> None:
+    seq = sequence(LONG, "s")
+    theirs, lent = lender(seq)
+    kv = taker()
+    kv.place(sequence([1, 2, 3], "before"), 3, 0)  # so that pages have other numbers
+    assert kv.take_over(seq, opened(kv, theirs), lent) == 4
+    assert seq.given
+    assert kv.place(seq, seq.total, 0)
+    assert (seq.length, seq.cached) == (15, 15), "the last token is computed here"
+    for layer, other in zip(kv.layers, theirs.layers, strict=True):
+        for mine, page in zip(seq.pages, lent, strict=True):
+            assert torch.equal(layer.keys_PHSD[mine], other.keys_PHSD[page])
+            assert torch.equal(layer.values_PHSD[mine], other.values_PHSD[page])
+
+
+def test_what_is_lent_stays_until_it_is_given_back() -> None:
+    seq = sequence(LONG, "s")
+    kv, lent = lender(seq)
+    kv.drop_parked()
+    large = sequence(list(range(100, 100 + 13 * PAGE)), "large")
+    assert kv.used_tokens == 4 * PAGE
+    assert not kv.place(large, 13 * PAGE, 0), "its pages are nobody else's"
+    kv.take_back(lent)
+    assert kv.used_tokens == 0
+    assert kv.place(large, 13 * PAGE, 0)
+
+
+def test_what_is_not_there_any_more_is_not_lent() -> None:
+    seq = sequence(LONG, "s")
+    kv, lent = lender(seq)
+    assert kv.lend("s", seq.buffer[: seq.prompt_tokens]) == lent, "all of it is there"
+    kv.forget("s")
+    assert kv.lend("s", seq.buffer[:3]) == []
+    assert kv.lend("other", seq.buffer[:3]) == []
+
+
+def test_where_there_is_no_room_a_prompt_is_left_to_be_computed() -> None:
+    seq = sequence(LONG, "s")
+    theirs, lent = lender(seq)
+    kv = taker(pages=6)
+    computed(kv, sequence(list(range(60, 60 + 3 * PAGE)), "running"))
+    assert kv.take_over(seq, opened(kv, theirs), lent) == 0
+    assert not seq.given
+    assert kv.used_tokens == 3 * PAGE
+
+
+def test_idle_sessions_give_way_to_a_prompt_but_not_its_own_pages() -> None:
+    kv = taker(pages=6)
+    kv.park(computed(kv, sequence([*LONG[: 2 * PAGE], 90], "s")))
+    kv.park(computed(kv, sequence(list(range(60, 60 + 3 * PAGE)), "idle", 1)))
+    seq = sequence(LONG, "s", 2)
+    theirs, lent = lender(seq)
+    assert kv.take_over(seq, opened(kv, theirs), lent) == 2, "two pages are here"
+    assert kv.num_parked == 1
+    assert kv.place(seq, seq.total, 0)
+    assert seq.cached == 15
+    kv.release(seq)
+    assert kv.used_tokens == 0

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from rollart.cluster.local import LocalCluster
 from rollart.config.load import build_job
@@ -20,10 +21,10 @@ MAX_BATCH = 4
 
 @asynccontextmanager
 async def local_cluster(
-    model: Path, folder: Path, lost: Callable[[str, str], None] | None = None
+    model: Path, folder: Path, lost: Callable[[str, str], None] | None = None, **engines: Any
 ) -> AsyncIterator[tuple[LocalCluster, ShmStore]]:
     """As `rollart train` makes it; and the store that its workers use."""
-    setup = small_setup(model, folder)
+    setup = small_setup(model, folder, **engines)
     store = ShmStore(setup.store.run_id, bucket_bytes=1 << 18)
     cluster = LocalCluster(START, setup, lost)
     try:
@@ -34,10 +35,10 @@ async def local_cluster(
         store.close()
 
 
-def small_setup(model: Path, folder: Path) -> WorkerSetup:
+def small_setup(model: Path, folder: Path, **engines: Any) -> WorkerSetup:
     """One engine and one trainer of the tiny model."""
     pools = [
-        {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096}},
+        {"name": "cpu", "engines": {"count": 1, "max_batch": MAX_BATCH, "kv_tokens": 4096, **engines}},
         {"name": "environments", "slots": 3},
     ]
     raw = job(model, pools=pools, train={"pool": "cpu", "steps": 8, "lr": 1e-2})

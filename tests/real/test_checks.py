@@ -581,6 +581,7 @@ def test_a_disk_that_fills_up_later_is_one_line(
             {"device": "cuda:0"},
             r"stage: with weights\.type nccl versions",
         ),
+        ("nccl", {"prefill": {}}, {}, r"nccl gives each GPU one copy, and with pools\.0\.engines\.prefill two of"),
         (
             "cuda_ipc",
             {"device": "cuda:1"},

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file
@@ -39,9 +39,11 @@ class Given:
 
 @pytest.mark.slow
 class TestLocalEngine(Given, EngineContract):
+    engines: ClassVar[dict[str, Any]] = {}
+
     def play(self, work: Callable[[EngineBench], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with local_cluster(self.model, self.folder) as (cluster, store):
+            async with local_cluster(self.model, self.folder, **self.engines) as (cluster, store):
                 weights = load_file(self.model / "model.safetensors")
 
                 async def put(version: WeightVersion) -> WeightManifest:
@@ -64,6 +66,13 @@ class TestLocalEngine(Given, EngineContract):
                 )
 
         asyncio.run(main())
+
+
+@pytest.mark.slow
+class TestLocalPair(TestLocalEngine):
+    """Two processes: one prefills, one decodes."""
+
+    engines: ClassVar[dict[str, Any]] = {"prefill": {}}
 
 
 @pytest.mark.slow

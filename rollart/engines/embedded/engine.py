@@ -27,6 +27,7 @@ from rollart.config.settings import EngineSettings
 from rollart.engines.embedded.backend import Backend, Launched, Ready
 from rollart.engines.embedded.drafts import Drafts
 from rollart.engines.embedded.kv import KvShape
+from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import PagedBackend
 from rollart.engines.embedded.scheduler import Scheduler
 from rollart.engines.embedded.sequence import Sequence
@@ -80,18 +81,20 @@ class EmbeddedEngine:
         eos: frozenset[int] | None = None,
         decode: Decode | None = None,
         paged: bool | None = None,
+        lends: bool = False,
     ) -> None:
         """`model` comes from `rollart.model.network`. `decode` (token ids to text) is needed for stop strings only;
         `seed` is of requests that bring none; `max_context` bounds prompt and answer, if model and cache do not.
-        `paged` chooses the back end; by default pages on CUDA, slabs elsewhere."""
+        `paged` chooses the back end; by default pages on CUDA, slabs elsewhere. `lends`: another engine copies prompts
+        from its pages (`handover.py`)."""
         self.model = model
         self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._id = engine_id
+        self.engine_id = engine_id
         self._keep_kv = settings.keep_kv
         self.version = version
         self.eos = eos_ids(model) if eos is None else eos
         self._stops = None if decode is None else StopFinder(decode)
-        self.backend = make_backend(model, settings, max_context, paged)
+        self.backend = make_backend(model, settings, max_context, paged, lends=lends)
         self.max_context = self.backend.max_context
         self.kv = self.backend.memory
         self._draft_tokens = 0 if self.backend.overlaps else settings.most_draft_tokens
@@ -104,6 +107,10 @@ class EmbeddedEngine:
             draft_tokens=self._draft_tokens,
             guesses=GUESSED_LOGITS // self._vocab_size,
         )
+        self._lender = self.kv if lends and isinstance(self.kv, PagedMemory) else None
+        self.lent: dict[str, list[int]] = {}
+        """Of requests that ended, where another engine copies them: the pages of all but the last token of the prompt.
+        Who takes them out gives them back."""
         self._under_way: _Step | None = None
         """The step whose results were not taken yet."""
         self._began = 0.0
@@ -127,6 +134,8 @@ class EmbeddedEngine:
         max_context: int | None = None,
         version: WeightVersion = 0,
         stop_tokens: Iterable[int] = (),
+        paged: bool | None = None,
+        lends: bool = False,
     ) -> "EmbeddedEngine":
         """An engine for a Hugging Face directory with its tokenizer. `stop_tokens` end an answer too.
 
@@ -150,6 +159,8 @@ class EmbeddedEngine:
             version=version,
             eos=eos,
             decode=decode,
+            paged=paged,
+            lends=lends,
         )
         prove_steps(model, engine.backend)
         return engine
@@ -187,24 +198,27 @@ class EmbeddedEngine:
     def _check(self, request: GenerateRequest) -> None:
         sampling = request.sampling
         if request.id in self.live:
-            raise EngineError(f"{self._id}: request {request.id} is already in flight")
+            raise EngineError(f"{self.engine_id}: request {request.id} is already in flight")
         if self.version < request.min_version:
             raise EngineError(
-                f"{self._id}: request {request.id} needs weights of version {request.min_version} or newer, "
+                f"{self.engine_id}: request {request.id} needs weights of version {request.min_version} or newer, "
                 f"this engine serves {self.version}"
             )
         if not 0 < request.prompt_tokens < self.max_context:
             raise RequestError(
-                f"{self._id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together have "
-                f"{self.max_context} tokens (the least of kv_tokens, the model's positions and model.context_tokens)"
+                f"{self.engine_id}: a prompt of {request.prompt_tokens} tokens cannot fit: prompt and answer together "
+                f"have {self.max_context} tokens (the least of kv_tokens, the model's positions and "
+                "model.context_tokens)"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0.0 or not 0.0 < sampling.top_p <= 1.0:
-            raise RequestError(f"{self._id}: request {request.id} cannot be sampled with {sampling}")
+            raise RequestError(f"{self.engine_id}: request {request.id} cannot be sampled with {sampling}")
         if sampling.stop and self._stops is None:
-            raise RequestError(f"{self._id}: stop strings need a tokenizer, this engine has none")
+            raise RequestError(f"{self.engine_id}: stop strings need a tokenizer, this engine has none")
         tokens = request.tokens()
         if len(tokens) != request.prompt_tokens or tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise RequestError(f"{self._id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids")
+            raise RequestError(
+                f"{self.engine_id}: the prompt of {request.id} is not {request.prompt_tokens} valid token ids"
+            )
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
@@ -276,7 +290,7 @@ class EmbeddedEngine:
         sequences = cached = prompts = tokens = pairs = 0
         for seq in launched.seqs:
             known = seq.take - seq.draft
-            if known > 1 or seq.total == seq.prompt_tokens:
+            if known > 1 or (seq.total == seq.prompt_tokens and not seq.given):
                 seq.prefilled += known
                 tokens += known
                 pairs += known * (2 * seq.length + known)
@@ -320,6 +334,8 @@ class EmbeddedEngine:
                 self.kv.release(seq)
             else:
                 self.kv.park(seq)
+            if self._lender is not None:
+                self.lent[seq.request.id] = self._lender.lend(seq.session, seq.buffer[: seq.prompt_tokens - 1])
             self._end(seq, finish, self._ended)
 
     def _count(self, has: StepSums, step_s: float, sampled: float) -> None:
@@ -387,11 +403,16 @@ class EmbeddedEngine:
 
     def _end(self, seq: Sequence, finish: Finish, ended: list[tuple[str, Completion]]) -> None:
         del self.live[seq.request.id]
-        ended.append((seq.request.id, seq.completion(finish, self._id, self._work.report())))
+        ended.append((seq.request.id, seq.completion(finish, self.engine_id, self._work.report())))
 
 
 def make_backend(
-    model: PreTrainedModel, settings: EngineSettings, max_context: int | None, paged: bool | None
+    model: PreTrainedModel,
+    settings: EngineSettings,
+    max_context: int | None,
+    paged: bool | None,
+    *,
+    lends: bool = False,
 ) -> Backend:
     """Pages on CUDA, slabs elsewhere, unless the caller says otherwise."""
     shape, query_heads = kept_by(model)
@@ -411,6 +432,7 @@ def make_backend(
         max_context=most,
         max_batch=settings.max_batch,
         stages=settings.stage == "device",
+        lends=lends,
     )
 
 

@@ -34,6 +34,7 @@ class Sequence:
         "capacity",
         "context",
         "draft",
+        "given",
         "in_flight",
         "lane",
         "last_token",
@@ -93,6 +94,8 @@ class Sequence:
         """Filled in by `prefixes` when they are first needed."""
         self.shares = True
         """Whether others may copy its cache: not where some of it was kept over a swap."""
+        self.given = False
+        """Its prompt, but for the last token, was computed elsewhere: that one it decodes."""
         self.prefilled = 0
         self.busy_s = 0.0
         self._span_starts: list[tuple[WeightVersion, int]] = [(version, 0)]

@@ -76,7 +76,8 @@ class ThreadedEngine:
 
     # --- the port
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest, added: Callable[[], None] | None = None) -> Completion:
+        """`added` is called in the engine's thread when the request was taken, before its first step, or refused."""
         if self._failure is not None:
             raise self._failure
         if request.id in self._requests:
@@ -89,6 +90,8 @@ class ThreadedEngine:
                 self.core.add(request)
             except BoundaryError as error:
                 self._answer(_settle, future, error)
+            if added is not None:
+                added()
 
         self._calls.put(add)
         try:
@@ -113,6 +116,11 @@ class ThreadedEngine:
                 if whole is not None:
                     with contextlib.suppress(WeightError):  # what is wrong with it is the swap's to find
                         await self._ready_of(whole)
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """A swap to it has only to put it in. Raises WeightError."""
+        with boundary(WeightError, "engine.prepare"):
+            await self._ready_of(manifest)
 
     async def swap(self, manifest: WeightManifest) -> SwapReport:
         with boundary(WeightError, "engine.swap"):

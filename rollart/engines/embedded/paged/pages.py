@@ -5,9 +5,12 @@ token there. An idle session keeps its pages and no lane. Sessions that begin al
 beginning; the page on which they part is copied. Page 0 and the last lane belong to nobody: rows that fill up a batch
 write there.
 
+Where prefill is apart (`handover.py`), one such cache lends the pages of prompts, and another copies them.
+
 Owns the page counts and the host's copy of the tables; `take_changes` hands over what the device has yet to be told.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
@@ -15,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from rollart.engines.embedded.kv import KvShape, common_prefix
 from rollart.engines.embedded.paged.ops import Cache
 from rollart.engines.embedded.prefixes import Prefixes
 from rollart.engines.embedded.sequence import Sequence
+from rollart.model.mapped import Lending, MemoryPlace, mapped
 from rollart.types import Tokens
 
 
@@ -35,7 +40,17 @@ class _Idle:
 class PagedMemory:
     """All pages of one engine. `kv_tokens` is rounded down to whole pages."""
 
-    def __init__(self, shape: KvShape, *, kv_tokens: int, max_context: int, page_tokens: int, lanes: int) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        kv_tokens: int,
+        max_context: int,
+        page_tokens: int,
+        lanes: int,
+        lends: bool = False,
+    ) -> None:
+        """`lends`: where another process can map them."""
         assert max_context <= kv_tokens
         self.page_tokens = page_tokens
         self._num_pages = max(1, kv_tokens // page_tokens)
@@ -43,8 +58,14 @@ class PagedMemory:
         self._width = -(-max_context // page_tokens)
         # Page 0 is nobody's. Not cleared: no kernel reads what was not written.
         size = (shape.layers, 2, self._num_pages + 1, shape.heads, page_tokens, shape.head_size)
+        self._shape = shape
+        self.lending = Lending(math.prod(size) * shape.dtype.itemsize, shape.device, "a cache") if lends else None
         make = torch.empty if shape.device.type == "cuda" else torch.zeros
-        self._store = make(size, dtype=shape.dtype, device=shape.device)
+        self._store = (
+            make(size, dtype=shape.dtype, device=shape.device)
+            if self.lending is None
+            else self.lending.raw.view(shape.dtype).view(size)
+        )
         self.tables_LN = torch.zeros((lanes + 1, self._width), dtype=torch.int32, device=shape.device)
         self.layers = [
             Cache(keys_PHSD=layer[0], values_PHSD=layer[1], tables_LN=self.tables_LN) for layer in self._store
@@ -183,6 +204,97 @@ class PagedMemory:
             self._let_go(idle.pages)
         self._idle.clear()
 
+    # --- prompts that another cache copies
+
+    def lend(self, session: str, tokens: npt.NDArray[np.int64]) -> list[int]:
+        """The pages of an idle session that hold these tokens, which stay as they are until they are taken back. None
+        where it has not all of them."""
+        idle = self._idle.get(session)
+        if idle is None or common_prefix(idle.tokens, tokens) < len(tokens):
+            return []
+        pages = idle.pages[: self._pages_for(len(tokens))]
+        for page in pages:
+            self._holders[page] += 1
+        self._pin(pages)
+        return pages
+
+    def take_back(self, pages: Row[int]) -> None:
+        self._unpin(pages)
+        self._let_go(pages)
+
+    def forget(self, session: str) -> None:
+        """No further turn of it will come."""
+        idle = self._idle.pop(session, None)
+        if idle is not None:
+            self._let_go(idle.pages)
+
+    # --- prompts from another cache
+
+    def opened(self, place: MemoryPlace) -> Tensor:
+        """The pages of another cache, which lends them. Raises EngineError."""
+        raw = mapped(place, self._shape.device).view(self._shape.dtype)
+        _, _, _, heads, page_tokens, head_size = self._store.shape
+        return raw.view(self._shape.layers, 2, -1, heads, page_tokens, head_size)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._store[:, :, 0].nbytes
+
+    def take_over(self, seq: Sequence, theirs: Tensor, pages: Row[int]) -> int:
+        """Keep for a sequence that waits, as if its session were idle, all of its prompt but the last token, which
+        these pages of another cache hold. Whole pages that are here already are not copied. Returns how many were;
+        where there is no room for them, the sequence computes what is not here."""
+        tokens = seq.buffer[: seq.prompt_tokens - 1]
+        own = self._whole_pages(seq, tokens)
+        missing = pages[len(own) :]
+        self._pin(own)
+        if not self._make_room(len(missing)):
+            missing = []
+        self._unpin(own)
+        new = [self._free.pop() for _ in missing]
+        for page in new:
+            self._holders[page] = 1
+        if new:
+            self._copy_from(theirs, missing, new)
+        if kept := [*own, *new]:
+            held = tokens[: len(kept) * self.page_tokens]
+            self._idle[seq.session] = _Idle(held.astype(np.int32), kept, True)
+            self._prefixes.note(seq)
+        seq.given = len(kept) == len(pages)
+        return len(new)
+
+    def _whole_pages(self, seq: Sequence, tokens: npt.NDArray[np.int64]) -> list[int]:
+        """Those at the beginning that this cache has of these tokens, counted for the sequence's session: its own, or
+        those of another that begins alike."""
+        idle = self._idle.pop(seq.session, None)
+        if idle is not None:
+            whole = common_prefix(idle.tokens, tokens) // self.page_tokens
+            self._let_go(idle.pages[whole:])
+            if whole:
+                return idle.pages[:whole]
+        for session in self._prefixes.holders(seq):
+            placed, other = self._placed.get(session), self._idle.get(session)
+            if placed is not None and placed.shares:
+                held: npt.NDArray[np.int64] | Tokens = placed.buffer[: placed.length]
+                pages = placed.pages
+            elif other is not None and other.shares:
+                held, pages = other.tokens, other.pages
+            else:
+                continue
+            if shared := pages[: common_prefix(held, tokens) // self.page_tokens]:
+                for page in shared:
+                    self._holders[page] += 1
+                return shared
+        return []
+
+    def _copy_from(self, theirs: Tensor, sources: Row[int], targets: Row[int]) -> None:
+        """Layer by layer: what is on its way in between takes memory, too."""
+        both = torch.tensor([sources, targets], dtype=torch.int64)
+        if self._store.is_cuda:
+            both = both.pin_memory().to(self._store.device, non_blocking=True)  # nobody waits for the step under way
+        for layer, other in zip(_words(self._store), _words(theirs), strict=True):
+            layer.index_copy_(1, both[1], other.index_select(1, both[0]))
+
     # --- pages
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -251,3 +363,8 @@ class PagedMemory:
             _, idle = self._idle.popitem(last=False)
             self._let_go(idle.pages)
         return True
+
+
+def _words(store: Tensor) -> Tensor:
+    """Whole pages, as wide as they can be copied: (layers, 2, pages, words)."""
+    return store.flatten(3).view(torch.int64)

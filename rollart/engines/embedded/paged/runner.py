@@ -142,8 +142,10 @@ class PagedBackend:
         page_tokens: int | None = None,
         graphs: bool = True,
         stages: bool = False,
+        lends: bool = False,
     ) -> None:
-        """`stages`: weights are brought to the device when they are made ready, beside the steps."""
+        """`stages`: weights are brought to the device when they are made ready, beside the steps. `lends`: it computes
+        prompts for another engine, which copies them from its cache."""
         self._model, self._shape = model, shape
         self._device = shape.device
         page = page_tokens or PAGE_TOKENS[self._device.type]
@@ -151,7 +153,12 @@ class PagedBackend:
         self.max_context = min(kv_tokens // page * page, max_context)
         self._max_batch = max_batch
         self.memory = PagedMemory(
-            shape, kv_tokens=kv_tokens, max_context=self.max_context, page_tokens=page, lanes=max_batch
+            shape,
+            kv_tokens=kv_tokens,
+            max_context=self.max_context,
+            page_tokens=page,
+            lanes=max_batch,
+            lends=lends,
         )
         self._forward = forward or paged_forward(model, max(self.max_context, *LENGTHS))
         """None where only transformers' own code will do."""
@@ -173,7 +180,7 @@ class PagedBackend:
         self._reserve(len(self._decode_buffer))
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._sizes = batch_sizes(max_batch)
-        if self._on_cuda and graphs and self._forward is not None and not self._forward.waits:
+        if self._on_cuda and graphs and not lends and self._forward is not None and not self._forward.waits:
             self._capture_all()
 
     def trial(self, kv_tokens: int, max_context: int) -> "PagedBackend":
