@@ -232,7 +232,7 @@ def _step_weights(said: _Reported) -> tuple[Array, float]:
     best = _least_deviating(rows, said.seconds, said.steps), 0.0
     if not said.prompted.any():
         return best
-    least = CLEARLY * said.unexplained(*best)
+    least, alike = CLEARLY * said.unexplained(*best), _alike(said.tokens[said.prompted])
     without = rows.copy()
     without[:, 4] = 0.0
     each_s = said.seconds / said.steps
@@ -240,8 +240,8 @@ def _step_weights(said: _Reported) -> tuple[Array, float]:
         launch_s = float(np.quantile(each_s[said.prompted], share))
         waiting = said.prompted & (each_s <= (1 + ALIKE) * launch_s)
         for _ in range(PASSES):
-            if (said.prompted & ~waiting).sum() < MIN_ROWS:
-                break  # nothing would be left to say what a prompt token costs
+            if alike and (said.prompted & ~waiting).sum() < MIN_ROWS:
+                break  # as many tokens take as long, which says nothing of launches
             weights = _least_deviating(without[~waiting], said.seconds[~waiting], said.steps[~waiting])
             if (left := said.unexplained(weights, launch_s)) < least:
                 best, least = (weights, launch_s), left
