@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=150.0, help="begin no further round after this long")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--keep", type=Path, help="a file for the steps of the calibration")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -241,12 +242,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
-
     began = time.monotonic()
     tell(f"both parts are up, with multiprocessors: {parts.multiprocessors}")
     sizes, demand = part_sizes(options), {"prefill": options.prompts, "decode": options.answers}
     tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
     steps = calibrate(parts.steps)
+    if options.keep:
+        options.keep.write_text(json.dumps(steps))
     room = kv_tokens(options)
     both = [steps[at][0] + steps[at][1] for at in range(2)]
     costs = [costs_beside(both[0], both[1]), costs_beside(both[1], both[0])]
