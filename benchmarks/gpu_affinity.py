@@ -37,6 +37,7 @@ from typing import Any, Protocol
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+import orjson
 
 from benchmarks.gpu_beside import (
     Step,
@@ -248,7 +249,7 @@ def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
     tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
     steps = calibrate(parts.steps)
     if options.keep:
-        options.keep.write_text(json.dumps(steps))
+        options.keep.write_bytes(orjson.dumps(steps))
     room = kv_tokens(options)
     both = [steps[at][0] + steps[at][1] for at in range(2)]
     costs = [costs_beside(both[0], both[1]), costs_beside(both[1], both[0])]
