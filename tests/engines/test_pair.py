@@ -16,7 +16,7 @@ from rollart.types import Completion, Finish, GenerateRequest, WeightManifest
 from tests.engines.pairs import SideHere, pair_of
 from tests.engines.reference import NO_EOS, check, drain, make_engine, plain_model, random_tokens, request
 
-MODELS = {version: plain_model("qwen3", seed=version) for version in range(2)}
+MODELS = {version: plain_model("qwen3", seed=version) for version in range(4)}
 PAGE = 16
 """Of a CPU."""
 Work = Callable[[PairedEngine, SideHere], Awaitable[None]]
@@ -286,6 +286,62 @@ def test_with_little_room_on_both_sides_every_request_is_answered_rightly(kv_tok
             check(one, got, MODELS)
 
     play(work, kv_tokens=kv_tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_in_between_every_request_ends_once_and_nothing_stays_lent(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = {session: random_tokens(rng, int(rng.integers(2, 70))) for session in range(6)}
+    turns = dict.fromkeys(prompts, 0)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        async def one(session: int) -> None:
+            while turns[session] < 6:
+                turn = turns[session]
+                turns[session] += 1
+                limit = int(rng.integers(1, 40))
+                asked = request(prompts[session], f"s{session}/{turn}", max_tokens=limit, last=turn == 5)
+                call = asyncio.ensure_future(pair.generate(asked))
+                what, after_s = rng.integers(0, 6), float(rng.random()) * 0.02
+                if what < 2:
+                    await asyncio.sleep(after_s)
+                    if what == 0:
+                        call.cancel()
+                    await pair.abort(asked.id)
+                (got,) = await asyncio.gather(call, return_exceptions=True)
+                if isinstance(got, asyncio.CancelledError):
+                    continue
+                assert isinstance(got, Completion), got
+                if len(got.tokens):
+                    check(asked, got, MODELS)
+                more = random_tokens(rng, int(rng.integers(1, 30)))
+                prompts[session] = np.concatenate([prompts[session], got.tokens, more])[: 200 + 2 * turn]
+
+        async def swaps() -> None:
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.05)
+                await pair.swap(manifest(version))
+
+        await asyncio.gather(swaps(), *(one(session) for session in prompts))
+        await until(lambda: not pair.engine.core.live and not side.side.engine.core.live)
+
+    play(work, max_batch=3, kv_tokens=288)
+
+
+def test_a_prefill_side_whose_pages_are_all_lent_waits_and_does_not_spin() -> None:
+    rng = np.random.default_rng(10)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        asked = [request(random_tokens(rng, 100), f"s{number}/0", max_tokens=20) for number in range(4)]
+        holds = request([10, 11], "holds/0", max_tokens=150)
+        calls = [asyncio.ensure_future(pair.generate(holds))]
+        await until(lambda: pair.handed.prompts == 1)
+        calls += [asyncio.ensure_future(pair.generate(one)) for one in asked]
+        await until(lambda: side.side.engine.core.stalled)
+        for one, got in zip([holds, *asked], await asyncio.gather(*calls), strict=True):
+            check(one, got, MODELS)
+
+    play(work, max_batch=1, kv_tokens=288)
 
 
 def test_where_the_prefill_side_is_lost_the_engine_is() -> None:

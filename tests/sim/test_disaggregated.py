@@ -269,9 +269,18 @@ def real(kind: str, cluster: str) -> Job:
     return job(pools=pools, cluster={"type": cluster}, weights={"type": "files"})
 
 
-@pytest.mark.parametrize("kind", ["embedded", "sglang"])
-def test_rollart_train_refuses_engines_that_cannot_prefill_apart(kind: str) -> None:
-    with pytest.raises(JobError, match=rf"pools.decode.engines.prefill: {kind} engines cannot prefill apart; set"):
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("sglang", r"pools.decode.engines.prefill: sglang engines cannot prefill apart; set"),
+        (
+            "embedded",
+            r"pools.decode.engines.prefill.pool: embedded engines prefill on the device that decodes; remove it",
+        ),
+    ],
+)
+def test_rollart_train_refuses_engines_that_cannot_prefill_apart(kind: str, problem: str) -> None:
+    with pytest.raises(JobError, match=problem):
         check_supported(real(kind, "local"))
 
 

@@ -113,6 +113,8 @@ class EmbeddedEngine:
         Who takes them out gives them back."""
         self._under_way: _Step | None = None
         """The step whose results were not taken yet."""
+        self.stalled = False
+        """The last step had nothing to compute, whoever is in flight: pages that are lent have yet to come back."""
         self._began = 0.0
         """When the device was free for the step under way."""
         self.live: dict[str, Sequence] = {}
@@ -271,6 +273,7 @@ class EmbeddedEngine:
         if self._under_way is not None and self.kv.short_of(self.scheduler.running):
             self._drain()  # whoever gives way must know all its tokens
         launched = self._launch()
+        self.stalled = launched is None and self._under_way is None
         self._drain()
         self._under_way = launched
         if not self.backend.overlaps:

@@ -213,12 +213,13 @@ class ThreadedEngine:
         """Do what was asked since the last step; waits while there is nothing to step. False when it is over."""
         while True:
             try:
-                call = self._calls.get(block=not self.core.busy)
+                call = self._calls.get(block=self.core.stalled or not self.core.busy)
             except queue.Empty:
                 return True
             if call is None:
                 return False
             call()
+            self.core.stalled = False
 
 
 def _settle(future: asyncio.Future[Any], outcome: object) -> None:
