@@ -245,11 +245,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 def measure(parts: Parts, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     tell(f"both parts are up, with multiprocessors: {parts.multiprocessors}")
+    if sum(parts.multiprocessors) > WHOLE:
+        raise SystemExit("the parts have multiprocessors in common: nothing that is measured would be of parts")
     sizes, demand = part_sizes(options), {"prefill": options.prompts, "decode": options.answers}
     tell(f"warmed up: {[round(one['seconds'], 2) for one in parts.play(*WARM_UP)]} s")
     steps = calibrate(parts.steps)
     if options.keep:
-        options.keep.write_bytes(orjson.dumps(steps))
+        options.keep.write_bytes(orjson.dumps(steps, default=tuple))
     room = kv_tokens(options)
     both = [steps[at][0] + steps[at][1] for at in range(2)]
     costs = [costs_beside(both[0], both[1]), costs_beside(both[1], both[0])]

@@ -22,14 +22,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROMPT, ANSWER = (4096, 32), (128, 512)
 SMALL_PROMPT, SMALL_ANSWER = (64, 4), (8, 16)
@@ -38,6 +41,8 @@ KV_TOKENS = {"prefill": 64_000, "decode": 140_000, "whole": 100_000}
 """So that all of them fit on one card beside each other."""
 SESSIONS, TURNS, SAID = 6, 2, 32
 """Of the greedy comparison."""
+DRAWN = 1_000_003
+"""Weights are these so often: a prime, so that no two rows are alike."""
 TARGET = "benchmarks.gpu_pair:start"
 LIMIT_S = 150.0
 
@@ -84,7 +89,9 @@ async def start(body: str) -> Any:
         import torch
 
         torch.set_num_threads(1)
-        model = adopt(build(told["shape"], told["device"], torch.bfloat16 if on_card else torch.float32))
+        model = build(told["shape"], told["device"], torch.bfloat16 if on_card else torch.float32)
+        fill_alike(model.parameters())
+        model = adopt(model)
         settings = EngineSettings(
             device=told["device"],
             kv_tokens=KV_TOKENS[role] if on_card else 4096,
@@ -106,6 +113,16 @@ async def start(body: str) -> Any:
     await starting
     memory = await prefill.call(ClusterError, "place")
     return Side(PairedEngine(engine, prefill, memory, max_batch=told["max_batch"]))
+
+
+def fill_alike(parameters: "Iterable[Tensor]") -> None:
+    """The same weights in all processes: what a device draws depends on how many multiprocessors it has."""
+    import torch
+
+    drawn = 0.02 * torch.randn(DRAWN, generator=torch.Generator().manual_seed(0))
+    for number, one in enumerate(one for one in parameters if one.dim() > 1):
+        some = drawn.roll(number).to(one.device, one.dtype)
+        one.data.view(-1).copy_(some.repeat(-(-one.numel() // DRAWN))[: one.numel()])
 
 
 class Side:

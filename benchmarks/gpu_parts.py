@@ -41,6 +41,8 @@ PART_VARIABLE = "ROLLART_BENCH_PART"
 SHAPES_4B = ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (151_936, 2560))
 PHASES = [("read", ""), ("matrix", ""), ("", "read"), ("", "matrix")]
 PHASES += [("matrix", "read"), ("read", "matrix"), ("read", "read"), ("matrix", "matrix")]
+POOL = 40
+"""More streams than torch has in its pool."""
 RIGHT_COUNTS = (12, 32, 66, 124)
 """Numbers of multiprocessors with which products were right."""
 
@@ -126,6 +128,10 @@ def take_part() -> int | None:
     _call("cuGreenCtxCreate", ctypes.byref(green), described, device, ctypes.c_uint(1))
     _call("cuCtxFromGreenCtx", ctypes.byref(context), green)
     _call("cuCtxSetCurrent", context)
+    # What torch compiled sets the whole card's context again (`set_device`). A stream keeps the context it was made in:
+    # all of torch's pool, which graphs are captured on, and one of them for what this thread does.
+    streams = [torch.cuda.Stream() for _ in range(POOL)]
+    torch.cuda.set_stream(streams[0])
     return ctypes.c_uint.from_buffer(own, 96).value
 
 

@@ -155,9 +155,8 @@ class Fit:
                 self._engine_worked(event)
             case schema.EngineSwap() if self._counts:
                 self._pull_s.append(event.pull_s)
-            case schema.Checkpoint() if (
-                self._counts
-            ):  # what lies between the last thing that was done and this is the save
+            case schema.Checkpoint() if self._counts:
+                # What lies between the last thing that was done and this is the save.
                 before = [self._began[kind] for kind in BEFORE_SAVE if kind in self._began]
                 self._save_s.append(event.t - max(before, default=event.t))
         self._began[type(event)] = event.t
@@ -198,13 +197,14 @@ class Fit:
         call = self._calls.pop(event.id)
         attempt = self._live.get(event.id.rpartition("/")[0])
         call.said_s, call.tokens, call.prefill = event.t, event.tokens, event.prefill
-        call.whole = len(event.spans) == 1 and event.finish != "abort" and call.sent_s >= self._counted_s
+        whole = len(event.spans) == 1 and event.finish != "abort"
+        call.whole = whole and call.sent_s >= self._counted_s
         if attempt is not None:
             call.prompt = attempt.prompt
             attempt.free_s, attempt.said = event.t, event.tokens
             if attempt.born is None and event.spans:
                 attempt.born = event.spans[0][0]
-            if call.whole:
+            if whole:
                 self._tasks[attempt.task]["answer_tokens"].append(event.tokens)
         self._done.append(call)
 

@@ -240,6 +240,8 @@ def _step_weights(said: _Reported) -> tuple[Array, float]:
         launch_s = float(np.quantile(each_s[said.prompted], share))
         waiting = said.prompted & (each_s <= (1 + ALIKE) * launch_s)
         for _ in range(PASSES):
+            if waiting.all():
+                break  # nothing tells what a step costs that does not wait
             if alike and (said.prompted & ~waiting).sum() < MIN_ROWS:
                 break  # as many tokens take as long, which says nothing of launches
             weights = _least_deviating(without[~waiting], said.seconds[~waiting], said.steps[~waiting])

@@ -178,6 +178,14 @@ def test_steps_whose_kernels_are_started_one_by_one_have_a_least_time(tmp_path: 
     assert "steps of cpu: milliseconds for a step" in as_yaml(fit, ["run"])
 
 
+def test_steps_that_all_have_prompts_are_fitted() -> None:
+    """Nothing then tells a step that waits for the host from one that does not."""
+    call = GenerateCall(engine="e", pool="p", sent_s=0.0, said_s=2.0, tokens=100, prefill=500, prompt=500, whole=True)
+    reports = [StepSums(10.0, 80.0, 4e4, 10.0, 5000.0 + 10 * n, 0.0, 0.2 + 1e-4 * (n % 3)) for n in range(40)]
+    cost = fit_steps([call] * 10, reports)
+    assert cost.steps[0].error < 0.01
+
+
 def test_prompts_too_short_to_take_longer_are_priced_by_the_hardware(tmp_path: Path) -> None:
     """Or a long one would be for nothing."""
     short = {**TASK, "prompt_tokens": 60, "observation_tokens": 60, "answer_tokens": 40}
