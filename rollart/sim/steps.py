@@ -29,6 +29,9 @@ ALIKE = 0.25
 """Lengths that spread by less than this share of their mean tell nothing apart. Answers: the way to the engine from
 the steps in it; then all of the time is in the steps. Prompt tokens computed while a call was there: what they cost
 from what comes with every call; then one costs what one more sequence does, being one more row of the same products."""
+AS_MANY = ALIKE / 2
+"""Steps whose prompt tokens spread by less than this share of their mean do not tell what a token costs from what the
+step does."""
 MIN_ROWS = 8
 """Fewer calls, or reports, than this get no row of their own among the residuals."""
 WIDER = 4.0
@@ -229,10 +232,13 @@ def _fit_reports(calls: Sequence[GenerateCall], reports: Sequence[StepSums]) -> 
 def _step_weights(said: _Reported) -> tuple[Array, float]:
     """What explains the steps best: costs, and `launch_s`."""
     rows = said.rows()
+    alike = _alike(said.tokens[said.prompted], AS_MANY)
+    if alike:  # then a step with prompts costs what its tokens do: others will have fewer
+        rows[:, 4] = 0.0
     best = _least_deviating(rows, said.seconds, said.steps), 0.0
     if not said.prompted.any():
         return best
-    least, alike = CLEARLY * said.unexplained(*best), _alike(said.tokens[said.prompted])
+    least = CLEARLY * said.unexplained(*best)
     without = rows.copy()
     without[:, 4] = 0.0
     each_s = said.seconds / said.steps
@@ -362,8 +368,8 @@ class _Timeline:
         return np.asarray(last - first, dtype=np.float64)
 
 
-def _alike(lengths: Array) -> bool:
-    return len(lengths) == 0 or float(lengths.std()) < ALIKE * float(lengths.mean())
+def _alike(lengths: Array, share: float = ALIKE) -> bool:
+    return len(lengths) == 0 or float(lengths.std()) < share * float(lengths.mean())
 
 
 def _running(came: npt.NDArray[np.intp], went: npt.NDArray[np.intp], amounts: Array, count: int) -> Array:

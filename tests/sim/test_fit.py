@@ -427,3 +427,14 @@ def test_a_train_step_is_prolonged_by_the_calls_answered_meanwhile() -> None:
     )
     without = job("rollart", train={"fixed_s": 2.0, "token_s": 0.0})
     assert simulate(busy).summary.step_time_s.p50 > simulate(without).summary.step_time_s.p50 + 0.5
+
+
+def test_steps_full_of_prompts_are_priced_by_their_tokens() -> None:
+    """Or a step with a few tokens of a prompt would cost as much as one that is full of them."""
+    reports = [StepSums(1, 0, 0, 4, tokens, 0, 0.34) for tokens in (16384, 15000, 14000, 13500, 13000)]
+    for step in range(1, 160):
+        batch = 80 - step // 2
+        reports.append(StepSums(1, batch, batch * (900 + step), 0, 0, 0, 3.7e-3 + batch * (900 + step) * 6e-8))
+    found = fit_reports(reports)
+    assert (found.prompt_step_s, found.launch_s) == (0.0, 0.0)
+    assert found.prefill_token_s == pytest.approx(2.4e-5, rel=0.1)
