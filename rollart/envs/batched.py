@@ -32,9 +32,11 @@ class Lockstep:
 
     async def together(self) -> None:
         """Wait until every open environment has arrived here."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
         self._held.append(future)
-        self._release()
+        # Not at once: those that begin at the same time are to open theirs first, or this one would play alone.
+        loop.call_soon(self._release)
         await future
 
     async def over(self) -> None:

@@ -10,11 +10,12 @@ from rollart.config.sim import SimTaskSettings
 from rollart.envs.batched import BatchedHost, BatchedRewards, Lockstep
 from rollart.envs.delayed import DelayedHost
 from rollart.events.log import EventLog
-from rollart.ports import EnvHost
+from rollart.ports import Env, EnvHost
 from rollart.sim.dice import Dice
 from rollart.sim.envs import SimHost, SimTaskSet, SimTokenizer
 from rollart.sim.faults import Faults
-from rollart.types import Message, Score, Status, Task, Trajectory
+from rollart.tasks.api import observe
+from rollart.types import Message, Observation, Score, Status, Task, Trajectory, TrajectoryId
 from tests.contracts.envs import EnvBench, EnvHostContract, episode, name
 from tests.sim.engines import now, run
 
@@ -113,6 +114,33 @@ def test_in_lockstep_rewards_begin_when_no_environment_is_open() -> None:
         asyncio.get_running_loop().call_later(50.0, lambda: asyncio.ensure_future(env.close()))
         await rewards.score(trajectory)
         assert now() == 50.0
+
+    run(work)
+
+
+def test_in_lockstep_none_plays_alone_before_the_others_have_opened_theirs() -> None:
+    class Instant:
+        """Environments that answer without a wait, as those in the coordinator's own process do."""
+
+        async def open(self, task: Task, trajectory: TrajectoryId) -> Env:
+            return self  # type: ignore[return-value]
+
+        async def reset(self) -> Observation:
+            return observe("go")
+
+        async def close(self) -> None: ...
+
+    async def work() -> None:
+        lockstep = Lockstep()
+        host, opened = BatchedHost(Instant(), lockstep, PATIENT), []
+
+        async def begin(member: int) -> int:
+            env = await host.open(TASK, name(member))
+            opened.append(member)
+            await env.reset()
+            return len(opened)
+
+        assert await asyncio.gather(*(begin(member) for member in range(4))) == [4] * 4
 
     run(work)
 
