@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from rollart.errors import StoreFull, TrainerError
@@ -484,7 +485,7 @@ def test_layers_are_compiled_before_the_first_step(
     """For sequences with a beginning in common and for others; and the weights are as they were."""
     monkeypatch.setattr(network, "flash_runs", lambda *_: True)  # whose kernels have a form for CPUs
     trainer = SingleTrainer(trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024))
-    stats = torch._dynamo.utils.counters["stats"]
+    stats = counters["stats"]
     compiled = stats["unique_graphs"]
     assert compiled >= 2
     initial = load_model(model_path).state_dict()
