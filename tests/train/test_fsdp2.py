@@ -303,6 +303,18 @@ def test_two_ranks_give_what_one_device_gives(shared: Shared) -> None:
     shared.play(lambda bench: compare_with_single(bench, shared.settings))
 
 
+@pytest.mark.slow
+def test_compiled_layers_give_what_plain_ones_do(tmp_path: Path) -> None:
+    """They are compiled at the start, by all ranks together, which changes nothing."""
+    settings = settings_in(tmp_path, microbatch_tokens=512)
+
+    async def norms(how: str) -> list[float]:
+        async with ranked(changed(settings, compile=how), 2, tmp_path) as bench:
+            return [actor(await bench.trainer.train_step(batch))["actor/grad_norm"] for batch in batches(2)]
+
+    assert asyncio.run(norms("on")) == pytest.approx(asyncio.run(norms("off")), rel=1e-5)
+
+
 def test_a_version_is_published_beside_the_next_step_and_again_after_it(shared: Shared) -> None:
     async def work(bench: Bench) -> None:
         first, second, third = batches(3)
