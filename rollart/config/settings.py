@@ -500,7 +500,7 @@ class EngineSettings(Settings):
     """Sequences one engine works on at a time."""
     prefill: PrefillSettings | None = None
     """Prefill on workers of its own. `rollart train` has it for `embedded` and `vllm` engines, `rollart sim` for all.
-    Not tried on real devices yet."""
+    That of `vllm` was not tried on real devices yet."""
     kv_tokens: Count | None = None
     """`embedded`: bound of the cache, in tokens. Default: 65,536 on a CPU, on CUDA what `memory` gives. `rollart sim`
     has by default what the hardware's memory holds, where that is not `cpu`."""
