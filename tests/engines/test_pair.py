@@ -256,6 +256,30 @@ def test_an_abort_ends_a_prompt_that_is_prefilled_and_one_that_waits_to_decode()
     play(work, max_batch=2)
 
 
+def test_a_call_that_is_aborted_and_cancelled_while_it_waits_gives_no_place_that_it_had_not() -> None:
+    rng = np.random.default_rng(11)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        calls = [asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "holds/0", max_tokens=900)))]
+        await until(lambda: pair.handed.prompts == 1)
+        gone = asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "gone/0", max_tokens=5)))
+        await until(lambda: side.answered.count("compute") == 2)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        aborted = asyncio.ensure_future(pair.abort("gone/0"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, aborted, return_exceptions=True)
+        calls.append(asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "next/0", max_tokens=5))))
+        await until(lambda: side.answered.count("compute") == 3)
+        await asyncio.sleep(0.05)
+        assert pair.handed.prompts == 1, "the only place is taken"
+        await pair.abort("holds/0")
+        await asyncio.gather(*calls)
+
+    play(work, max_batch=1)
+
+
 def test_a_call_that_is_cancelled_is_not_computed_further_on_either_side() -> None:
     asked = request(random_tokens(np.random.default_rng(7), 40), "s/0", max_tokens=900)
 
