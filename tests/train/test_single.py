@@ -477,6 +477,31 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
         assert torch.equal(tensor, expected[name])
 
 
+def test_a_warm_up_for_which_there_is_no_room_holds_nothing_of_it(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next one would have no room either, and the device would not get its memory back."""
+    trainer = SingleTrainer(settings)
+    updater = trainer.updater
+    plainly, graphs, freed = updater.scorer, weakref.WeakSet[Any](), []
+
+    class NoRoom:
+        def __call__(self, gradient: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError
+
+    def scorer(*given: Any) -> Any:
+        scores, hook = plainly(*given), NoRoom()
+        graphs.add(hook)
+        scores.logprobs_T.register_hook(hook)
+        return scores
+
+    monkeypatch.setattr(updater, "scorer", scorer)
+    monkeypatch.setattr(updater, "_free", lambda: freed.append(len(graphs)))
+    updater.warm_up()
+    assert freed == [0] * 4
+    assert all(param.grad is None for param in trainer.network.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # they would end the compiling
 def test_layers_are_compiled_before_the_first_step(
