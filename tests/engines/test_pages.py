@@ -412,6 +412,18 @@ def test_where_there_is_no_room_a_prompt_is_left_to_be_computed() -> None:
     assert kv.used_tokens == 3 * PAGE
 
 
+def test_pages_that_a_prompt_has_already_are_no_room_for_the_rest_of_it() -> None:
+    kv = taker(pages=6)
+    computed(kv, sequence([90, 91], "running"))
+    kv.park(computed(kv, sequence([*LONG[: 2 * PAGE], 90], "s", 1)))
+    seq = sequence([*LONG, *range(60, 60 + 2 * PAGE)], "s", 2)
+    theirs, lent = lender(seq)
+    assert kv.take_over(seq, opened(kv, theirs), lent) == 0, "four are missing, and three are free"
+    assert not seq.given
+    assert kv.num_parked == 1
+    assert kv.used_tokens == 3 * PAGE
+
+
 def test_idle_sessions_give_way_to_a_prompt_but_not_its_own_pages() -> None:
     kv = taker(pages=6)
     kv.park(computed(kv, sequence([*LONG[: 2 * PAGE], 90], "s")))
