@@ -130,7 +130,11 @@ class Updater:
     def _tried(self, members: Sequence[Sample]) -> bool:
         """Whether these could be computed. Nothing of them is held afterwards but gradients."""
         try:
-            loss, _ = self._loss(self.micro_batch(members), Totals(tokens=len(members), sequences=len(members)))
+            part = self.micro_batch(members)
+            if self._now.train.updates_per_step > 1:  # as `_anchor` does: code without gradients is another
+                with torch.no_grad():
+                    self._score(self.scorer, part)
+            loss, _ = self._loss(part, Totals(tokens=len(members), sequences=len(members)))
             torch.autograd.backward(loss)
         except Exception:  # a step that fails so says why, and knows what to do
             return False

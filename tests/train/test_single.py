@@ -504,15 +504,19 @@ def test_a_warm_up_for_which_there_is_no_room_holds_nothing_of_it(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # they would end the compiling
+@pytest.mark.parametrize("updates", [1, 2])
 def test_layers_are_compiled_before_the_first_step(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: int
 ) -> None:
-    """For sequences with a beginning in common and for others; and the weights are as they were."""
+    """For sequences with a beginning in common and for others, and what the updates of a step need of its beginning;
+    and the weights are as they were."""
     monkeypatch.setattr(network, "flash_runs", lambda *_: True)  # whose kernels have a form for CPUs
-    trainer = SingleTrainer(trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024))
+    given = trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024, updates_per_step=updates)
     stats = counters["stats"]
+    before = stats["unique_graphs"]
+    trainer = SingleTrainer(given)
     compiled = stats["unique_graphs"]
-    assert compiled >= 2
+    assert compiled >= before + 2 * updates
     initial = load_model(model_path).state_dict()
     assert all(torch.equal(tensor, initial[name]) for name, tensor in trainer.named_tensors().items())
     together = [
