@@ -389,6 +389,33 @@ class SlowStore(MemoryStore):
         return super().push(version, tensors)
 
 
+def test_each_thread_is_told_which_gpu_it_works_on(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the update would not wait until the weights are copied: on the first GPU there is nothing to wait for."""
+    told: list[tuple[str, torch.device]] = []
+    second = torch.device("cuda:1")
+    core = SingleTrainer(settings)
+    monkeypatch.setattr(core, "device", second)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: told.append((threading.current_thread().name.partition("_")[0], device)),
+    )
+
+    async def main() -> None:
+        port = AsyncTrainer(core, MemoryStore())
+        await port.publish(0)
+        await port.train_step(make_batch(0, random_samples(0, 8)))
+        port.close()
+
+    asyncio.run(main())
+    assert told == [("publish", second), ("train", second)]
+    monkeypatch.setattr(single, "device_named", lambda name: second)
+    monkeypatch.setattr(single, "load_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        SingleTrainer(settings)
+    assert told[2:] == [("MainThread", second)]
+
+
 def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
     async def scenario() -> None:
         core, store = SingleTrainer(settings), SlowStore()
@@ -496,9 +523,9 @@ def test_a_warm_up_for_which_there_is_no_room_holds_nothing_of_it(
         return scores
 
     monkeypatch.setattr(updater, "scorer", scorer)
-    monkeypatch.setattr(updater, "_free", lambda: freed.append(len(graphs)))
+    monkeypatch.setattr(updater.optimizer, "zero", lambda: freed.append(len(graphs)))
     updater.warm_up()
-    assert freed == [0] * 4
+    assert freed == [0] * 5, "after each of four, and at the end"
     assert all(param.grad is None for param in trainer.network.parameters())
 
 
