@@ -165,7 +165,7 @@ async def _engine(
         )
         if setup.prefills:
             return PrefillSide(threaded(make()))
-        return await _pair(given, make, threaded) if pool.engines.is_pair else threaded(make())
+        return await pair(given, make, threaded) if pool.engines.is_pair else threaded(make())
     from rollart.engines.launch import ServerSettings, launch
 
     server = ServerSettings(
@@ -182,7 +182,7 @@ async def _engine(
     return await launch(server, store, FetchAhead(store))
 
 
-async def _pair(
+async def pair(
     given: WorkerSetup, make: "Callable[[], EmbeddedEngine]", threaded: "Callable[[EmbeddedEngine], ThreadedEngine]"
 ) -> "PairedEngine":
     """An engine, and a process that prefills for it. That ends with this one."""

@@ -115,6 +115,13 @@ def device_named(name: str, number: int = 0) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(first or 0) + number)
 
 
+def stay_on(device: torch.device) -> None:
+    """Let this thread work on a device. Events, graphs and our own kernels are of the thread's current device, wherever
+    their tensors are; CUDA keeps one for each thread, and begins with the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def load_model(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:

@@ -39,6 +39,7 @@ from rollart.model.network import (
     named_weights,
     packed_scores,
     probe_tokens,
+    stay_on,
 )
 from rollart.train.checkpoints import (
     MODEL_DIR,
@@ -117,7 +118,7 @@ class ShardedTrainer:
         self._settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
         self._rank, self._ranks = at.rank, at.world_size
-        self._device = torch.device(at.device)
+        self.device = torch.device(at.device)
         self._mesh = self._meet(at)
         # Over the CPU, and each with its own order of calls, so that neither meets the other or a step.
         self._to_publish = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -202,7 +203,7 @@ class ShardedTrainer:
 
         probe = self._probe_of(sharded)
 
-        updater = Updater(self._settings, sharded, self._reference, optimizer, self._device)
+        updater = Updater(self._settings, sharded, self._reference, optimizer, self.device)
         if compiled:
             updater.warm_up()
 
@@ -238,16 +239,15 @@ class ShardedTrainer:
     def _meet(self, at: RankSetup) -> DeviceMesh:
         if at.rendezvous.startswith("file:"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: nothing listens to the outside
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        stay_on(self.device)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             init_method=at.rendezvous,
             rank=at.rank,
             world_size=at.world_size,
             timeout=PATIENCE,
         )
-        return init_device_mesh(self._device.type, (at.world_size,))
+        return init_device_mesh(self.device.type, (at.world_size,))
 
     def _load_network(self, path: Path) -> ShardedNetwork:
         """This rank's shards of a model. Rank 0 reads it, in the type of its files, and hands out one tensor after
@@ -271,7 +271,7 @@ class ShardedTrainer:
         """This rank's shards of a model, whose weights are whatever was in memory."""
         network = empty_model(config)
         sharded = ShardedNetwork(network, self._mesh, bf16=bf16)
-        sharded.to_empty(device=self._device)
+        sharded.to_empty(device=self.device)
         network.tie_weights()
         return sharded
 
@@ -281,14 +281,14 @@ class ShardedTrainer:
         if not self._settings.probe:
             return None
         if not self._train.uses_bf16:
-            return sharded.probe(self._device)
+            return sharded.probe(self.device)
         exact = self._new_network(sharded.network.config, bf16=False)
         with torch.no_grad():
             for own, master in zip(exact.network.parameters(), sharded.network.parameters(), strict=True):
                 _local(own).copy_(_local(master).bfloat16())
             for copy, buffer in zip(exact.network.buffers(), sharded.network.buffers(), strict=True):
                 copy.copy_(buffer)
-        probe = exact.probe(self._device)
+        probe = exact.probe(self.device)
         del exact
         gc.collect()  # sharded networks refer to themselves
         return probe
@@ -312,7 +312,7 @@ class ShardedTrainer:
                     elif param is None or not (rows := opened.get_slice(key)).get_shape():
                         found[key] = opened.get_tensor(key)
                     else:
-                        local = rows[own_rows(param.shape[0], self._rank, self._ranks)].to(self._device)
+                        local = rows[own_rows(param.shape[0], self._rank, self._ranks)].to(self.device)
                         found[key] = _sharded_like(param, local)
         return found
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollart.errors import BoundaryError, StartAgain, StoreFull, TrainerError, boundary
+from rollart.model.network import stay_on
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import saved_version
 from rollart.train.fsdp2 import ShardedTrainer
@@ -202,8 +203,10 @@ class AsyncRank:
     def __init__(self, core: ShardedTrainer, store: PartTarget) -> None:
         self.core = core
         self._store = store
-        self._work = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._push = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._work, self._push = (
+            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=stay_on, initargs=(core.device,))
+            for name in ("train", "publish")
+        )
 
     async def vocab_size(self) -> int:
         return self.core.vocab_size

@@ -32,7 +32,7 @@ from rollart.model.adapters import (
 )
 from rollart.model.compiled import forget_compiled, run_layers
 from rollart.model.directory import StoredTensors, copy_other_files
-from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe
+from rollart.model.network import device_named, load_model, named_weights, packed_scores, probe, stay_on
 from rollart.train.aside import Aside
 from rollart.train.checkpoints import (
     MODEL_DIR,
@@ -75,8 +75,9 @@ class SingleTrainer:
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings, self._train = settings, settings.job.train
         torch.set_num_threads(self._train.threads)
-        self._device = device_named(self._train.device)
-        keep_to_share(self._train, self._device)
+        self.device = device_named(self._train.device)
+        stay_on(self.device)
+        keep_to_share(self._train, self.device)
         self._lora = settings.lora
         self._checkpoints = Checkpoints(settings.checkpoint_dir, settings.job.checkpoint.keep)
         self._memory = HostMemory()
@@ -147,7 +148,7 @@ class SingleTrainer:
             self._checkpoints.use(path)
 
         scorer = partial(packed_scores, network)
-        updater = Updater(self.settings, scorer, self._reference, optimizer, self._device, self._hold_back)
+        updater = Updater(self.settings, scorer, self._reference, optimizer, self.device, self._hold_back)
         if compiled:
             updater.warm_up()
 
@@ -198,7 +199,7 @@ class SingleTrainer:
 
     def _load_network(self, path: Path) -> PreTrainedModel:
         dtype = torch.bfloat16 if self._train.uses_bf16 else torch.float32
-        return load_model(path, dtype, self._device)
+        return load_model(path, dtype, self.device)
 
     def _copy(self) -> tuple[HostCopy, Probe | None]:
         """The weights, and what they say of the probe: who loads them elsewhere can prove that it did."""
@@ -231,8 +232,10 @@ class AsyncTrainer:
     def __init__(self, core: SingleTrainer, store: PushTarget) -> None:
         self._core = core
         self.store = store
-        self._work = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._push = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._work, self._push = (
+            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=stay_on, initargs=(core.device,))
+            for name in ("train", "publish")
+        )
 
     async def train_step(self, batch: Batch) -> StepResult:
         with boundary(TrainerError, f"train step {batch.step}"):

@@ -123,13 +123,22 @@ class Updater:
             # An odd number: what is as long as the network is wide the first time, is taken to be so always.
             rows = ALIGNED_TOKENS * max(1, blocks - (blocks + 1) % 2)
             count = (rows - ALIKE_TOKENS) // OWN_TOKENS if alike else rows // (ALIKE_TOKENS + OWN_TOKENS)
-            try:
-                part = self.micro_batch([_drawn(number, alike) for number in range(count)])
-                loss, _ = self._loss(part, Totals(tokens=count, sequences=count))
-                torch.autograd.backward(loss)
-            except Exception:  # a step that fails so says why, and knows what to do
+            if not self._tried([_drawn(number, alike) for number in range(count)]):
                 self._free()
         self.optimizer.zero()
+
+    def _tried(self, members: Sequence[Sample]) -> bool:
+        """Whether these could be computed. Nothing of them is held afterwards but gradients."""
+        try:
+            part = self.micro_batch(members)
+            if self._now.train.updates_per_step > 1:  # as `_anchor` does: code without gradients is another
+                with torch.no_grad():
+                    self._score(self.scorer, part)
+            loss, _ = self._loss(part, Totals(tokens=len(members), sequences=len(members)))
+            torch.autograd.backward(loss)
+        except Exception:  # a step that fails so says why, and knows what to do
+            return False
+        return True
 
     def _anchor(self, shares: Sequence[RankWork]) -> tuple[Failed, ...]:
         """The log-probabilities of all samples under the weights of now: the proximal policy of each update."""

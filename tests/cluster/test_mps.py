@@ -13,6 +13,7 @@ from rollart.cluster.local import LocalCluster
 from rollart.cluster.mps import CONTROL, Mps
 from rollart.config.load import build_job
 from rollart.errors import ClusterError, JobError
+from rollart.launch import worker
 from rollart.launch.resources import gpu_shares
 from rollart.workers.launch import Process
 from tests.real.processes import SPEC
@@ -99,6 +100,30 @@ def test_where_one_has_a_share_all_that_name_the_gpu_have_one() -> None:
     assert gpu_shares(build_job(JOB | {"train": {}})) == {"gpu-0": 0.4}
     whole = [JOB["pools"][0] | {"engines": {"device": "cuda:0"}}, JOB["pools"][1]]
     assert gpu_shares(build_job(JOB | {"pools": whole})) == {}
+
+
+def test_who_prefills_for_another_has_a_share_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str]] = []
+
+    class Started(Process):
+        def __init__(self, name: str, target: str, log_dir: Path, environment: dict[str, str]) -> None:
+            super().__init__(name, target, log_dir, environment)
+            started.append((name, environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]))
+
+        async def start(self, *arguments: Any) -> None:
+            raise ClusterError("far enough")
+
+    def make(*_: Any) -> Any: ...
+
+    monkeypatch.setattr(worker, "Process", Started)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")  # of who decodes, as the cluster starts it
+    for share, prefill in ((0.4, {"share": 0.55}), (None, {})):
+        engines = {"device": "cuda:0", "share": share, "prefill": prefill}
+        job = build_job(JOB | {"pools": [JOB["pools"][0] | {"engines": engines}, JOB["pools"][1]]})
+        setup = worker_setup(job, tmp_path, role="engine", pool="gpu", name="gpu-0")
+        with pytest.raises(ClusterError, match="far enough"):
+            asyncio.run(worker.pair(setup, make, make))
+    assert started == [("gpu-0-prefill", "55"), ("gpu-0-prefill", "40")], "its own, or that of the engine"
 
 
 @pytest.mark.parametrize(

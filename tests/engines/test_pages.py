@@ -128,6 +128,18 @@ def test_who_cannot_be_placed_keeps_what_its_session_has() -> None:
     assert next_turn.cached == 15
 
 
+def test_who_needs_every_page_does_not_wait_for_one_more_to_copy_to() -> None:
+    kv = memory(pages=10)
+    for number in range(2):
+        kv.park(computed(kv, sequence([*LONG, 90], f"s{number}", number)))
+    assert kv.used_tokens == 4 * PAGE, "both have the same pages"
+    rewritten = sequence([*LONG[: PAGE + 1], *range(200, 200 + 9 * PAGE - 2)], "s0", 2)
+    assert kv.place(rewritten, 10 * PAGE, 0), "nobody is in flight, and it fits"
+    assert rewritten.cached == PAGE, "the page on which it goes its own way is computed anew"
+    kv.release(rewritten)
+    assert kv.used_tokens == 0
+
+
 def test_the_device_is_told_the_newest_page_of_each_place() -> None:
     kv = memory()
     seq = computed(kv, sequence(LONG, "s"))
@@ -397,6 +409,18 @@ def test_where_there_is_no_room_a_prompt_is_left_to_be_computed() -> None:
     computed(kv, sequence(list(range(60, 60 + 3 * PAGE)), "running"))
     assert kv.take_over(seq, opened(kv, theirs), lent) == 0
     assert not seq.given
+    assert kv.used_tokens == 3 * PAGE
+
+
+def test_pages_that_a_prompt_has_already_are_no_room_for_the_rest_of_it() -> None:
+    kv = taker(pages=6)
+    computed(kv, sequence([90, 91], "running"))
+    kv.park(computed(kv, sequence([*LONG[: 2 * PAGE], 90], "s", 1)))
+    seq = sequence([*LONG, *range(60, 60 + 2 * PAGE)], "s", 2)
+    theirs, lent = lender(seq)
+    assert kv.take_over(seq, opened(kv, theirs), lent) == 0, "four are missing, and three are free"
+    assert not seq.given
+    assert kv.num_parked == 1
     assert kv.used_tokens == 3 * PAGE
 
 

@@ -256,6 +256,30 @@ def test_an_abort_ends_a_prompt_that_is_prefilled_and_one_that_waits_to_decode()
     play(work, max_batch=2)
 
 
+def test_a_call_that_is_aborted_and_cancelled_while_it_waits_gives_no_place_that_it_had_not() -> None:
+    rng = np.random.default_rng(11)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        calls = [asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "holds/0", max_tokens=900)))]
+        await until(lambda: pair.handed.prompts == 1)
+        gone = asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "gone/0", max_tokens=5)))
+        await until(lambda: side.answered.count("compute") == 2)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        aborted = asyncio.ensure_future(pair.abort("gone/0"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, aborted, return_exceptions=True)
+        calls.append(asyncio.ensure_future(pair.generate(request(random_tokens(rng, 9), "next/0", max_tokens=5))))
+        await until(lambda: side.answered.count("compute") == 3)
+        await asyncio.sleep(0.05)
+        assert pair.handed.prompts == 1, "the only place is taken"
+        await pair.abort("holds/0")
+        await asyncio.gather(*calls)
+
+    play(work, max_batch=1)
+
+
 def test_a_call_that_is_cancelled_is_not_computed_further_on_either_side() -> None:
     asked = request(random_tokens(np.random.default_rng(7), 40), "s/0", max_tokens=900)
 
@@ -342,6 +366,52 @@ def test_a_prefill_side_whose_pages_are_all_lent_waits_and_does_not_spin() -> No
             check(one, got, MODELS)
 
     play(work, max_batch=1, kv_tokens=288)
+
+
+def test_an_abort_ends_a_prompt_for_which_the_prefill_side_has_no_room() -> None:
+    rng = np.random.default_rng(12)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        holds = asyncio.ensure_future(pair.generate(request([10, 11], "holds/0", max_tokens=280)))
+        await until(lambda: pair.handed.prompts == 1)
+        asked = [request(random_tokens(rng, 100), f"s{number}/0", max_tokens=2) for number in range(3)]
+        calls = [asyncio.ensure_future(pair.generate(one)) for one in asked]
+        await until(lambda: side.side.engine.core.stalled)
+        await pair.abort("s2/0")
+        assert (await calls[2]).finish is Finish.ABORT
+        assert not holds.done(), "nobody gave anything back"
+        await pair.abort("holds/0")
+        await asyncio.gather(holds, *calls)
+
+    play(work, max_batch=1, kv_tokens=288)
+
+
+def test_the_prefill_side_forgets_a_session_with_its_last_turn() -> None:
+    prompt = random_tokens(np.random.default_rng(13), 40)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        memory = cache_of(side.side.engine)
+        for turn, last in enumerate((False, True)):
+            await pair.generate(request(prompt, f"s/{turn}", max_tokens=4, last=last))
+            await until(lambda: side.answered.count("give_back") == side.lent)
+            assert memory.num_parked == (0 if last else 1)
+
+    play(work)
+
+
+def test_its_work_is_that_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.types.REPORT_STEPS", 0.0)
+    rng = np.random.default_rng(14)
+
+    async def work(pair: PairedEngine, side: SideHere) -> None:
+        for number in range(3):
+            got = await pair.generate(request(random_tokens(rng, 20), f"s{number}/0", max_tokens=8))
+        assert got.work is not None
+        assert (got.work.prefill.prompts, got.work.prefill.tokens) == (3, 60)
+        assert (got.work.mixed.steps, got.work.decode.tokens) == (0, 0)
+        assert got.work.decode.steps >= 3 * 8
+
+    play(work)
 
 
 def test_where_the_prefill_side_is_lost_the_engine_is() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -44,6 +45,26 @@ async def eventually(true: Callable[[], bool]) -> None:
 def endless(**settings: Any) -> EmbeddedEngine:
     core = make_engine(MODELS[0], **settings, eos=NO_EOS)
     return core
+
+
+def test_whoever_computes_on_another_gpu_than_the_first_says_so_in_its_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or events and graphs would be of the first one: nobody would wait for the step."""
+    told: list[tuple[str, torch.device]] = []
+    second = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((current_thread().name, device)))
+    with pytest.raises(OSError, match="nowhere"):
+        EmbeddedEngine.from_directory(str(tmp_path / "nowhere"), EngineSettings(device="cuda:1"))
+    monkeypatch.setattr(EmbeddedEngine, "device", second)
+
+    async def main() -> None:
+        engine = ThreadedEngine(endless(), fetch=fetch)
+        await engine.generate(request([5, 6], "s/0", max_tokens=2))
+        await engine.close()
+
+    asyncio.run(main())
+    assert told == [("MainThread", second), ("rollart-engine", second)]
 
 
 def test_many_calls_at_once_a_swap_and_an_abort() -> None:

@@ -389,6 +389,33 @@ class SlowStore(MemoryStore):
         return super().push(version, tensors)
 
 
+def test_each_thread_is_told_which_gpu_it_works_on(settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the update would not wait until the weights are copied: on the first GPU there is nothing to wait for."""
+    told: list[tuple[str, torch.device]] = []
+    second = torch.device("cuda:1")
+    core = SingleTrainer(settings)
+    monkeypatch.setattr(core, "device", second)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: told.append((threading.current_thread().name.partition("_")[0], device)),
+    )
+
+    async def main() -> None:
+        port = AsyncTrainer(core, MemoryStore())
+        await port.publish(0)
+        await port.train_step(make_batch(0, random_samples(0, 8)))
+        port.close()
+
+    asyncio.run(main())
+    assert told == [("publish", second), ("train", second)]
+    monkeypatch.setattr(single, "device_named", lambda name: second)
+    monkeypatch.setattr(single, "load_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        SingleTrainer(settings)
+    assert told[2:] == [("MainThread", second)]
+
+
 def test_port_publishes_beside_the_next_step(settings: TrainerSettings) -> None:
     async def scenario() -> None:
         core, store = SingleTrainer(settings), SlowStore()
@@ -477,17 +504,46 @@ def test_the_optimizer_is_read_tensor_by_tensor(settings: TrainerSettings, monke
         assert torch.equal(tensor, expected[name])
 
 
+def test_a_warm_up_for_which_there_is_no_room_holds_nothing_of_it(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next one would have no room either, and the device would not get its memory back."""
+    trainer = SingleTrainer(settings)
+    updater = trainer.updater
+    plainly, graphs, freed = updater.scorer, weakref.WeakSet[Any](), []
+
+    class NoRoom:
+        def __call__(self, gradient: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError
+
+    def scorer(*given: Any) -> Any:
+        scores, hook = plainly(*given), NoRoom()
+        graphs.add(hook)
+        scores.logprobs_T.register_hook(hook)
+        return scores
+
+    monkeypatch.setattr(updater, "scorer", scorer)
+    monkeypatch.setattr(updater.optimizer, "zero", lambda: freed.append(len(graphs)))
+    updater.warm_up()
+    assert freed == [0] * 5, "after each of four, and at the end"
+    assert all(param.grad is None for param in trainer.network.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # they would end the compiling
+@pytest.mark.parametrize("updates", [1, 2])
 def test_layers_are_compiled_before_the_first_step(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: int
 ) -> None:
-    """For sequences with a beginning in common and for others; and the weights are as they were."""
+    """For sequences with a beginning in common and for others, and what the updates of a step need of its beginning;
+    and the weights are as they were."""
     monkeypatch.setattr(network, "flash_runs", lambda *_: True)  # whose kernels have a form for CPUs
-    trainer = SingleTrainer(trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024))
+    given = trainer_settings(model_path, tmp_path, compile="on", microbatch_tokens=1024, updates_per_step=updates)
     stats = counters["stats"]
+    before = stats["unique_graphs"]
+    trainer = SingleTrainer(given)
     compiled = stats["unique_graphs"]
-    assert compiled >= 2
+    assert compiled >= before + 2 * updates
     initial = load_model(model_path).state_dict()
     assert all(torch.equal(tensor, initial[name]) for name, tensor in trainer.named_tensors().items())
     together = [

@@ -35,7 +35,7 @@ from rollart.engines.embedded.slabs import SlabBackend
 from rollart.engines.embedded.steps import kept_by, prove_steps, prove_steps_architecture, refuse_windows
 from rollart.engines.stops import Decode, StopFinder
 from rollart.errors import EngineError, JobError, RequestError
-from rollart.model.network import device_named, load_model, named_weights
+from rollart.model.network import device_named, load_model, named_weights, stay_on
 from rollart.types import Completion, Finish, GenerateRequest, StepSums, SwapReport, WeightVersion, WorkMeter
 
 GUESSED_LOGITS = 2**26
@@ -143,13 +143,14 @@ class EmbeddedEngine:
 
         JobError for a model that would be computed wrongly: see `rollart.engines.embedded.steps`.
         """
+        stay_on(device := device_named(settings.device))
         prove_steps_architecture(AutoConfig.from_pretrained(path))
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(tokens: list[int]) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        model = load_model(path, getattr(torch, settings.dtype), device_named(settings.device))
+        model = load_model(path, getattr(torch, settings.dtype), device)
         named = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
         eos = eos_ids(model) | named | set(stop_tokens)
         engine = cls(
@@ -166,6 +167,10 @@ class EmbeddedEngine:
         )
         prove_steps(model, engine.backend)
         return engine
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     @property
     def busy(self) -> bool:

@@ -188,7 +188,7 @@ class PairedEngine:
         try:
             await asyncio.wait([place])
         except asyncio.CancelledError:
-            if not place.cancel():
+            if not place.cancel() and not place.cancelled():
                 self._places.release()
             raise
         return not place.cancelled()

@@ -21,6 +21,7 @@ from torch import Tensor
 from rollart.engines.embedded.backend import Ready
 from rollart.engines.embedded.engine import EmbeddedEngine
 from rollart.errors import BoundaryError, EngineError, WeightError, boundary
+from rollart.model.network import stay_on
 from rollart.types import Completion, GenerateRequest, Pulled, SwapReport, WeightManifest, WeightVersion
 
 Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
@@ -202,6 +203,7 @@ class ThreadedEngine:
 
     def _run(self) -> None:
         try:
+            stay_on(self.core.device)
             while self._take_calls():
                 ended = self.core.step()
                 if ended:

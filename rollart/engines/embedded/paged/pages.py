@@ -105,7 +105,10 @@ class PagedMemory:
         if idle is not None:
             common = common_prefix(idle.tokens, seq.buffer[: seq.total]) if seq.length == 0 else 0
             # The last prompt token is computed in any case: its logits are needed.
-            idle.tokens = idle.tokens[: min(common, seq.total - 1)]
+            known = min(common, seq.total - 1)
+            if self._pages_for(num_tokens) == self._num_pages and self._copies_last(idle.pages, known):
+                known -= known % self.page_tokens  # for the copy there would never be room
+            idle.tokens = idle.tokens[:known]
             pages = idle.pages = self._cut(idle.pages, len(idle.tokens))
             self._pin(pages)
         copies = self._copies_last(pages, 0 if idle is None else len(idle.tokens))
