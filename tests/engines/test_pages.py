@@ -16,7 +16,7 @@ from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.forward import paged_forward
 from rollart.engines.embedded.paged.ops import Where
 from rollart.engines.embedded.paged.pages import PagedMemory
-from rollart.engines.embedded.paged.runner import batch_sizes, splits_for
+from rollart.engines.embedded.paged.shapes import StepShape, StepShapes, batch_sizes, mixed_sizes, splits_for
 from rollart.engines.embedded.sequence import Sequence
 from rollart.errors import WeightError
 from rollart.model.network import named_weights
@@ -183,6 +183,7 @@ def test_a_step_is_given_the_time_that_it_took_and_not_that_of_the_next(monkeypa
             hidden_TH: torch.Tensor = plainly(tokens_T, *more)
             return hidden_TH
 
+        forward.weights = plainly.weights  # type: ignore[attr-defined]
         return forward
 
     monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", slow_forward)
@@ -220,6 +221,7 @@ def test_what_kernels_are_given_is_aligned_whatever_the_step_has_in_it(monkeypat
             hidden_TH: torch.Tensor = plainly(tokens_T, where, layers)
             return hidden_TH
 
+        forward.weights = plainly.weights  # type: ignore[attr-defined]
         return forward
 
     monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", looked_at)
@@ -251,6 +253,108 @@ def test_batches_are_padded_by_a_quarter_at_most() -> None:
     assert all(larger <= 1.25 * smaller for smaller, larger in itertools.pairwise(sizes) if smaller >= 32)
     assert batch_sizes(3) == [1, 2, 3]
     assert batch_sizes(1) == [1]
+
+
+def shapes(max_batch: int = 128, step_tokens: int = 8192, max_context: int = 2048, weights: int = 10**8) -> StepShapes:
+    return StepShapes(
+        max_batch=max_batch, step_tokens=step_tokens, max_context=max_context, kv_heads=3, weights=weights
+    )
+
+
+def test_a_shape_has_room_for_every_step_it_is_chosen_for_and_is_captured() -> None:
+    rng, chosen = np.random.default_rng(0), 0
+    ours = shapes(max_batch=96, max_context=8192)
+    captured = set(ours.all())
+    for _ in range(2000):
+        takes = rng.integers(2, 2 + int(2 ** rng.integers(1, 11)), rng.integers(0, 40)).tolist()
+        singles = int(rng.integers(0 if takes else 1, 96 - len(takes) + 1))
+        longest = int(rng.choice([1, 2000, 2049, 8000]))
+        shape = ours.of(singles=singles, longest=longest, chunks=len(takes), chunk_tokens=sum(takes))
+        if shape is None:
+            assert sum(takes) > 4096 or sum(takes) / len(takes) < 100, "long steps have none"
+            continue
+        chosen += 1
+        assert shape in captured
+        assert shape.singles >= singles
+        assert shape.chunk_tokens >= sum(takes)
+        assert shape.blocks >= sum(-(-take // 128) for take in takes)
+        assert shape.sampled >= singles + len(takes)
+        assert shape.splits >= (4 if longest > 2048 else 1)
+    assert chosen > 500
+
+
+def test_a_step_that_keeps_the_device_busy_has_no_shape() -> None:
+    def largest(weights: int) -> int:
+        return max(tokens for tokens in range(1, 5000) if chunk(weights, tokens) is not None)
+
+    def chunk(weights: int, tokens: int) -> StepShape | None:
+        return shapes(weights=weights).of(singles=0, longest=1, chunks=1, chunk_tokens=tokens)
+
+    assert largest(10**8) == 4096
+    assert largest(4 * 10**9) == 384
+    assert largest(70 * 10**9) == 64
+    assert shapes(step_tokens=100).of(singles=0, longest=1, chunks=1, chunk_tokens=65) is None
+
+
+def test_short_contexts_need_no_graphs_for_long_ones() -> None:
+    assert len(shapes(max_context=4096).all()) > len(shapes(max_context=2048).all())
+    assert mixed_sizes(96) == [16, 32, 64, 96]
+    assert mixed_sizes(4) == [4]
+
+
+def test_graphs_find_what_they_are_given_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of one shape, with other prompts, other rows and other changes of the tables."""
+    places: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+
+    def looked_at(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, where: Where, layers: Any) -> torch.Tensor:
+            own = (where.lanes_T, where.positions_T, where.blocks_N4)
+            sizes = (len(tokens_T), where.decoding, where.splits, len(where.blocks_N4))
+            places.setdefault(sizes, set()).add(tuple(one.data_ptr() for one in own))
+            hidden_TH: torch.Tensor = plainly(tokens_T, where, layers)
+            return hidden_TH
+
+        forward.weights = plainly.weights  # type: ignore[attr-defined]
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", looked_at)
+    engine, rng = make_engine(plain_model("qwen3"), paged=True, eos=NO_EOS), np.random.default_rng(3)
+    for number in range(12):
+        engine.add(request(random_tokens(rng, 5 + 7 * (number % 5)), f"s{number}/0", max_tokens=9))
+        for _ in range(number % 3):
+            engine.step()
+    drain(engine)
+    assert all(len(seen) == 1 for seen in places.values())
+    assert {sizes[3] > 0 for sizes in places} == {True, False}, "with and without prompts"
+    assert len(places) < 10, "steps share shapes"
+
+
+def test_a_prompt_taken_token_by_token_disturbs_nobody_and_samples_nothing() -> None:
+    """Beside others who decode: each of its tokens is a single one, but what comes after it is known."""
+    plain, rng = plain_model("qwen3"), np.random.default_rng(7)
+    engine = make_engine(plain, paged=True, eos=NO_EOS)
+    slow, quick = (
+        request(random_tokens(rng, 12), "a/0", max_tokens=4),
+        request(random_tokens(rng, 5), "b/0", max_tokens=9),
+    )
+    engine.add(slow)
+    engine.add(quick)
+    plan = engine.scheduler.schedule
+
+    def schedule() -> int:
+        tokens = plan()
+        for seq in engine.scheduler.running:
+            if seq.session == "a" and seq.take > 1:
+                tokens -= seq.take - 1
+                seq.take = 1
+        return tokens
+
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    done = drain(engine)
+    check(slow, done["a/0"], {0: plain})
+    check(quick, done["b/0"], {0: plain})
 
 
 def test_few_long_contexts_are_read_in_parts() -> None:

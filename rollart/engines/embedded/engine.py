@@ -29,6 +29,7 @@ from rollart.engines.embedded.drafts import Drafts
 from rollart.engines.embedded.kv import KvShape
 from rollart.engines.embedded.paged.pages import PagedMemory
 from rollart.engines.embedded.paged.runner import PagedBackend
+from rollart.engines.embedded.paged.shapes import most_chunked
 from rollart.engines.embedded.scheduler import Scheduler
 from rollart.engines.embedded.sequence import Sequence
 from rollart.engines.embedded.slabs import SlabBackend
@@ -439,6 +440,7 @@ def make_backend(
         kv_tokens=kv_tokens,
         max_context=most,
         max_batch=settings.max_batch,
+        step_tokens=settings.step_tokens,
         stages=settings.stage == "device",
         lends=lends,
     )
@@ -451,7 +453,9 @@ def kv_tokens_of(model: PreTrainedModel, shape: KvShape, settings: EngineSetting
     others = total - free - torch.cuda.memory_reserved(shape.device)
     size = torch.finfo(shape.dtype).bits // 8
     inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
-    activations = settings.step_tokens * (4 * inner + 12 * config.hidden_size) * size
+    weights = sum(weight.numel() for weight in named_weights(model).values())
+    graphed = settings.max_batch + most_chunked(settings.step_tokens, weights)  # their memory serves nothing else
+    activations = (settings.step_tokens + graphed) * (4 * inner + 12 * config.hidden_size) * size
     logits = 3 * settings.max_batch * config.vocab_size * size
     kept = 2 * shape.layers * shape.heads * shape.head_size * size
     share = settings.memory_share * total - torch.cuda.memory_allocated(shape.device)

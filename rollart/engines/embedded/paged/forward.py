@@ -42,6 +42,8 @@ class _Experts:
         self._down_EHI: Tensor = module.experts.down_proj
         self._chosen: int = module.gate.top_k
         self._normed = bool(module.gate.norm_topk_prob)
+        one = self._gate_up_EIH[0].numel() + self._down_EHI[0].numel()
+        self.weights = self._router_EH.numel() + self._chosen * one
 
     def __call__(self, rows_TH: Tensor) -> Tensor:
         scores_TE = F.linear(rows_TH, self._router_EH).softmax(-1, dtype=torch.float)
@@ -72,6 +74,7 @@ class _Mlp:
     def __init__(self, module: Any) -> None:
         self.gate_up = fuse([module.gate_proj.weight, module.up_proj.weight])
         self._down: Tensor = module.down_proj.weight
+        self.weights = self.gate_up.numel() + self._down.numel()
 
     def __call__(self, rows_TH: Tensor) -> Tensor:
         return F.linear(silu_mul(F.linear(rows_TH, self.gate_up)), self._down)
@@ -111,6 +114,8 @@ class PagedForward:
         self._layers = [_Layer(module, cos[0].contiguous(), sin[0].contiguous()) for module in base.layers]
         first = self._layers[0]
         prove_products([first.qkv, *([first.mlp.gate_up] if isinstance(first.mlp, _Mlp) else [])])
+        self.weights = sum(layer.qkv.numel() + layer.out.numel() + layer.mlp.weights for layer in self._layers)
+        """That one token is multiplied with, without the vocabulary's."""
         self.waits = model.config.model_type == EXPERTS and model.dtype != torch.bfloat16
         """Whether a pass waits for the host: grouped products are there for bfloat16 alone."""
 

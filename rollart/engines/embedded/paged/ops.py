@@ -114,6 +114,8 @@ def attend(query_THD: Tensor, cache: Cache, where: Where, scaling: float, window
     singles = zip(range(where.decoding), where.positions_T.tolist(), where.lanes_T.tolist(), strict=False)
     pieces = [(token, 1, position, lane) for token, position, lane in singles]
     for first, count, position, lane in [*pieces, *where.blocks_N4.tolist()]:
+        if not count:  # fills up the step's shape
+            continue
         own = slice(first, first + count)
         out_THD[own] = _seen(query_THD[own], cache, lane, position, scaling, window)
     return out_THD

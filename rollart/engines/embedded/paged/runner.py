@@ -1,9 +1,9 @@
 """One step of the paged back end: what the host says of it goes over in one copy, the answer comes back in one.
 
-A step in which every sequence takes one token runs as a CUDA graph, padded to the next captured batch size; any other
-runs kernel by kernel. Both compute the same. The device keeps the newest token of every lane, so that a step can be
-launched while the one before it, which samples its input, still runs. On a CPU nothing is captured and nothing overlaps
-in time; the order of calls is the same, which is what the fast tests see.
+A step runs as a CUDA graph, padded to the next captured shape (`shapes.py`); one with so many prompt tokens that it
+does not wait for the host runs kernel by kernel. Both compute the same. The device keeps the newest token of every
+lane, so that a step can be launched while the one before it, which samples its input, still runs. On a CPU nothing is
+captured and nothing overlaps in time; the order of calls is the same, which is what the fast tests see.
 """
 
 import logging
@@ -25,6 +25,7 @@ from rollart.engines.embedded.paged import ops
 from rollart.engines.embedded.paged.forward import PagedForward, paged_forward
 from rollart.engines.embedded.paged.ops import CHUNK_ROWS, Draws, Where
 from rollart.engines.embedded.paged.pages import PagedMemory
+from rollart.engines.embedded.paged.shapes import StepShape, StepShapes, splits_for
 from rollart.engines.embedded.sampler import draw
 from rollart.engines.embedded.sequence import Sequence
 from rollart.model.adapters import are_adapters
@@ -36,33 +37,12 @@ logger = logging.getLogger(__name__)
 PAGE_TOKENS = {"cuda": 64, "cpu": 16}
 RING = 3
 """Host buffers used in turn: one is filled while the device may still read the one before."""
-WORDS_PER_ROW = 7
-"""Of a decode step: seed (2), temperature, lane twice, token, position."""
+WORDS_PER_ROW, WORDS_PER_TOKEN, WORDS_PER_BLOCK = 5, 3, 4
+"""A row that samples: seed (2), temperature, lane, place among the tokens. A token: itself, lane, position."""
+PARTS = 10
 ALIGNED_WORDS = 4
 """What a kernel is given begins at a multiple of 16 bytes: Triton compiles it anew for a pointer that does not."""
-LONG_CONTEXT = 2048
-"""A context beyond this is cut into parts that are read side by side."""
-PROGRAMS = 1024
-"""Attention programs that fill a device several times over."""
-MAX_SPLITS = 32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def batch_sizes(max_batch: int) -> list[int]:
-    """Batch sizes for which graphs are captured: from 32 on steps of at most a quarter, so little is padded."""
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < max_batch:
-        sizes.append(sizes[-1] + (8 if sizes[-1] < 64 else 16 if sizes[-1] < 128 else 32))
-    return [size for size in sizes if size < max_batch] + [max_batch]
-
-
-def splits_for(rows: int, kv_heads: int, longest: int) -> int:
-    """Parts into which each context is cut."""
-    wanted = PROGRAMS if longest > LONG_CONTEXT else PROGRAMS // 4
-    splits = 4 if longest > LONG_CONTEXT else 1
-    while splits < MAX_SPLITS and splits * rows * kv_heads < wanted:
-        splits *= 2
-    return splits
 
 
 class _Inputs(NamedTuple):
@@ -82,9 +62,10 @@ class _Inputs(NamedTuple):
 
 class _Graph(NamedTuple):
     graph: Any
-    logits_BV: Tensor
     tokens_B: Tensor
     logprobs_B: Tensor
+    logits_BV: Tensor | None
+    """None beside prompts: those of all shapes together would take gigabytes."""
 
 
 class _Mark:
@@ -138,6 +119,7 @@ class PagedBackend:
         kv_tokens: int,
         max_context: int,
         max_batch: int,
+        step_tokens: int,
         forward: PagedForward | None = None,
         page_tokens: int | None = None,
         graphs: bool = True,
@@ -174,14 +156,37 @@ class PagedBackend:
         self._stages = stages
         self._beside = torch.cuda.Stream(self._device) if stages and self._on_cuda else None
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self._device)
-        decode_words = WORDS_PER_ROW * (max_batch + ALIGNED_WORDS)
-        self._decode_buffer = torch.zeros(decode_words, dtype=torch.int32, device=self._device)
+        self._shapes = (
+            StepShapes(
+                max_batch=max_batch,
+                step_tokens=step_tokens,
+                max_context=self.max_context,
+                kv_heads=shape.heads,
+                weights=self._forward.weights,
+            )
+            if self._forward is not None
+            else None
+        )
+        self._fixed = torch.zeros(self._most_words(), dtype=torch.int32, device=self._device)
         """Stays where it is: graphs read it."""
-        self._reserve(len(self._decode_buffer))
-        self.graphs: dict[tuple[int, int], _Graph] = {}
-        self._sizes = batch_sizes(max_batch)
-        if self._on_cuda and graphs and not lends and self._forward is not None and not self._forward.waits:
+        self._reserve(len(self._fixed))
+        self.graphs: dict[StepShape, _Graph] = {}
+        self._captures = (
+            self._on_cuda and graphs and not lends and self._forward is not None and not self._forward.waits
+        )
+        if self._captures:
             self._capture_all()
+
+    def _most_words(self) -> int:
+        if self._shapes is None:
+            return 0
+        return (
+            max(
+                WORDS_PER_ROW * shape.sampled + WORDS_PER_TOKEN * shape.tokens + WORDS_PER_BLOCK * shape.blocks
+                for shape in self._shapes.all()
+            )
+            + PARTS * ALIGNED_WORDS
+        )
 
     def trial(self, kv_tokens: int, max_context: int) -> "PagedBackend":
         return PagedBackend(
@@ -190,6 +195,7 @@ class PagedBackend:
             kv_tokens=kv_tokens,
             max_context=max_context,
             max_batch=len(LENGTHS),
+            step_tokens=sum(LENGTHS),
             forward=self._forward,
             page_tokens=self._page_tokens,
             graphs=False,
@@ -223,24 +229,51 @@ class PagedBackend:
         seqs = _ordered(running)
         asked, rows = asked_of(seqs)
         takes = [seq.take for seq in seqs]
-        if max(takes) == 1 and self._forward is not None:
-            tokens_B, logprobs_B, logits_BV = self._decode(seqs)
+        shape = self._shape_of(seqs, asked)
+        inputs, where = self._send(seqs, asked, rows, shape)
+        captured = self.graphs.get(shape) if shape is not None else None
+        if captured is not None:
+            captured.graph.replay()
+            tokens_B, logprobs_B, logits_BV = captured.tokens_B, captured.logprobs_B, captured.logits_BV
         else:
-            inputs, where = self._send(seqs, [seq for seq, _ in asked], rows)
             hidden_TH = self._hidden(inputs, where)
-            if not asked:
-                ended = self._ended = _Mark(self._on_cuda)
-                return Launched(seqs, takes, asked, lambda: _nothing(ended), lambda: ended.seconds_since(before))
-            logits_BV = self._logits(hidden_TH.index_select(0, inputs.rows_B))
-            tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
-        self._draw_truncated(logits_BV, asked, tokens_B, logprobs_B)
+            if asked:
+                tokens_B, logprobs_B, logits_BV = self._sampled(hidden_TH, inputs, where, asked)
+        if not asked:
+            ended = self._ended = _Mark(self._on_cuda)
+            return Launched(seqs, takes, asked, lambda: _nothing(ended), lambda: ended.seconds_since(before))
+        if logits_BV is not None:
+            self._draw_truncated(logits_BV, asked, tokens_B, logprobs_B)
         result, ended = self._returned(tokens_B, logprobs_B, len(asked))
         self._ended = ended
         return Launched(seqs, takes, asked, result, lambda: ended.seconds_since(before))
 
+    def _shape_of(self, seqs: Row[Sequence], asked: Row[tuple[Sequence, int]]) -> StepShape | None:
+        """What the step is padded to; None where it runs as it is."""
+        if self._shapes is None:
+            return None
+        chunks = [seq.take for seq in seqs if seq.take > 1]
+        if chunks and (any(_is_truncated(seq) for seq, _ in asked) or (self._on_cuda and not self._captures)):
+            return None
+        return self._shapes.of(
+            singles=len(seqs) - len(chunks),
+            longest=max((seq.length + 1 for seq in seqs if seq.take == 1), default=1),
+            chunks=len(chunks),
+            chunk_tokens=sum(chunks),
+        )
+
+    def _sampled(
+        self, hidden_TH: Tensor, inputs: _Inputs, where: Where, asked: Row[tuple[Sequence, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, log-probabilities and logits."""
+        if len(inputs.rows_B):  # else all rows sample
+            hidden_TH = hidden_TH.index_select(0, inputs.rows_B)
+        logits_BV = self._logits(hidden_TH)
+        return *self._draw(logits_BV if self._on_cuda else logits_BV[: len(asked)], inputs, asked), logits_BV
+
     def hidden(self, running: Row[Sequence]) -> tuple[list[Sequence], Tensor]:
         seqs = _ordered(running)
-        return seqs, self._hidden(*self._send(seqs, [], []))
+        return seqs, self._hidden(*self._send(seqs, [], [], None))
 
     def project(self, hidden_TH: Tensor) -> Tensor:
         return self._logits(hidden_TH).float()
@@ -268,11 +301,7 @@ class PagedBackend:
         self, logits_BV: Tensor, asked: Row[tuple[Sequence, int]], tokens_B: Tensor, logprobs_B: Tensor
     ) -> None:
         """Rows with top-k or top-p need their tokens in order: they are drawn once more, by themselves."""
-        picked = [
-            row
-            for row, (seq, _) in enumerate(asked)
-            if seq.sampling.temperature > 0 and (seq.sampling.top_k > 0 or seq.sampling.top_p < 1.0)
-        ]
+        picked = [row for row, (seq, _) in enumerate(asked) if _is_truncated(seq)]
         if not picked or not self._on_cuda:
             return
         rows = torch.tensor(picked, device=self._device)
@@ -300,60 +329,84 @@ class PagedBackend:
 
     # --- what the device is told
 
-    def _send(self, seqs: Row[Sequence], asked: Row[Sequence], rows: Row[int]) -> tuple[_Inputs, Where]:
-        """All of a step that is not a decode step."""
-        takes = np.array([seq.take for seq in seqs])
-        starts = np.array([seq.length for seq in seqs])
-        lanes = np.array([seq.lane for seq in seqs])
+    def _send(
+        self, seqs: Row[Sequence], asked: Row[tuple[Sequence, int]], rows: Row[int], shape: StepShape | None
+    ) -> tuple[_Inputs, Where]:
+        """All of a step, filled up to its shape with rows of the idle lane and pieces of no tokens.
+
+        The layout of one shape is always the same, as graphs read it in place. Changed table entries would move it, so
+        they travel by themselves."""
+        if shape is not None:
+            self._tell_tables()
+        takes = np.array([seq.take for seq in seqs], dtype=np.int64)
+        starts = np.array([seq.length for seq in seqs], dtype=np.int64)
+        lanes = np.array([seq.lane for seq in seqs], dtype=np.int64)
         ends = takes.cumsum()
-        offsets = np.arange(ends[-1]) - np.repeat(ends - takes, takes)
-        decoding = int((takes == 1).sum())
-        tokens = [[_input(seq)] if seq.take == 1 else seq.buffer[seq.length : seq.length + seq.take] for seq in seqs]
-        blocks = [
+        num_tokens = int(takes.sum())
+        offsets = np.arange(num_tokens) - np.repeat(ends - takes, takes)
+        singles = int((takes == 1).sum())
+        gap = 0 if shape is None else shape.singles - singles
+        firsts = ends - takes + gap * (takes > 1)
+        flat = np.zeros((3, num_tokens if shape is None else shape.tokens), dtype=np.int32)
+        flat[1] = self.memory.idle_lane
+        if seqs:
+            chunks = [seq.buffer[seq.length : seq.length + seq.take] for seq in seqs[singles:]]
+            places = np.repeat(firsts, takes) + offsets
+            flat[0, places] = np.concatenate([[_input(seq) for seq in seqs[:singles]], *chunks])
+            flat[1, places] = np.repeat(lanes, takes)
+            flat[2, places] = np.repeat(starts, takes) + offsets
+        chunked = (each[singles:].tolist() for each in (firsts, takes, starts, lanes))
+        pieces = [
             (first + begin, min(CHUNK_ROWS, take - begin), start + begin, lane)
-            for first, take, start, lane in zip(ends - takes, takes, starts, lanes, strict=True)
-            if take > 1
+            for first, take, start, lane in zip(*chunked, strict=True)
             for begin in range(0, take, CHUNK_ROWS)
         ]
         # Those with the longest context first: the device is then never left with one of them at the end.
-        blocks.sort(key=lambda block: -block[2])
+        pieces.sort(key=lambda piece: -piece[2])
+        blocks = np.zeros((len(pieces) if shape is None else shape.blocks, 4), dtype=np.int32)
+        if pieces:
+            blocks[: len(pieces)] = pieces
+        decoding = singles if shape is None else shape.singles
+        sampled = np.zeros(len(asked) if shape is None else shape.sampled, dtype=np.int32)
+        sampled[: len(rows)] = [row + (gap if row >= singles else 0) for row in rows]
+        all_sample = shape is not None and not shape.chunk_tokens  # or are padding, or last and not asked
         inputs = self._copy(
-            asked,
-            rows=np.array(rows, dtype=np.int32),
-            tokens=np.concatenate(tokens).astype(np.int32),
-            lanes=np.repeat(lanes, takes).astype(np.int32),
-            positions=(np.repeat(starts, takes) + offsets).astype(np.int32),
-            blocks=np.array(blocks, dtype=np.int32).reshape(-1, 4),
+            [seq for seq, _ in asked],
+            sampled=len(sampled),
+            rows=sampled[:0] if all_sample else sampled,
+            flat=flat,
+            blocks=blocks,
+            fixed=shape is not None,
         )
-        longest = int(starts[:decoding].max()) + 1 if decoding else 0
-        splits = splits_for(max(decoding, 1), self._shape.heads, longest)
+        if shape is not None:
+            splits = shape.splits
+        else:
+            longest = int(starts[:singles].max()) + 1 if singles else 0
+            splits = splits_for(max(singles, 1), self._shape.heads, longest)
         return inputs, Where(inputs.lanes_T, inputs.positions_T, decoding, splits, inputs.blocks_N4)
 
     def _copy(
         self,
         asked: Row[Sequence],
         *,
+        sampled: int,
         rows: npt.NDArray[np.int32],
-        tokens: npt.NDArray[np.int32],
-        lanes: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
+        flat: npt.NDArray[np.int32],
         blocks: npt.NDArray[np.int32],
-        padding: int = 0,
-        decode: bool = False,
+        fixed: bool,
     ) -> _Inputs:
-        """One copy to the device, `padding` rows of nobody added to those that sample; and the changed page tables."""
+        """One copy to the device, with the changed page tables. `sampled`: rows that sample, nobody's included."""
         changed, pages = self.memory.take_changes()
-        count = len(asked) + padding
-        seeds = np.zeros(count, dtype=np.uint64)
-        temperatures = np.zeros(count, dtype=np.float32)
-        own_lanes = np.full(count, self.memory.idle_lane, dtype=np.int32)
+        seeds = np.zeros(sampled, dtype=np.uint64)
+        temperatures = np.zeros(sampled, dtype=np.float32)
+        own_lanes = np.full(sampled, self.memory.idle_lane, dtype=np.int32)
         if asked:
             seeds[: len(asked)] = _seeds(asked)
             temperatures[: len(asked)] = [seq.sampling.temperature for seq in asked]
             own_lanes[: len(asked)] = [seq.lane for seq in asked]
         parts = [
-            *(seeds.view(np.int32), changed.view(np.int32), temperatures.view(np.int32), own_lanes, rows, tokens),
-            *(lanes, positions, blocks.ravel(), pages),
+            *(seeds.view(np.int32), changed.view(np.int32), temperatures.view(np.int32), own_lanes, rows),
+            *(*flat, blocks.ravel(), pages),
         ]
         gaps = [-len(part) % ALIGNED_WORDS for part in parts]
         sizes = [size for part, gap in zip(parts, gaps, strict=True) for size in (len(part), gap)]
@@ -364,7 +417,7 @@ class PagedBackend:
         nothing = np.zeros(ALIGNED_WORDS, dtype=np.int32)
         filled = [piece for part, gap in zip(parts, gaps, strict=True) for piece in (part, nothing[:gap])]
         np.concatenate(filled, out=host.numpy()[:words])
-        there = (self._decode_buffer if decode else self._buffer)[:words]
+        there = (self._fixed if fixed else self._buffer)[:words]
         there.copy_(host[:words], non_blocking=True)
         views = torch.split(there, sizes)[::2]
         inputs = _Inputs(
@@ -383,6 +436,13 @@ class PagedBackend:
             self.memory.tables_LN.view(-1).index_copy_(0, inputs.changed_C, inputs.pages_C)
         return inputs
 
+    def _tell_tables(self) -> None:
+        changed, pages = self.memory.take_changes()
+        if len(changed):
+            both = torch.from_numpy(np.stack((changed, pages.astype(np.int64))))
+            both = (both.pin_memory() if self._on_cuda else both).to(self._device, non_blocking=True)
+            self.memory.tables_LN.view(-1).index_copy_(0, both[0], both[1].int())
+
     def _reserve(self, words: int) -> None:
         if words > len(self._buffer):
             size = 1 << (words - 1).bit_length()
@@ -391,80 +451,25 @@ class PagedBackend:
             self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(RING)]
             self._buffer = torch.zeros(size, dtype=torch.int32, device=self._device)
 
-    # --- decode steps
-
-    def _decode(self, seqs: Row[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, log-probabilities and logits of a step in which every sequence takes one token."""
-        size = next(size for size in self._sizes if size >= len(seqs))
-        longest = max(seq.length for seq in seqs) + 1
-        inputs = self._decode_inputs(seqs, size)
-        splits = splits_for(size, self._shape.heads, longest)
-        captured = self.graphs.get((size, splits))
-        if captured is not None:
-            captured.graph.replay()
-            return captured.tokens_B, captured.logprobs_B, captured.logits_BV
-        return self._decode_step(inputs, splits, [(seq, 0) for seq in seqs])
-
-    def _decode_inputs(self, seqs: Row[Sequence], size: int) -> _Inputs:
-        """Padded with rows of the idle lane. The same layout for every step of one size: graphs read it in place.
-
-        Changed table entries come in between and would move it, so they travel by themselves.
-        """
-        self._tell_tables()
-        padding = size - len(seqs)
-        idle = self.memory.idle_lane
-        lanes = np.array([seq.lane for seq in seqs] + [idle] * padding, dtype=np.int32)
-        return self._copy(
-            seqs,
-            rows=np.zeros(0, dtype=np.int32),
-            tokens=np.array([_input(seq) for seq in seqs] + [0] * padding, dtype=np.int32),
-            lanes=lanes,
-            positions=np.array([seq.length for seq in seqs] + [0] * padding, dtype=np.int32),
-            blocks=np.zeros((0, 4), dtype=np.int32),
-            padding=padding,
-            decode=True,
-        )
-
-    def _tell_tables(self) -> None:
-        changed, pages = self.memory.take_changes()
-        if len(changed):
-            both = torch.from_numpy(np.stack((changed, pages.astype(np.int64))))
-            both = (both.pin_memory() if self._on_cuda else both).to(self._device, non_blocking=True)
-            self.memory.tables_LN.view(-1).index_copy_(0, both[0], both[1].int())
-
-    def _decode_step(
-        self, inputs: _Inputs, splits: int, asked: Row[tuple[Sequence, int]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        where = Where(inputs.lanes_T, inputs.positions_T, len(inputs.tokens_T), splits, inputs.blocks_N4)
-        logits_BV = self._logits(self._hidden(inputs, where))
-        if self._on_cuda:
-            tokens_B, logprobs_B = self._draw(logits_BV, inputs, asked)
-        else:
-            tokens_B, logprobs_B = self._draw(logits_BV[: len(asked)], inputs, asked)
-        return tokens_B, logprobs_B, logits_BV
-
     @torch.inference_mode()
     def _capture_all(self) -> None:
-        """Graphs for every batch size, for short and for long contexts: the largest first, whose memory serves all."""
+        """Graphs for every shape: the largest first, whose memory serves all."""
+        assert self._shapes is not None
         began = time.perf_counter()
         pool = None
-        wanted = [
-            (size, splits)
-            for size in reversed(self._sizes)
-            for splits in sorted({splits_for(size, self._shape.heads, longest) for longest in (1, LONG_CONTEXT + 1)})
-        ]
-        for number, (size, splits) in enumerate(wanted):
-            inputs = self._decode_inputs([], size)
-            self._decode_step(inputs, splits, [])  # compiles the kernels; a graph may not
+        shapes = self._shapes.all()
+        for number, shape in enumerate(shapes):
+            inputs, where = self._send([], [], [], shape)
+            self._sampled(self._hidden(inputs, where), inputs, where, [])  # compiles the kernels; a graph may not
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                tokens_B, logprobs_B, logits_BV = self._decode_step(inputs, splits, [])
+                tokens_B, logprobs_B, logits_BV = self._sampled(self._hidden(inputs, where), inputs, where, [])
             pool = pool or graph.pool()
-            self.graphs[size, splits] = _Graph(graph, logits_BV, tokens_B, logprobs_B)
-            if number % 8 == 0 or number + 1 == len(wanted):
+            self.graphs[shape] = _Graph(graph, tokens_B, logprobs_B, None if shape.chunk_tokens else logits_BV)
+            if number % 16 == 0 or number + 1 == len(shapes):
                 seconds = time.perf_counter() - began
-                logger.info("CUDA graphs: %d of %d captured, %.1f s", number + 1, len(wanted), seconds)
+                logger.info("CUDA graphs: %d of %d captured, %.1f s", number + 1, len(shapes), seconds)
 
 
 class _Plan:
@@ -494,8 +499,13 @@ def _nothing(ended: _Mark) -> tuple[list[int], list[float]]:
 
 
 def _ordered(running: Row[Sequence]) -> list[Sequence]:
-    """Those that take part: single tokens first, then chunks."""
-    return sorted((seq for seq in running if seq.take), key=lambda seq: seq.take > 1)
+    """Those that take part: single tokens first, then chunks; of both, those that sample first."""
+    return sorted((seq for seq in running if seq.take), key=lambda seq: (seq.take > 1, seq.take < seq.pending))
+
+
+def _is_truncated(seq: Sequence) -> bool:
+    sampling = seq.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 
 def _input(seq: Sequence) -> int:
