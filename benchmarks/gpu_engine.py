@@ -10,6 +10,8 @@ Qwen3 shapes with random weights in bfloat16. The cases:
 - prefill: prompts of `--context` tokens packed into steps of 16,384; the limit is 790 TFLOP/s.
 - rollout: `--batch` sessions in flight, observations of 256 to 1,024 tokens and answers of 128 to 512, eight turns
   each, a new one for each that ends, for `--seconds`; beside what its decode and prefill take at their own rates.
+- short: the same with observations of 24 to 96 tokens and answers of 2 to 8, as games in words have them, in rounds
+  with and without graphs of steps that have prompts in them.
 - group: eight requests with one prompt.
 - same: greedy answers with and without graphs, and the trainer's log-probabilities of sampled answers.
 - compare: the same requests through `generate` and continuous batching of transformers.
@@ -26,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +83,7 @@ class Bench:
 
     def loads(self, case: str) -> list[tuple[int, int]]:
         contexts = self.options.context
-        batches = self.options.batch if case in ("decode", "rollout") else self.options.batch[:1]
+        batches = self.options.batch if case in ("decode", "rollout", "short") else self.options.batch[:1]
         return [(batch, contexts[min(at, len(contexts) - 1)]) for at, batch in enumerate(batches)]
 
     def run(self, case: str, batch: int, context: int) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def group(bench: Bench, batch: int, context: int) -> dict[str, Any]:
 
 
 def rollout(bench: Bench, batch: int, context: int) -> dict[str, Any]:
-    played = play(bench, batch)
+    played = next(play(bench, playing(bench, batch), batch, PAGES))
     bench.free()
     alone = decode(bench, batch, played["mean_context"])
     bench.free()
@@ -228,12 +230,47 @@ def rollout(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def play(bench: Bench, batch: int) -> dict[str, Any]:
-    """Sessions that come and go for some seconds, after every one of the first had a turn."""
+def short(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    """Each of the rounds has `--seconds` for both."""
+    found: dict[str, list[dict[str, Any]]] = {"graphs": [], "kernels": []}
+    engine = playing(bench, batch)
+    played = play(bench, engine, batch, WORDS)
+    for _ in range(bench.options.rounds):
+        for name, own in found.items():
+            engine.backend.captures = name == "graphs"
+            own.append(next(played))
+    turns = {name: [round(one["turns"] / one["seconds"]) for one in own] for name, own in found.items()}
+    return {
+        "turns_per_s": turns,
+        "times_as_fast": [round(ours / other, 2) for ours, other in zip(*turns.values(), strict=True)],
+        "step_ms": {
+            name: [round(1e3 * one["seconds"] / one["steps"], 2) for one in own] for name, own in found.items()
+        },
+        "host_ms": {name: [round(1e3 * one["host_s"] / one["steps"], 2) for one in own] for name, own in found.items()},
+        "mean_context": found["graphs"][-1]["mean_context"],
+    }
+
+
+class Lengths(NamedTuple):
+    """Least and most tokens."""
+
+    observation: tuple[int, int]
+    answer: tuple[int, int]
+
+
+PAGES = Lengths((256, 1024), (128, 512))
+WORDS = Lengths((24, 96), (2, 8))
+
+
+def playing(bench: Bench, batch: int) -> EmbeddedEngine:
     memory = {"memory": 0.9} if bench.options.device == "cuda" else {}
-    engine = bench.engine(batch, None, **memory)
+    return bench.engine(batch, None, **memory)
+
+
+def play(bench: Bench, engine: EmbeddedEngine, batch: int, lengths: Lengths) -> Iterator[dict[str, Any]]:
+    """Sessions that come and go, for some seconds each time, after every one of the first had a turn."""
     rng = np.random.default_rng(3)
-    sessions = {str(number): Session(rng, bench.options.turns, number) for number in range(batch)}
+    sessions = {str(number): Session(rng, lengths, bench.options.turns, number) for number in range(batch)}
     for name, session in sessions.items():
         engine.add(session.ask(name, engine._vocab_size))
 
@@ -245,51 +282,56 @@ def play(bench: Bench, batch: int) -> dict[str, Any]:
             if sessions[own].over:
                 del sessions[own]
                 own = f"{own}'"
-                sessions[own] = Session(rng, bench.options.turns, 0)
+                sessions[own] = Session(rng, lengths, bench.options.turns, 0)
             engine.add(sessions[own].ask(own, engine._vocab_size))
         return len(ended)
 
     turns = 0
     while turns < batch:  # until those who began together are spread out
         turns += step()
-    stats = engine.stats
-    live: list[int] = []
-    computed, sampled, steps = stats.computed_tokens, stats.sampled_tokens, stats.steps
-    turns, began = 0, time.perf_counter()
-    while (took := time.perf_counter() - began) < bench.options.seconds:
-        turns += step()
-        live.append(
-            sum(seq.length for seq in engine.scheduler.running) if stats.steps % 8 == 0 or not live else live[-1]
-        )
-    sampled = stats.sampled_tokens - sampled
-    return {
-        "seconds": round(took, 2),
-        "steps": stats.steps - steps,
-        "turns": turns,
-        "sampled": sampled,
-        "prefilled": stats.computed_tokens - computed - sampled,
-        "mean_context": round(statistics.fmean(live) / batch),
-        "preempted": engine.num_preempted,
-    }
+    while True:
+        stats = engine.stats
+        live: list[int] = []
+        computed, sampled, steps = stats.computed_tokens, stats.sampled_tokens, stats.steps
+        turns, began, host = 0, time.perf_counter(), time.thread_time()
+        while (took := time.perf_counter() - began) < bench.options.seconds:
+            turns += step()
+            live.append(
+                sum(seq.length for seq in engine.scheduler.running) if stats.steps % 8 == 0 or not live else live[-1]
+            )
+        sampled = stats.sampled_tokens - sampled
+        yield {
+            "seconds": round(took, 2),
+            "steps": stats.steps - steps,
+            "turns": turns,
+            "sampled": sampled,
+            "prefilled": stats.computed_tokens - computed - sampled,
+            "mean_context": round(statistics.fmean(live) / batch),
+            "preempted": engine.num_preempted,
+            "host_s": time.thread_time() - host,
+        }
 
 
 class Session:
     """A trajectory that is always ready for its next turn. The first ones begin in the middle, each elsewhere."""
 
-    def __init__(self, rng: np.random.Generator, turns: int, number: int) -> None:
-        self._rng, self._turns = rng, turns
+    def __init__(self, rng: np.random.Generator, lengths: Lengths, turns: int, number: int) -> None:
+        self._rng, self._turns, self._lengths = rng, turns, lengths
         self._turn = number % turns
-        self._history = rng.integers(1, 400, self._turn * 960)
+        self._history = rng.integers(1, 400, self._turn * (sum(lengths.observation) + sum(lengths.answer)) // 2)
 
     @property
     def over(self) -> bool:
         return self._turn >= self._turns
 
     def ask(self, name: str, vocab: int) -> GenerateRequest:
-        seen = self._rng.integers(1, vocab, int(self._rng.integers(256, 1025)))
+        seen = self._rng.integers(1, vocab, self._between(self._lengths.observation))
         self._history = np.concatenate([self._history, seen])
         last = self._turn + 1 == self._turns
-        return request(self._history, name, self._turn, int(self._rng.integers(128, 513)), last)
+        return request(self._history, name, self._turn, self._between(self._lengths.answer), last)
+
+    def _between(self, ends: tuple[int, int]) -> int:
+        return int(self._rng.integers(ends[0], ends[1] + 1))
 
     def take(self, completion: Completion) -> None:
         self._history = np.concatenate([self._history, completion.tokens])
@@ -367,6 +409,7 @@ CASES: dict[str, Callable[[Bench, int, int], dict[str, Any]]] = {
     "prefill": prefill,
     "rollout": rollout,
     "same": same,
+    "short": short,
 }
 
 

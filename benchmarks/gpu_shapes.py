@@ -26,6 +26,10 @@ MATRIX_FLOPS = 790e12
 
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 SHAPES: dict[str, dict[str, int]] = {
+    "135m": {  # SmolLM2's sizes
+        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+        **{"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152},
+    },
     "0.6b": _QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -45,7 +49,7 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 151_936},
     },
 }
-TIED = frozenset({"0.6b", "4b", "small", "wide"})
+TIED = frozenset({"135m", "0.6b", "4b", "small", "wide"})
 
 
 def build(shape: str, device: str, dtype: torch.dtype, positions: int = 40_960) -> PreTrainedModel:

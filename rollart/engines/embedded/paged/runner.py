@@ -171,10 +171,8 @@ class PagedBackend:
         """Stays where it is: graphs read it."""
         self._reserve(len(self._fixed))
         self.graphs: dict[StepShape, _Graph] = {}
-        self._captures = (
-            self._on_cuda and graphs and not lends and self._forward is not None and not self._forward.waits
-        )
-        if self._captures:
+        self.captures = self._on_cuda and graphs and not lends and self._forward is not None and not self._forward.waits
+        if self.captures:
             self._capture_all()
 
     def _most_words(self) -> int:
@@ -253,7 +251,7 @@ class PagedBackend:
         if self._shapes is None:
             return None
         chunks = [seq.take for seq in seqs if seq.take > 1]
-        if chunks and (any(_is_truncated(seq) for seq, _ in asked) or (self._on_cuda and not self._captures)):
+        if chunks and (any(_is_truncated(seq) for seq, _ in asked) or (self._on_cuda and not self.captures)):
             return None
         return self._shapes.of(
             singles=len(seqs) - len(chunks),
