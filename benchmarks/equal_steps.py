@@ -187,8 +187,8 @@ def learnt(folder: Path) -> Learnt:
     return Learnt(
         held_out=held_out,
         rewards=rewards,
-        age_steps=statistics.fmean(row["actor/age_mean"] for row in rows),
-        clipped=statistics.fmean(row["actor/clipfrac"] for row in rows),
+        age_steps=statistics.fmean(row.get("actor/age_mean", math.nan) for row in rows),
+        clipped=statistics.fmean(row.get("actor/clipfrac", math.nan) for row in rows),
         thrown_away=summary["waste"]["stale"]["trajectories"],
     )
 
@@ -216,7 +216,11 @@ def summed(runs: Sequence[Learnt]) -> dict[str, Any]:
     }
 
 
-def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+def over_seeds(found: Sequence[float]) -> dict[str, Any]:
+    """Of those that are there: a run without an evaluation has no held-out success."""
+    values = [value for value in found if not math.isnan(value)]
+    if not values:
+        return {"mean": None, "standard_error": None, "each": []}
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {
         "mean": round(statistics.fmean(values), 4),
