@@ -31,6 +31,8 @@ def main(measure: Callable[..., dict[str, Any]]) -> int:
         parser.add_argument("--skip", type=int, default=skip, help=f"steps of each run that are left out ({skip})")
     if "read" in takes:
         parser.add_argument("--read", action="store_true", help="run nothing: take what --out has")
+    if "seconds" in takes:
+        parser.add_argument("--seconds", type=float, help="begin no further run after this long (default: run all)")
     if "out" in takes:
         parser.add_argument("--out", type=Path, help="where run directories are kept (default: below runs/)")
     arguments = vars(parser.parse_args())

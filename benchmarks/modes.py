@@ -13,12 +13,13 @@ with `--read` nothing is run: the simulator can be asked on another machine than
 that are there.
 """
 
+import math
 import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,14 @@ from rollart.launch.simulation import simulate
 from rollart.launch.training import train
 from rollart.report.summary import Summary
 from rollart.sim.fit import fit_runs
+from rollart.types import JsonObject
 
 JOB = Path(__file__).resolve().parents[1] / "jobs" / "modes.yaml"
 ROUNDS = 5
 FITTED = "sync+"
 """The mode whose runs the simulator is fitted on."""
+Runs = dict[str, list[dict[str, Any]]]
+"""Of each side: the figures of its runs."""
 FIGURES = "figures.json"
 """In a run directory: what this benchmark found in it."""
 SKIPPED_STEPS = 2
@@ -83,49 +87,11 @@ def measure(
     ):
         make_model(Path(given.model.path))
     began_s = time.monotonic()
-    real: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    failed: dict[str, str] = {}
-    with _on_cores(given.train.cores):
-        for number in range(rounds):
-            for side in _rotated(list(sides), number):
-                if read and not (out / f"{side}-{number}" / FIGURES).exists():
-                    continue
-                try:
-                    seeded = load_job(job, [*sides[side], f"seed={given.seed + number}"])
-                    run = _real_run(seeded, side, number, out, skip)
-                except JobError as error:  # what the others show is not lost for it
-                    failed[f"{side}-{number}"] = str(error)
-                    _tell(f"round {number + 1}, {side}: failed: {error}")
-                else:
-                    real[side].append(run)
-    real = {side: runs for side, runs in real.items() if runs}
-    fitted = [folder for number in range(rounds) if (folder := out / f"{FITTED}-{number}" / FIGURES).exists()]
-    fit = fit_runs([figures.parent for figures in fitted], skip) if fitted else None
-    simulated: dict[str, list[dict[str, Any]]] = {}
-    profile: dict[str, Any] = {}
-    if fit is not None:
-        profile = fit.profile()
-        call_s = _cpu_per_call({FITTED: [_known(figures) for figures in fitted]})[FITTED] / 1000
-        if given.train.cores:  # which are the coordinator's as well
-            profile["train"]["call_s"] = call_s
-        else:
-            profile["control"] = {"call_s": call_s}
-            profile["engine"]["call_s"] = max(0.0, profile["engine"]["call_s"] - call_s)  # it is in the calls as well
-        for side in real:
-            seeds = range(given.seed, given.seed + max(rounds, SIMULATED_ROUNDS))
-            simulated[side] = [
-                _simulated_run(load_job(job, [*sides[side], f"seed={seed}"]), profile, skip) for seed in seeds
-            ]
-    means = {mode: _mean(runs) for mode, runs in real.items()}
-    predicted = {mode: _mean(runs) for mode, runs in simulated.items()}
+    bench = Bench(job, sides, rounds, out, skip)
+    real, failed = bench.real(read)
+    simulated, profile, residuals = bench.simulated(FITTED, list(real))
     return {
-        "real": means,
-        "simulated": predicted,
-        "simulated_over_real": {side: round(predicted[side] / means[side], 3) for side in predicted},
-        "rounds": {mode: [run["step_s"] for run in runs] for mode, runs in real.items()},
-        "spread": {mode: _spread(runs) for mode, runs in real.items()},
-        "simulated_spread": {mode: _spread(runs) for mode, runs in simulated.items()},
-        "waste": {mode: _waste(runs) for mode, runs in real.items()},
+        **compared(real, simulated),
         "max_steps": {mode: max(run["max_steps"] for run in runs) for mode, runs in real.items()},
         "max_age": {mode: max(run["max_age"] for run in runs) for mode, runs in real.items()},
         "train_s": {mode: round(statistics.fmean(run["train_s"] for run in runs), 4) for mode, runs in real.items()},
@@ -133,10 +99,88 @@ def measure(
         "coordinator_cpu_ms_per_call": _cpu_per_call(real),
         "settings": _settings(given, rounds, skip),
         "profile": profile,
-        "residuals": {} if fit is None else fit.quality(),
+        "residuals": residuals,
         **({"failed": failed} if failed else {}),
         "runs": str(out),
         "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+class Bench:
+    """Variants of one job, by name: run in interleaved rounds, each round with a seed of its own, and simulated."""
+
+    def __init__(self, job: Path, sides: Mapping[str, Sequence[str]], rounds: int, out: Path, skip: int) -> None:
+        """`sides`: what each overrides. `skip`: steps at the start of each run that are left out."""
+        self._job = job
+        self._sides = sides
+        self._rounds = rounds
+        self._out = out
+        self._skip = skip
+        self._given = load_job(job, next(iter(sides.values())))
+
+    def folders(self, side: str) -> list[Path]:
+        """Of its runs that ended well."""
+        folders = [self._out / f"{side}-{number}" for number in range(self._rounds)]
+        return [folder for folder in folders if (folder / FIGURES).exists()]
+
+    def real(self, read: bool, seconds: float = math.inf) -> tuple[Runs, dict[str, str]]:
+        """What the runs of each side show, and why those failed that did. `read`: run nothing. `seconds`: begin no
+        further run after this long."""
+        began_s = time.monotonic()
+        real: Runs = {side: [] for side in self._sides}
+        failed: dict[str, str] = {}
+        with _on_cores(self._given.train.cores):
+            for number in range(self._rounds):
+                for side in _rotated(list(self._sides), number):
+                    known = (self._out / f"{side}-{number}" / FIGURES).exists()
+                    if not known and (read or time.monotonic() - began_s > seconds):
+                        continue
+                    try:
+                        run = _real_run(self._seeded(side, number), side, number, self._out, self._skip)
+                    except JobError as error:  # what the others show is not lost for it
+                        failed[f"{side}-{number}"] = str(error)
+                        _tell(f"round {number + 1}, {side}: failed: {error}")
+                    else:
+                        real[side].append(run)
+        return {side: runs for side, runs in real.items() if runs}, failed
+
+    def simulated(self, fitted: str, sides: Sequence[str]) -> tuple[Runs, dict[str, Any], JsonObject]:
+        """These sides with the profile that is fitted to the runs of one of them; the profile; and how well that
+        explains these runs. Nothing, where there are none."""
+        folders = self.folders(fitted)
+        if not folders:
+            return {}, {}, {}
+        fit = fit_runs(folders, self._skip)
+        profile: dict[str, Any] = fit.profile()
+        call_s = _cpu_per_call({fitted: [_known(folder / FIGURES) for folder in folders]})[fitted] / 1000
+        if self._given.train.cores:  # which are the coordinator's as well
+            profile["train"]["call_s"] = call_s
+        else:
+            profile["control"] = {"call_s": call_s}
+            profile["engine"]["call_s"] = max(0.0, profile["engine"]["call_s"] - call_s)  # it is in the calls as well
+        numbers = range(max(self._rounds, SIMULATED_ROUNDS))
+        found = {
+            side: [_simulated_run(self._seeded(side, number), profile, self._skip) for number in numbers]
+            for side in sides
+        }
+        return found, profile, fit.quality()
+
+    def _seeded(self, side: str, number: int) -> Job:
+        return load_job(self._job, [*self._sides[side], f"seed={self._given.seed + number}"])
+
+
+def compared(real: Runs, simulated: Runs) -> dict[str, Any]:
+    """Seconds a step of each side: measured, simulated, and how far they differ from run to run."""
+    means = {side: _mean(runs) for side, runs in real.items()}
+    predicted = {side: _mean(runs) for side, runs in simulated.items()}
+    return {
+        "real": means,
+        "simulated": predicted,
+        "simulated_over_real": {side: round(predicted[side] / means[side], 3) for side in predicted if side in means},
+        "rounds": {side: [run["step_s"] for run in runs] for side, runs in real.items()},
+        "spread": {side: _spread(runs) for side, runs in real.items()},
+        "simulated_spread": {side: _spread(runs) for side, runs in simulated.items()},
+        "waste": {side: _waste(runs) for side, runs in real.items()},
     }
 
 

@@ -108,7 +108,7 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
     ("negative bound", ["rollout.staleness=-1"], "rollout.staleness:", "greater than or equal to 0"),
     ("share above 1", ["rollout.share_tolerance=2"], "rollout.share_tolerance:", "less than or equal to 1"),
     ("affinity to no pool", ["tasks.0.affinity=comput"], "tasks.0.affinity:", "did you mean 'compute'?"),
-    ("affinity to slots", ["tasks.0.affinity=environments"], "tasks.0.affinity:", "one of auto, compute"),
+    ("affinity to slots", ["tasks.0.affinity=environments"], "tasks.0.affinity:", "one of auto, any, compute"),
     ("bound 0, after_batch", ["rollout.staleness=0"], "rollout.staleness:", "set rollout.swap to between_batches"),
     ("late, drain", ["rollout.late=wait", "rollout.swap=drain"], "rollout.late:", "is for swap 'after_batch'"),
     ("zero engines", ["pools.0.engines.count=0"], "pools.0.engines.count:", "greater than or equal to 1"),

@@ -173,7 +173,7 @@ def _name_problems(job: Job) -> Iterator[str]:
         named.append((f"pools.{position}.hardware", pool.hardware, job.kinds))
         named.append((f"pools.{position}.engines.prefill.pool", prefill.pool if prefill else None, pools))
     for position, task in enumerate(job.tasks):
-        named.append((f"tasks.{position}.affinity", task.affinity, ["auto", *with_engines]))
+        named.append((f"tasks.{position}.affinity", task.affinity, ["auto", "any", *with_engines]))
     named += [(f"sim.tasks.{name}", name, tasks) for name in job.sim.tasks]
     judges = [pool.name for pool in job.judge_pools]
     named += [(f"{place}.pool", reward.pool, judges) for place, reward in job.asked_rewards.items()]

@@ -396,7 +396,8 @@ class TaskSettings(Settings):
     """Where this task's reward is computed. Several are summed, each times its `weight`, and each is asked again by
     itself where it fails. Default: the job's `rewards`."""
     affinity: Anytime[str] = "auto"
-    """The pool that should serve this task, or `auto`: measured, and moved when the load moves."""
+    """The pool that should serve this task; or `auto`: measured, and moved when the load moves; or `any`: each group
+    goes to the pool with the fewest of them for its engines, whatever hardware suits the task."""
     latency: Anytime[Spread | None] = None
     """Seconds that each environment step takes longer, drawn anew for each. For comparisons of modes. Not read by
     `rollart sim`, which has `sim.tasks.<name>.step_s`."""

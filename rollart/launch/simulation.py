@@ -274,6 +274,7 @@ def simulated_world(
         job.train.colocated,
         start_shard=start_shard,
         shard_engines=[[engine.id for engine in own] for own in shard_engines],
+        skips=job.rollout.zero_variance == "skip",
     )
     return World(
         cluster=cluster,

@@ -332,7 +332,9 @@ class Splits:
 
     def _problem(self, speeds: Sequence[PoolSpeed], variant: Variant) -> Problem:
         up = [speed.name for speed in speeds if speed.engines]
-        named = {} if variant.free else {task.name: task.affinity for task in self._job.tasks if task.affinity in up}
+        named = (
+            {} if variant.free else {task.name: {task.affinity: 1.0} for task in self._job.tasks if task.affinity in up}
+        )
         return Problem(
             profiles={name: one.profile for name, one in self._expected.items()},
             demand=self._played,

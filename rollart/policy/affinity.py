@@ -77,10 +77,11 @@ class Affinity:
         *,
         ahead: float = 1.5,
     ) -> None:
-        """`tasks`: name -> pool, or "auto". `demand`: trajectories of each task in a step. `members`:
+        """`tasks`: name -> pool, "auto", or "any". `demand`: trajectories of each task in a step. `members`:
         trajectories in a group of each task. `order`: pool -> itself and its stand-ins, best first. `ahead`: steps that
         a group may take."""
-        self._fixed = {task: pool for task, pool in tasks.items() if pool != "auto"}
+        self._fixed = {task: pool for task, pool in tasks.items() if pool not in ("auto", "any")}
+        self._anywhere = [task for task, pool in tasks.items() if pool == "any"]
         self._demand = dict(demand)
         self._members = dict(members)
         self.pools = list(pools)
@@ -101,7 +102,7 @@ class Affinity:
 
     @property
     def _free(self) -> list[str]:
-        return [task for task in self._meters if task not in self._fixed]
+        return [task for task in self._meters if task not in self._fixed and task not in self._anywhere]
 
     def _problem(self) -> Problem:
         return Problem(
@@ -109,7 +110,10 @@ class Affinity:
             demand=self._demand,
             members=self._members,
             pools=self.pools,
-            fixed={task: self._stand_in(pool) for task, pool in self._fixed.items()},
+            fixed={
+                **{task: {self._stand_in(pool): 1.0} for task, pool in self._fixed.items()},
+                **dict.fromkeys(self._anywhere, self._by_engines()),
+            },
             ahead=self._ahead,
         )
 
@@ -118,17 +122,26 @@ class Affinity:
         up = [pool.name for pool in self.pools if pool.engines]
         return next((name for name in self._order[wanted] if name in up), wanted)
 
+    def _by_engines(self) -> dict[str, float]:
+        """Pool -> its share of the engines that are up; of all pools alike, where none is."""
+        engines = {pool.name: pool.engines for pool in self.pools if pool.engines}
+        engines = engines or dict.fromkeys((pool.name for pool in self.pools), 1)
+        return {name: count / sum(engines.values()) for name, count in engines.items()}
+
     def place(self, task: str, living: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """For the next group of this task: its pool, then the ones that may stand in for it. Pools take turns in
         proportion to their shares; one on which more groups live than the plan reckons with is passed over, for it
-        has fallen behind. `living`: pool -> groups of the task that are under way there."""
+        has fallen behind. One with affinity "any" goes where fewest of its groups live for the engines there, whatever
+        suits it. `living`: pool -> groups of the task that are under way there."""
         if task in self._fixed:
             return self._order[self._fixed[task]]
         shares = self.plan[task]
         for pool, share in shares.items():
             self._owed[task, pool] = min(MAX_OWED, self._owed.get((task, pool), 0.0) + share)
+        filled = {pool: (living or {}).get(pool, 0) / share for pool, share in shares.items()}
         most = (self._ahead + WAVE) * self._demand[task] / self._members[task]
-        under = [pool for pool, share in shares.items() if (living or {}).get(pool, 0) < share * most]
+        fewest = min(filled.values())
+        under = [pool for pool in shares if (filled[pool] == fewest if task in self._anywhere else filled[pool] < most)]
         chosen = max(under or shares, key=lambda pool: self._owed[task, pool])
         self._owed[task, chosen] = max(-MAX_OWED, self._owed[task, chosen] - 1.0)
         return self._order[chosen]
@@ -183,10 +196,10 @@ class Affinity:
         found = learnt(self._gauges)
         self.pools = [replace(pool, learnt=found[pool.name]) for pool in self.pools]
         problem = self._problem()
+        self.plan = {**self.plan, **problem.fixed}
         if not self._free or len(self.pools) == 1 or not any(pool.engines for pool in self.pools):
             return self._decision(problem, f"{occasion}; there is nothing to choose", self.plan, {})
         best = best_plan(problem) if self._measured else spread(problem)
-        self.plan = {**self.plan, **{task: best[task] for task in self._fixed}}
         now_s, then_s = problem.step_s(self.plan), problem.step_s(best)
         gain = 1.0 - then_s / now_s if now_s else 0.0
         share = f"{gain:.0%} faster" if now_s < NEVER_S else "the one that can be served"

@@ -37,8 +37,8 @@ class Problem:
     members: Mapping[str, int]
     """Task -> size of its groups."""
     pools: Sequence[PoolSpeed]
-    fixed: Mapping[str, str]
-    """Tasks whose pool the user named."""
+    fixed: Mapping[str, Mapping[str, float]]
+    """Tasks that are not to be placed, because the user says where they are: pool -> share."""
     ahead: float
     """Steps that a group may take."""
     _known: dict[tuple[str, tuple[tuple[str, float], ...]], Forecast] = field(default_factory=dict)
@@ -109,15 +109,15 @@ def spread(problem: Problem) -> dict[str, dict[str, float]]:
     }
     total = sum(speeds.values())
     shares = {name: speed / total for name, speed in speeds.items()}
-    return {task: {problem.fixed[task]: 1.0} if task in problem.fixed else dict(shares) for task in problem.profiles}
+    return {task: dict(problem.fixed.get(task, shares)) for task in problem.profiles}
 
 
 def _whole_tasks(problem: Problem) -> dict[str, dict[str, float]]:
     names, free = problem.serving, problem.free
 
     def placed(chosen: Sequence[str]) -> dict[str, dict[str, float]]:
-        where = {**problem.fixed, **dict(zip(free, chosen, strict=True))}
-        return {task: {where[task]: 1.0} for task in problem.profiles}
+        plan = {**problem.fixed, **{task: {pool: 1.0} for task, pool in zip(free, chosen, strict=True)}}
+        return {task: dict(plan[task]) for task in problem.profiles}
 
     if len(names) ** len(free) <= EXHAUSTIVE:
         plans = [placed(chosen) for chosen in itertools.product(names, repeat=len(free))]

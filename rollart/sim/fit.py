@@ -35,6 +35,9 @@ SKEWED = 1.0
 """Skewness from which on a lognormal is taken instead of a normal distribution."""
 BEFORE_SAVE = (schema.Started, schema.SwapEnd, schema.StepEnd, schema.Push)
 """What a checkpoint may come right after."""
+LAST = "last_step_s"
+"""Where the seconds of the step after an attempt's last answer are kept: they count where no other step was seen, as in
+a task of one turn."""
 SPREADS = ("turns", "prompt_tokens", "observation_tokens", "answer_tokens", "reset_s", "step_s", "reward_s")
 """Keys of `sim.tasks` that are fitted with a distribution."""
 SHORTEST_S = 1e-6
@@ -213,6 +216,8 @@ class Fit:
         if attempt is not None:
             if self._counts:
                 self._tasks[attempt.task]["reward_s"].append(event.s - event.cold_s)
+                if attempt.free_s is not None and attempt.free_s >= self._counted_s:
+                    self._tasks[attempt.task][LAST].append(max(0.0, event.t - event.s - attempt.free_s))
             if attempt.trained and attempt.born is not None:
                 group = f"{self._run}/{event.id.partition('.')[0]}"
                 self._rewards[attempt.task].setdefault(group, []).append((attempt.born, event.value))
@@ -444,8 +449,9 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _task_settings(seen: Seen, curve: Curve | None) -> JsonObject:
+    values = {key: seen[key] for key in SPREADS} | {"step_s": seen["step_s"] or seen[LAST]}
     settings: dict[str, Json] = {
-        key: spread_of(seen[key]).model_dump(exclude_defaults=True) for key in SPREADS if seen[key]
+        key: spread_of(found).model_dump(exclude_defaults=True) for key, found in values.items() if found
     }
     if curve is not None:
         settings["success"] = _rounded(curve.success)
@@ -459,7 +465,7 @@ def _linear(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(fixed seconds, seconds per token). Batches of one size cannot tell these apart: then all is per token."""
     tokens: npt.NDArray[np.float64] = np.array([count for count, _ in steps])
     seconds: npt.NDArray[np.float64] = np.array([taken_s for _, taken_s in steps])
-    if tokens.min() <= 0:
+    if tokens.max() <= 0:
         return float(np.median(seconds)), 0.0
     if tokens.std() > 0.05 * tokens.mean():
         slope, fixed = np.polyfit(tokens, seconds, 1)

@@ -44,15 +44,18 @@ class SimTrainer:
         hold: Callable[[bool], None],
         learning: SimLearning,
         change_s: float,
+        skips: bool,
     ) -> None:
         """`noted`: what each step set aside, which outlives the trainer. `answered`: generate calls answered so far, by
         the engines there are now. `hold`: called with true when engines are to stand still, with false when they may go
-        on. `change_s`: until the trainer has the engines' GPUs, and until they have them again; 0 with its own."""
+        on. `change_s`: until the trainer has the engines' GPUs, and until they have them again; 0 with its own.
+        `skips`: it passes over groups whose members all earned the same."""
         self._settings = settings
         self._answered = answered
         self._hold = hold
         self._learning = learning
         self._change_s = change_s
+        self._skips = skips
         self._at_work = asyncio.Lock()
         """Held by a push, and by a step where these exclude each other."""
         self._blocking = blocking
@@ -79,6 +82,7 @@ class SimTrainer:
         lengths = [
             sum(len(turn.context) + len(turn.completion.tokens) for turn in member.turns)
             for group in batch.groups
+            if any(group.advantages) or not self._skips
             for member in group.members
         ]
         tokens = sum(lengths)
@@ -235,8 +239,10 @@ class SimCluster:
         colocated: bool = False,
         start_shard: Callable[[int], SimShard] | None = None,
         shard_engines: Sequence[Sequence[str]] = (),
+        skips: bool = False,
     ) -> None:
-        """`start_shard`: makes the shard of this number. `shard_engines`: those of each."""
+        """`start_shard`: makes the shard of this number. `shard_engines`: those of each. `skips`: the trainer passes
+        over groups whose members all earned the same."""
         self._change_s = _change_s(engines.model, train, train_gpus) if colocated else 0.0
         self._disk = disk or SimDisk()
         self._learning = learning or SimLearning()
@@ -261,6 +267,7 @@ class SimCluster:
         self.shards: dict[int, SimShard] = {}
         self._start_shard = start_shard
         self._shard_engines = shard_engines
+        self._skips = skips
         self.current: SimTrainer | None = None
         for kind in ("engine_death", "engine_hang", "engine_restart"):
             faults.on(kind, self._hit_engine)
@@ -306,6 +313,7 @@ class SimCluster:
             self._hold_engines,
             self._learning,
             self._change_s,
+            self._skips,
         )
         return self.current
 

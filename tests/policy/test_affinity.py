@@ -49,7 +49,7 @@ def problem(
         demand=dict.fromkeys(profiles, count),
         members=dict.fromkeys(profiles, 4),
         pools=pools,
-        fixed=fixed or {},
+        fixed={task: {pool: 1.0} for task, pool in (fixed or {}).items()},
         ahead=1.5,
     )
 
@@ -153,6 +153,32 @@ def test_nothing_measured_means_spread_by_what_the_pools_can_do() -> None:
     for name, share in one.plan["game"].items():
         assert pools.count(name) == pytest.approx(100 * share, abs=1)
     assert "nothing is measured yet" in one.first().reason
+
+
+def test_affinity_any_fills_all_engines_alike_whatever_suits_the_task() -> None:
+    """Two engines and four."""
+    one = two_tasks("any", "any")
+    assert sorted(one.place("maths")[0] for _ in range(6)) == ["bandwidth"] * 4 + ["compute"] * 2, "of an evaluation"
+    assert one.first().plan["game"] == one.first().plan["maths"] == {"compute": 2 / 6, "bandwidth": 4 / 6}
+    living = {"compute": 0, "bandwidth": 0}
+    for _ in range(12):
+        living[one.place("game", living)[0]] += 1
+    assert living == {"compute": 4, "bandwidth": 8}
+    living["compute"] = 0
+    assert [one.place("game", living)[0] for _ in range(3)] == ["compute"] * 3, "whoever is done gets the next"
+    feed(one, 40, PREFILL_HEAVY, DECODE_HEAVY)
+    assert one.plan["game"] == {"compute": 2 / 6, "bandwidth": 4 / 6}
+    one.engines({"compute": 0, "bandwidth": 4})
+    assert one.place("game", living)[0] == "bandwidth"
+
+
+def test_a_task_that_may_be_anywhere_is_work_that_others_are_planned_around() -> None:
+    found = feed(one := two_tasks("any", "auto"), 40, PREFILL_HEAVY, DECODE_HEAVY)
+    assert found, "maths is looked at"
+    assert set(one.plan["game"]) == {"compute", "bandwidth"}
+    assert one.plan["game"] == {"compute": 2 / 6, "bandwidth": 4 / 6}
+    assert one.plan["maths"] == found[-1].plan["maths"]
+    assert sum(one.plan["maths"].values()) == pytest.approx(1.0)
 
 
 def test_a_pool_that_has_fallen_behind_is_passed_over() -> None:

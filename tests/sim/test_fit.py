@@ -86,6 +86,12 @@ def test_the_task_is_found_again(profile: dict[str, Any]) -> None:
     assert found["success"] == pytest.approx(0.5, abs=0.1)
 
 
+def test_a_task_of_one_turn_shows_its_steps_by_when_its_rewards_are_asked_for(tmp_path: Path) -> None:
+    simulate(job("sync+", tasks={"game": {**TASK, "turns": 1}}), tmp_path / "run")
+    fitted: Any = fit_runs([tmp_path / "run"]).profile()["tasks"]
+    assert fitted["game"]["step_s"]["mean"] == pytest.approx(0.4, rel=0.05)
+
+
 def test_a_rise_of_success_is_found_again(tmp_path: Path) -> None:
     rising: dict[str, Any] = {**TASK, "success": 0.2, "success_gain": 0.6, "success_steps": 15.0}
     learning = job("sync+", tasks={"game": rising})

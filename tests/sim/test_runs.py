@@ -59,6 +59,19 @@ def test_a_bound_on_an_engines_cache_holds_in_the_simulator_and_for_affinity() -
     assert busy_s[1] > 1.3 * busy_s[0], "prompts are computed again"
 
 
+def test_a_trainer_that_skips_groups_of_equal_rewards_takes_no_time_for_them(tmp_path: Path) -> None:
+    """None succeeds."""
+    played = "prompt_tokens: 40, observation_tokens: 20, answer_tokens: 4, success: 0.0, success_gain: 0.0"
+    hopeless = f"sim.tasks={{digits: {{{played}}}}}"
+    tokens = {}
+    for how in ("skip", "keep"):
+        one = load_job(MODES_JOB, ["mode=sync+", "train.steps=2", hopeless, f"rollout.zero_variance={how}"])
+        finished(simulate(one, tmp_path / how))
+        ends = [event for event in read_events(tmp_path / how / "events.jsonl") if isinstance(event, schema.StepEnd)]
+        tokens[how] = sum(event.metrics["perf/tokens"] or 0.0 for event in ends)
+    assert tokens["skip"] == 0 < tokens["keep"]
+
+
 # --- determinism --------------------------------------------------------------------------------------------------
 
 
