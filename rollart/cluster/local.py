@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from rollart.cluster.machine import VISIBLE
-from rollart.cluster.mps import Mps
+from rollart.cluster.mps import Mps, share_of
 from rollart.types import EngineSpec
 from rollart.workers.handles import WorkerEngine, WorkerShard, WorkerTrainer, close_shard
 from rollart.workers.launch import Lost, Process
@@ -58,11 +58,19 @@ class LocalCluster:
         environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
         if setup.name in self._devices:
             environment[VISIBLE] = ",".join(self._devices[setup.name])
+        if setup.name in self._shares or (self._shares and setup.role == "shard"):
+            environment |= self._daemon()
         if setup.name in self._shares:
-            # Not in a thread: engines and the trainer start at the same time, and there is one daemon.
-            self._mps = self._mps or Mps(setup.log_dir)
-            environment |= self._mps.environment(self._shares[setup.name])
+            environment |= share_of(self._shares[setup.name])
         worker = Process(setup.name, self._target, setup.log_dir, environment, self._lost)
         self.workers[setup.name] = worker
         await worker.start(setup.model_dump_json())
         return worker
+
+    def _daemon(self) -> dict[str, str]:
+        """With which processes find the daemon that divides GPUs. There is one for the run: of the first coordinator,
+        from which a shard has inherited these. Not in a thread: engines and the trainer start at the same time."""
+        if self.setup.role == "shard":
+            return {}
+        self._mps = self._mps or Mps(self.setup.log_dir)
+        return self._mps.variables

@@ -28,6 +28,9 @@ def share_of(share: float) -> dict[str, str]:
 class Mps:
     """The daemon of one run."""
 
+    variables: dict[str, str]
+    """With which a process finds it, and so do those that it starts."""
+
     def __init__(self, log_dir: Path) -> None:
         if shutil.which(CONTROL) is None:
             raise ClusterError(f"a share of a GPU needs {CONTROL}, which comes with NVIDIA's driver; remove `share`")
@@ -37,12 +40,12 @@ class Mps:
         pipe, logs = Path(self._folder.name) / "pipe", Path(self._folder.name) / "log"
         for folder in (pipe, logs):
             folder.mkdir()
-        self._variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
         life, self._life = os.pipe()
         self._process = spawn(
             [sys.executable, guard.__file__, str(life), CONTROL, "-f"],
             self._log,
-            {**os.environ, **self._variables},
+            {**os.environ, **self.variables},
             pass_fds=(life,),
         )
         os.close(life)
@@ -50,7 +53,7 @@ class Mps:
 
     def environment(self, share: float) -> dict[str, str]:
         """What a process needs to have this share of a GPU's multiprocessors."""
-        return {**self._variables, **share_of(share)}
+        return {**self.variables, **share_of(share)}
 
     def close(self) -> None:
         """After all processes that use it have ended."""
@@ -67,7 +70,7 @@ class Mps:
             asked = subprocess.run(
                 [CONTROL],
                 input="get_server_list\n",
-                env={**os.environ, **self._variables},
+                env={**os.environ, **self.variables},
                 capture_output=True,
                 text=True,
                 check=False,

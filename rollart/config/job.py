@@ -301,15 +301,12 @@ def _shard_problems(job: Job) -> Iterator[str]:
                     f"pools.{position}.{what}: {amount} cannot be divided between {key} {number}; raise it to "
                     f"{number} or more, or lower {key}"
                 )
-        if pool.engines and pool.engines.share:
-            yield f"pools.{position}.engines.share: not with {key} above 1; remove it, or {key}"
         if pool.engines and pool.engines.most is not None:
             yield f"pools.{position}.engines.most: with several coordinators engines do not come later; remove it"
         if pool.judge and pool.judge.listen:
             yield f"pools.{position}.judge.listen: with several coordinators others cannot reach a judge; remove it"
-    for what, given in (("colocated", job.train.colocated), ("share", job.train.share is not None)):
-        if given:
-            yield f"train.{what}: not with {key} above 1; remove it, or {key}"
+    if job.train.colocated:
+        yield f"train.colocated: not with {key} above 1; remove it, or {key}"
     if job.programs and job.cluster.address:
         yield (
             f"{key}: agents that are programs find the model at one address (endpoint.host), and coordinators would be "

@@ -33,7 +33,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import msgspec
@@ -193,7 +193,8 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
     def to_json(self) -> JsonObject:
-        return asdict(self)
+        found: JsonObject = msgspec.to_builtins(self, enc_hook=_plain)
+        return found
 
     @classmethod
     def from_json(cls, value: object) -> Self:
@@ -258,6 +259,13 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's and torch's scalars, which user code likes to put in a payload. Raises TypeError for anything else."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
 
 
 def _short(value: object) -> str:

@@ -9,10 +9,12 @@ import re
 from collections.abc import Sequence
 
 from rollart.tasks.api import Environment, TaskSet, observe, text_of
-from rollart.tasks.frozen_lake import FrozenLake, FrozenLakeTasks
+from rollart.tasks.frozen_lake import SIZE, STEPS, FrozenLake, FrozenLakeTasks
 from rollart.types import Observation, Payload, Task
 
-STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+TOLD = ("up", "down", "left", "right")
+"""In this order."""
+CELLS = {".": "ice", "O": "hole", "G": "goal"}
 HIGHEST = 99
 MAX_GUESSES = 7
 """One who halves the range each time needs no more."""
@@ -23,25 +25,16 @@ class LakeInWords(FrozenLake):
     """The frozen lake of `rollart.tasks.frozen_lake`, told instead of drawn."""
 
     def reset(self) -> Observation:
-        super().reset()
-        return observe(f"You walk on a frozen lake. Reach the goal, and step into no hole. {self._told()}")
+        return observe(f"You walk on a frozen lake. Reach the goal, and step into no hole. {self._shown()}")
 
-    def step(self, action: str) -> Observation:
-        seen = super().step(action)
-        if seen.done:
-            return seen
-        return observe(self._told(), reward=seen.reward, truncated=seen.truncated)
-
-    def _told(self) -> str:
-        rows = self._grid().split()
-        row, column = next((at, line.index("P")) for at, line in enumerate(rows) if "P" in line)
+    def _shown(self) -> str:
         around = []
-        for name, (down, right) in STEPS.items():
-            there = (row + down, column + right)
-            inside = 0 <= there[0] < len(rows) and 0 <= there[1] < len(rows)
-            cell = rows[there[0]][there[1]] if inside else "#"
-            around.append(f"{name}: {dict(zip('.OG#', ('ice', 'hole', 'goal', 'wall'), strict=True))[cell]}")
-        away = f"{len(rows) - 1 - row} down and {len(rows) - 1 - column} right"
+        for name in TOLD:
+            down, right = STEPS[name]
+            row, column = self._row + down, self._column + right
+            inside = 0 <= row < SIZE and 0 <= column < SIZE
+            around.append(f"{name}: {CELLS[self._rows[row][column]] if inside else 'wall'}")
+        away = f"{SIZE - 1 - self._row} down and {SIZE - 1 - self._column} right"
         return f"The goal is {away}. {', '.join(around)}. Answer with one word, up, down, left or right."
 
 
@@ -49,11 +42,11 @@ class Lake(FrozenLakeTasks):
     """The same maps, told in words."""
 
     def environment(self, task: Task) -> LakeInWords:
-        return LakeInWords(task.payload["map"], task.seed)
+        return LakeInWords(task.payload["map"])
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
         """A shortest way, from where the answers so far would have led."""
-        drawn = FrozenLake(task.payload["map"], task.seed)
+        drawn = FrozenLake(task.payload["map"])
         shown = [text_of(drawn.reset())]
         for _ in observations[1:]:
             shown.append(text_of(drawn.step(super().scripted(task, shown, rng))))

@@ -1,15 +1,16 @@
 """FrozenLake (gymnasium's, 4x4, not slippery) as text: many short turns, one word each.
 
-Maps are drawn by gymnasium's own generator and split by the map's hash. The grid is shown again after each move;
-every row ends with a newline, so that a tokenizer may hold a row as one token. Reward 1 at the goal, else 0.
+Maps are drawn by gymnasium's own generator and split by the map's hash; the walk, which has no chance in it, is made
+here, as gymnasium's takes ten times as long as all else that a turn does in the environment. The grid is shown again
+after each move; every row ends with a newline, so that a tokenizer may hold a row as one token. Reward 1 at the goal,
+else 0.
 """
 
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from rollart.tasks.api import Environment, Episode, TaskSet, observe
 from rollart.types import Observation, Payload, Task
@@ -17,8 +18,9 @@ from rollart.types import Observation, Payload, Task
 INSTRUCTION = (
     "You are P on a frozen lake. Walk to G, never onto a hole O. Answer with one word: up, down, left or right.\n"
 )
-MOVES = ("left", "down", "right", "up")
-"""In gymnasium's order."""
+STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+"""Rows down and columns to the right."""
+MOVES = tuple(STEPS)
 SIZE = 4
 ICE_SHARE = 0.8
 MAX_MOVES = 16
@@ -30,36 +32,35 @@ _SHOWN = {"S": ".", "F": ".", "H": "O", "G": "G"}
 class FrozenLake(Environment):
     """One walk. An answer without a move in it costs a turn and moves nothing; of several moves the last counts."""
 
-    def __init__(self, rows: Sequence[str], seed: int = 0) -> None:
+    def __init__(self, rows: Sequence[str]) -> None:
         self._rows = ["".join(_SHOWN[cell] for cell in row) for row in rows]
-        self._env: Any = FrozenLakeEnv(desc=list(rows), is_slippery=False)
-        self._seed = seed
-        self._place = 0
+        self._row = self._column = 0
+        """The start is in this corner of every map."""
         self._moves = 0
         self._over = False
 
     def reset(self) -> Observation:
-        place, _ = self._env.reset(seed=self._seed)
-        self._place = int(place)
-        return observe(INSTRUCTION + self._grid())
+        return observe(INSTRUCTION + self._shown())
 
     def step(self, action: str) -> Observation:
         if self._over:
             return observe(done=True)
         moves = _MOVE.findall(action)
         self._moves += 1
-        reward = 0.0
         if moves:
-            place, gain, self._over, _, _ = self._env.step(MOVES.index(moves[-1].lower()))
-            self._place, reward = int(place), float(gain)
-        if self._over:
-            return observe(reward=reward, done=True)
-        return observe(self._grid(), truncated=self._moves >= MAX_MOVES)
+            down, right = STEPS[moves[-1].lower()]
+            self._row = min(max(self._row + down, 0), SIZE - 1)
+            self._column = min(max(self._column + right, 0), SIZE - 1)
+        cell = self._rows[self._row][self._column]
+        if cell in "OG":
+            self._over = True
+            return observe(reward=float(cell == "G"), done=True)
+        return observe(self._shown(), truncated=self._moves >= MAX_MOVES)
 
-    def _grid(self) -> str:
-        row, column = divmod(self._place, SIZE)
-        rows = list(self._rows)
-        rows[row] = f"{rows[row][:column]}P{rows[row][column + 1 :]}"
+    def _shown(self) -> str:
+        """The map, and where on it the walk is."""
+        rows, line = list(self._rows), self._rows[self._row]
+        rows[self._row] = f"{line[: self._column]}P{line[self._column + 1 :]}"
         return "".join(f"{line}\n" for line in rows)
 
 
@@ -72,7 +73,7 @@ class FrozenLakeTasks(TaskSet):
         return {"map": generate_random_map(size=SIZE, p=ICE_SHARE, seed=rng.getrandbits(31))}
 
     def environment(self, task: Task) -> FrozenLake:
-        return FrozenLake(task.payload["map"], task.seed)
+        return FrozenLake(task.payload["map"])
 
     def scripted(self, task: Task, observations: Sequence[str], rng: random.Random) -> str:
         """A shortest way."""
@@ -101,8 +102,7 @@ def _read(text: str) -> tuple[list[str], Place]:
 
 def _safe_moves(grid: Sequence[str], place: Place) -> list[tuple[str, Place]]:
     """Moves that lead to another cell, and not into a hole."""
-    steps = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-    moves = [(name, (place[0] + down, place[1] + right)) for name, (down, right) in steps.items()]
+    moves = [(name, (place[0] + down, place[1] + right)) for name, (down, right) in STEPS.items()]
     return [
         (name, (row, column))
         for name, (row, column) in moves

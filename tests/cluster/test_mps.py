@@ -16,6 +16,7 @@ from rollart.errors import ClusterError, JobError
 from rollart.launch import worker
 from rollart.launch.resources import gpu_shares
 from rollart.workers.launch import Process
+from rollart.workers.setup import ShardSetup
 from tests.real.processes import SPEC
 from tests.setups import worker_setup
 
@@ -81,6 +82,40 @@ def test_each_worker_has_its_share_and_the_daemon_ends_with_the_cluster(daemon: 
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_shards_and_their_engines_share_the_daemon_of_the_first_coordinator(
+    daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of two daemons would take turns on the GPU."""
+    shares = {"cpu-0": 0.36, "trainer": 0.5}
+    setup = worker_setup(None, tmp_path, shard=ShardSetup())
+
+    async def main() -> tuple[dict[str, str], dict[str, str], int]:
+        head = LocalCluster("benchmarks.stub:start", setup, shares=shares)
+        try:
+            await head.shard(1)
+            shard = variables_of(head.workers["shard-1"])
+            for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+                monkeypatch.setenv(name, shard[name])
+            within = LocalCluster("benchmarks.stub:start", setup.as_shard(1), shares=shares)
+            try:
+                await within.engine(replace(SPEC, id="cpu-0"))
+                return shard, variables_of(within.workers["cpu-0"]), pid_of(shard)
+            finally:
+                await within.close()
+                os.kill(pid_of(shard), 0)  # not the shard's to end
+        finally:
+            await head.close()
+
+    shard, engine, pid = asyncio.run(main())
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in shard
+    assert engine["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "36"
+    assert engine["CUDA_MPS_PIPE_DIRECTORY"] == shard["CUDA_MPS_PIPE_DIRECTORY"]
+    until = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_a_daemon_that_does_not_answer_is_said_with_its_last_words(daemon: Path, tmp_path: Path) -> None:
     (daemon / CONTROL).write_text("#!/bin/sh\necho no device >&2\nexit 1\n")
     with pytest.raises(ClusterError, match=r"does not answer: no device.*mps\.log"):
@@ -124,6 +159,13 @@ def test_who_prefills_for_another_has_a_share_of_its_own(tmp_path: Path, monkeyp
         with pytest.raises(ClusterError, match="far enough"):
             asyncio.run(worker.pair(setup, make, make))
     assert started == [("gpu-0-prefill", "55"), ("gpu-0-prefill", "40")], "its own, or that of the engine"
+
+
+def test_engines_of_several_coordinators_may_have_shares() -> None:
+    pools = [JOB["pools"][0] | {"engines": {"device": "cuda:0", "share": 0.25, "count": 2}}, JOB["pools"][1]]
+    train = {"device": "cuda:0", "share": 0.5}
+    job = build_job(JOB | {"mode": "sync+", "cluster": {"coordinators": 2}, "pools": pools, "train": train})
+    assert gpu_shares(job) == {"gpu-0": 0.25, "gpu-1": 0.25, "trainer": 0.5}
 
 
 @pytest.mark.parametrize(

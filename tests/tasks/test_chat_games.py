@@ -34,7 +34,7 @@ def test_who_plays_by_what_is_said_wins(tasks: TaskSet) -> None:
 
 
 def test_the_lake_says_what_is_around_and_where_the_goal_is() -> None:
-    env = LakeInWords(["SFHF", "HFFF", "FFFF", "FFFG"], seed=0)
+    env = LakeInWords(["SFHF", "HFFF", "FFFF", "FFFG"])
     assert "The goal is 3 down and 3 right. up: wall, down: hole, left: wall, right: ice." in text_of(env.reset())
 
 

@@ -5,7 +5,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 from rollart.tasks import calculator_math, frozen_lake, guess_number
 from rollart.tasks.api import Episode, EpisodeTurn, TaskSet, as_observation, text_of
@@ -88,6 +90,44 @@ def test_frozen_lake_by_hand() -> None:
     assert (fell[-1].done, fell[-1].reward) == (True, 0.0)
     bored = walk(*["up"] * frozen_lake.MAX_MOVES)
     assert [observation.truncated for observation in bored[-2:]] == [False, True]
+
+
+def test_a_walk_on_the_lake_is_gymnasiums() -> None:
+    rng = random.Random(0)
+    tasks = frozen_lake.FrozenLakeTasks(seed=3)
+    ends = set()
+    for index in range(40):
+        rows = tasks.task(index).payload["map"]
+        theirs: Any = FrozenLakeEnv(desc=list(rows), is_slippery=False)
+        theirs.reset(seed=0)
+        ours = frozen_lake.FrozenLake(rows)
+        assert text_of(ours.reset()).removeprefix(frozen_lake.INSTRUCTION)[0] == "P", "both start in the corner"
+        for _ in range(frozen_lake.MAX_MOVES):
+            move = rng.randrange(4)
+            place, reward, over, _, _ = theirs.step(move)
+            seen = ours.step(["left", "down", "right", "up"][move])
+            assert (seen.done, seen.reward) == (over, reward)
+            if over:
+                ends.add(reward)
+                break
+            row, column = divmod(place, frozen_lake.SIZE)
+            grid = text_of(seen).split("\n")
+            assert [(at, line.index("P")) for at, line in enumerate(grid) if "P" in line] == [(row, column)]
+    assert ends == {0, 1}, "no walk reached the goal, or none a hole"
+
+
+def test_an_episode_as_json_is_a_copy() -> None:
+    task = Task(id="a/1", domain="a", index=1, payload={"map": ["SF"], "share": np.float64(0.5)}, seed=4)
+    turn = EpisodeTurn(context="say", text="yes", tokens=2, reward=1.0)
+    said: Any = Episode(id="g1.2.0", status="done", task=task, turns=(turn,)).to_json()
+    assert said == {
+        "id": "g1.2.0",
+        "status": "done",
+        "task": {"id": "a/1", "domain": "a", "index": 1, "payload": {"map": ["SF"], "share": 0.5}, "seed": 4},
+        "turns": ({"context": "say", "text": "yes", "tokens": 2, "reward": 1.0},),
+    }
+    said["task"]["payload"]["map"].append("a reward function's own")
+    assert task.payload["map"] == ["SF"]
 
 
 def test_calculator_by_hand() -> None:
