@@ -18,11 +18,11 @@ WORDS = ("lake", "stone", "river", "cloud", "lamp", "green", "seven", "north", "
 
 
 class Ration:
-    """So many of those who ask are told yes, as evenly as can be."""
+    """This share of those who ask are told yes, the first of them, and then as evenly as can be."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._due = 0.0
+        self._due = 1.0 - share
 
     def next(self) -> bool:
         self._due += self._share

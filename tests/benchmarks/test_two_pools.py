@@ -147,4 +147,4 @@ def test_as_many_succeed_as_the_task_is_told_at_regular_distances() -> None:
     tasks = NoiseTasks(turns=1, success=0.25)
     environments = [tasks.environment(tasks.task(0)) for _ in range(8)]
     rewards = [one.step("").reward for one in environments if one.reset()]
-    assert rewards == [0.0, 0.0, 0.0, 1.0] * 2
+    assert rewards == [1.0, 0.0, 0.0, 0.0] * 2
