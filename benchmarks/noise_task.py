@@ -1,8 +1,8 @@
 """A task for models with random weights, whose answers mean nothing: observations of a given length, rewards by chance.
 
 It loads engines and trainer as an agent's task does: some turns, long observations or long answers. The reward is 1 for
-about half of all answers, by their hash, so that groups have a gradient; or for a share of them that is given, by
-chance, as most tokens of such a model have no text. How long answers are the job says
+about half of all answers, by their hash, so that groups have a gradient; or for a share of them that is given, at
+regular distances, so that as much is trained on in one run as in another. How long answers are the job says
 (`max_tokens`), as such a model hardly ever ends one.
 """
 
@@ -17,10 +17,24 @@ from rollart.types import Observation, Task
 WORDS = ("lake", "stone", "river", "cloud", "lamp", "green", "seven", "north", "bread", "wheel", "paper", "glass")
 
 
+class Ration:
+    """This share of those who ask are told yes, the first of them, and then as evenly as can be."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._due = 1.0 - share
+
+    def next(self) -> bool:
+        self._due += self._share
+        due = self._due >= 1.0
+        self._due -= due
+        return due
+
+
 class Noise(Environment):
-    def __init__(self, seed: int, words: int, turns: int, first: int, success: float | None) -> None:
+    def __init__(self, seed: int, words: int, turns: int, first: int, earns: Ration | None) -> None:
         self._rng = random.Random(seed)
-        self._words, self._turns, self._first, self._success = words, turns, first, success
+        self._words, self._turns, self._first, self._earns = words, turns, first, earns
         self._said: list[str] = []
 
     def reset(self) -> str:
@@ -30,8 +44,8 @@ class Noise(Environment):
         self._said.append(action)
         if len(self._said) < self._turns:
             return observe(self._shown(self._words))
-        if self._success is not None:
-            return observe(reward=float(random.random() < self._success), done=True)
+        if self._earns is not None:
+            return observe(reward=float(self._earns.next()), done=True)
         digest = hashlib.sha256("\n".join(self._said).encode()).digest()
         return observe(reward=float(digest[0] % 2), done=True)
 
@@ -54,13 +68,14 @@ class NoiseTasks(TaskSet):
         **more: Any,
     ) -> None:
         """`words`: of an observation; `first`: of the first one, if it is not as long as the others; `success`: share
-        of trajectories that earn 1. Where it is small, `rollout.zero_variance: skip` leaves little to train on."""
+        of trajectories that earn 1, in each process. Where it is small, `rollout.zero_variance: skip` leaves little to
+        train on."""
         super().__init__(**more)
         self._words, self._turns, self._first = words, turns, words if first is None else first
-        self._success = success
+        self._earns = None if success is None else Ration(success)
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         return {"seed": rng.getrandbits(31)}
 
     def environment(self, task: Task) -> Noise:
-        return Noise(task.payload["seed"], self._words, self._turns, self._first, self._success)
+        return Noise(task.payload["seed"], self._words, self._turns, self._first, self._earns)

@@ -143,8 +143,8 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
     assert (found["real"], found["simulated"], found["explain"]) == ({}, {}, [])
 
 
-def test_as_many_succeed_as_the_task_is_told() -> None:
+def test_as_many_succeed_as_the_task_is_told_at_regular_distances() -> None:
     tasks = NoiseTasks(turns=1, success=0.25)
-    environments = [tasks.environment(tasks.task(0)) for _ in range(2000)]
+    environments = [tasks.environment(tasks.task(0)) for _ in range(8)]
     rewards = [one.step("").reward for one in environments if one.reset()]
-    assert statistics.fmean(one or 0.0 for one in rewards) == pytest.approx(0.25, abs=0.05)
+    assert rewards == [1.0, 0.0, 0.0, 0.0] * 2
