@@ -29,6 +29,10 @@ def main(measure: Callable[..., dict[str, Any]]) -> int:
     if "skip" in takes:
         skip = takes["skip"].default
         parser.add_argument("--skip", type=int, default=skip, help=f"steps of each run that are left out ({skip})")
+    if "steps" in takes:
+        parser.add_argument(
+            "--steps", nargs="+", default=(), metavar="MODE=N", help="of these modes, instead of the job's"
+        )
     if "read" in takes:
         parser.add_argument("--read", action="store_true", help="run nothing: take what --out has")
     if "seconds" in takes:

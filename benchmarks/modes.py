@@ -8,9 +8,10 @@ Afterwards `rollart sim fit` on the `sync+` runs alone, and the coordinator's CP
 the trainer's core, give the profile with which all five modes are simulated. `--job jobs/gpu_modes.yaml` is the same on
 one GPU, engine and trainer side by side. `--bounds 2 3` runs `rollart` with these bounds too, in the same rounds. The
 first steps of each run, in which nothing overlaps yet and kernels are compiled, are left out of what is measured and of
-what is fitted alike (`--skip`). Runs that `--out` has already are read, not run again: so rounds can be added to, and
-with `--read` nothing is run: the simulator can be asked on another machine than the one that was measured, of the modes
-that are there.
+what is fitted alike (`--skip`). `--steps sync=8 rollart=24` gives these modes other numbers of steps than the job does,
+real and simulated: the fast ones, whose steps differ more, can so be measured for as long as the slow ones. Runs that
+`--out` has already are read, not run again: so rounds can be added to, and with `--read` nothing is run: the simulator
+can be asked on another machine than the one that was measured, of the modes that are there.
 """
 
 import math
@@ -65,20 +66,23 @@ def measure(
     skip: int = SKIPPED_STEPS,
     only: Sequence[str] = (),
     read: bool = False,
+    steps: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Real rounds, then the fit, then the simulated ones. Run directories are kept under `out`, and read from there."""
     if unknown := [mode for mode in only if mode not in MODES]:
         raise JobError(f"--only: {', '.join(unknown)} is no mode; choose among {', '.join(MODES)}")
     if read and out is None:
         raise JobError("--read: name the directory of the runs with --out")
-    sides = {mode: [*overrides, f"mode={mode}"] for mode in only or MODES}
+    longer = _steps_of(steps)
+    sides = {mode: [*overrides, f"mode={mode}", *longer.get(mode, ())] for mode in only or MODES}
     given = load_job(job, overrides)
     for bound in bounds:
-        steps = given.train.steps + max(0, bound - 1)
-        longer = [f"train.steps={steps}", f"checkpoint.every={steps}"]
-        sides[f"rollart-bound-{bound}"] = [*overrides, "mode=rollart", f"rollout.staleness={bound}", *longer]
-    if given.train.steps < skip + 2:
-        raise JobError(f"train.steps: {given.train.steps} leaves no step to measure; give {skip + 2} or more")
+        own = _so_many(given.train.steps + max(0, bound - 1))
+        sides[f"rollart-bound-{bound}"] = [*overrides, "mode=rollart", f"rollout.staleness={bound}", *own]
+    numbers = {side: load_job(job, own).train.steps for side, own in sides.items()}
+    if min(numbers.values()) < skip + 2:
+        fewest = min(numbers.values())
+        raise JobError(f"train.steps: {fewest} leaves no step to measure; give {skip + 2} or more")
     out = out or Path("runs") / f"bench-modes-{time.strftime('%Y%m%d-%H%M%S')}"
     if (
         job == JOB
@@ -97,13 +101,29 @@ def measure(
         "train_s": {mode: round(statistics.fmean(run["train_s"] for run in runs), 4) for mode, runs in real.items()},
         "engine_busy": {mode: round(statistics.fmean(run["busy"] for run in runs), 3) for mode, runs in real.items()},
         "coordinator_cpu_ms_per_call": _cpu_per_call(real),
-        "settings": _settings(given, rounds, skip),
+        "settings": _settings(given, rounds, skip) | {"steps": numbers},
         "profile": profile,
         "residuals": residuals,
         **({"failed": failed} if failed else {}),
         "runs": str(out),
         "seconds": round(time.monotonic() - began_s, 1),
     }
+
+
+def _steps_of(given: Sequence[str]) -> dict[str, list[str]]:
+    """By mode, what its job says otherwise."""
+    found: dict[str, list[str]] = {}
+    for one in given:
+        mode, _, number = one.partition("=")
+        if mode not in MODES or not number.isdigit():
+            raise JobError(f"--steps: {one} is no mode=number; the modes are {', '.join(MODES)}")
+        found[mode] = _so_many(int(number))
+    return found
+
+
+def _so_many(steps: int) -> list[str]:
+    """One checkpoint at the end, as the job has it."""
+    return [f"train.steps={steps}", f"checkpoint.every={steps}"]
 
 
 class Bench:
@@ -206,17 +226,18 @@ def _real_run(job: Job, mode: str, number: int, out: Path, skip: int) -> dict[st
         return {**_known(folder / FIGURES), **_step_times(job, folder, skip)}
     marks: dict[type[Event], float] = {}
     began_s = time.monotonic()
-    last_s = [0.0]
+    last_s, ended_s = [0.0], [began_s]
 
     def read(event: Event) -> None:
         marks[type(event)] = time.process_time()
         if isinstance(event, schema.Started):
             _tell(f"round {number + 1}, {mode}: started after {time.monotonic() - began_s:.1f} s")
         if isinstance(event, schema.StepEnd):
-            took_s, last_s[0] = event.t - last_s[0], event.t
+            took_s, last_s[0], ended_s[0] = event.t - last_s[0], event.t, time.monotonic()
             _tell(f"round {number + 1}, {mode}: step {event.step}: {took_s:.2f} s, training {event.train_s:.2f} s")
 
     result = train(job, folder, watch=lambda summary, waits: read)
+    _tell(f"round {number + 1}, {mode}: over {time.monotonic() - ended_s[0]:.1f} s after its last step")
     if result.summary.state != "finished" or result.violations:
         raise JobError(f"{folder}: {result.summary.reason} {result.violations}")
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes, of which nothing is read any more
@@ -299,7 +320,6 @@ def _settings(job: Job, rounds: int, skip: int) -> dict[str, Any]:
     return {
         "job": job.name,
         "rounds": rounds,
-        "steps": job.train.steps,
         "skipped_steps": skip,
         "groups_per_step": job.rollout.groups_per_step,
         "group_size": task.group_size,

@@ -63,7 +63,7 @@ class Trained:
 
 def main() -> None:
     args = arguments()
-    work = Path(tempfile.mkdtemp(prefix="trl-frozen-lake-"))
+    work = Path(tempfile.mkdtemp(prefix="trl-frozen-lake-", dir=args.work))
     rounds: list[dict[str, Any]] = []
     for number in range(args.rounds):
         seed = args.seed + number
@@ -102,6 +102,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="TRL's and the judge's")
     parser.add_argument("--cap-times", type=float, help="TRL stops after this many times RollArt's time to success")
+    parser.add_argument(
+        "--work", type=Path, help="both sides write below this, such as /dev/shm (default: where $TMPDIR is)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run directories")
     parser.add_argument("--rollart", nargs="*", default=[], metavar="KEY=VALUE", help="of RollArt's job")
     parser.add_argument("--only", choices=("rollart", "trl"), help="one side alone, without a ratio")

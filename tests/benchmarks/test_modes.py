@@ -77,6 +77,24 @@ def test_modes_that_are_there_are_read_and_nothing_is_run(tmp_path: Path) -> Non
     assert (nothing["real"], nothing["simulated"], nothing["profile"]) == ({}, {}, {})
 
 
+def test_a_mode_has_as_many_steps_as_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, int] = {}
+
+    def told(job: Job, folder: Path, **more: object) -> None:
+        asked[job.mode] = job.train.steps
+        raise JobError("far enough")
+
+    monkeypatch.setattr("benchmarks.modes.train", told)
+    settings = [*SMALL, f"model.path={tmp_path / 'model'}"]
+    found = measure(1, settings, tmp_path / "runs", only=["sync", "sync+"], steps=["sync+=9"])
+    assert asked == found["settings"]["steps"] == {"sync": 4, "sync+": 9}
+    with pytest.raises(JobError, match="leaves no step to measure"):
+        measure(1, settings, tmp_path / "runs", steps=["sync=3"])
+    for wrong in ("sync", "lockstep=4", "sync=x"):
+        with pytest.raises(JobError, match="is no mode=number"):
+            measure(1, settings, tmp_path / "runs", steps=[wrong])
+
+
 def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(JobError, match="--read: name the directory"):
         measure(1, read=True)
