@@ -38,6 +38,8 @@ from rollart.events.log import read_events
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.5
 TELL_EVERY_S = 20.0
+FIRST_STEPS = 3
+"""In which nothing overlaps yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class Learnt:
     """Share of the tokens."""
     thrown_away: int
     """Trajectories, as stale."""
+    step_s: float
+    """Median, without the first steps."""
 
 
 def main() -> None:
@@ -128,7 +132,7 @@ def play(options: argparse.Namespace, sides: Sequence[Side], runs: dict[tuple[st
         if on_card and options.at_once > 1:
             mps = Mps(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             stack.callback(mps.close)
-            environment |= mps.environment(1.0)
+            environment |= mps.variables
         while waiting or playing:
             while waiting and len(playing) < options.at_once:
                 key = waiting.pop(0)
@@ -190,6 +194,7 @@ def learnt(folder: Path) -> Learnt:
         age_steps=statistics.fmean(row.get("actor/age_mean", math.nan) for row in rows),
         clipped=statistics.fmean(row.get("actor/clipfrac", math.nan) for row in rows),
         thrown_away=summary["waste"]["stale"]["trajectories"],
+        step_s=statistics.median(row["timing_s/step"] for row in rows[FIRST_STEPS:] or rows),
     )
 
 
@@ -213,6 +218,7 @@ def summed(runs: Sequence[Learnt]) -> dict[str, Any]:
         "age_steps": over_seeds([run.age_steps for run in runs]),
         "clipped": over_seeds([run.clipped for run in runs]),
         "thrown_away": [run.thrown_away for run in runs],
+        "step_s": over_seeds([run.step_s for run in runs]),
     }
 
 

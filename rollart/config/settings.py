@@ -8,7 +8,7 @@ import math
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rollart.config.changes import Anytime, Fixed, FromNextStep
 from rollart.config.paths import Arguments, Code, Model, OnDisk, Place, Program, Template
@@ -46,6 +46,14 @@ MODES: dict[str, dict[str, int | str]] = {
 """What each mode sets under `rollout`; a key the job gives itself wins."""
 BOUND_MODES = ("sync", "sync+", "one-off")
 """Modes that are named after their bound: with another one the name would be wrong, so it is refused."""
+
+
+def _word(value: Any) -> Any:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Word = BeforeValidator(_word)
+"""YAML reads on and off as truth values where they stand without quotes."""
 
 
 class Settings(BaseModel):
@@ -753,7 +761,7 @@ class TrainSettings(Settings):
     recompute: Anytime[Literal["none", "selective", "full"] | None] = None
     """Layers whose activations are computed again in the backward pass, and not kept. `selective`: as many as a GPU has
     no memory for, at `microbatch_tokens`; on a CPU half of them. Default: `selective` on a GPU, `none` on a CPU."""
-    compile: Anytime[Literal["auto", "on", "off"]] = "auto"
+    compile: Anytime[Annotated[Literal["auto", "on", "off"], Word]] = "auto"
     """Compile the layers, which takes some ten seconds at the start. `auto`: with `single` on a GPU, where the model
     has 50 million weights or more, and no experts. What cannot be compiled runs as it is, with a warning."""
     lora: Annotated[LoraSettings | None, Fixed("the checkpoint holds adapters of this shape")] = None
@@ -863,7 +871,7 @@ class WeightSettings(Settings):
     """`tcp`, `nccl`: where the other machines reach the trainer's, `host:port`. Default: this machine alone."""
     bind: Address | None = None
     """`tcp`, `nccl`: where the trainer's machine listens, if not at `address`: `0.0.0.0:PORT`, say."""
-    delta: Literal["auto", "off"] = "auto"
+    delta: Annotated[Literal["auto", "off"], Word] = "auto"
     """`tcp`: send only what changed of a bucket, where that is less than half of it, measured for each; or never."""
     master: Address | None = None
     """`mooncake`: its master, `host:port`."""
@@ -935,7 +943,7 @@ class TrackSettings(Settings):
 
     tensorboard: bool = False
     """Event files in the run directory's `tensorboard/`."""
-    wandb: Literal["off", "offline", "online"] = "off"
+    wandb: Annotated[Literal["off", "offline", "online"], Word] = "off"
     """`offline` writes into the run directory (`wandb sync` sends it later); `online` needs WANDB_API_KEY."""
     project: str = "rollart"
     """W&B's project."""

@@ -28,7 +28,9 @@ def test_a_run_says_what_it_learnt(tmp_path: Path) -> None:
 
 
 def one(held_out: float, rewards: list[float]) -> Learnt:
-    return Learnt(held_out={"lake": held_out}, rewards={"lake": rewards}, age_steps=1.5, clipped=0.1, thrown_away=3)
+    return Learnt(
+        held_out={"lake": held_out}, rewards={"lake": rewards}, age_steps=1.5, clipped=0.1, thrown_away=3, step_s=2.0
+    )
 
 
 def test_seeds_are_averaged_and_the_last_tenth_is_of_the_end() -> None:
