@@ -4,10 +4,10 @@
         --seeds 0 1 2 --at-once 6 --set train.steps=100 --json
 
 One run of a small model says little: two runs of one job and one seed end far apart. So each side is run with each
-seed, and what counts is the mean over seeds. Up to `--at-once` runs go on beside each other. Their times say nothing,
-and are not reported; what was learnt depends on them by the age of the data, which is. On a GPU all processes
-are under one MPS daemon, so that they compute at the same time; `--set` takes the job's shares out, and gives each run
-its part of the memory.
+seed, and what counts is the mean over seeds. Up to `--at-once` runs go on beside each other: what they learn depends on
+that only by the age of their data, which is reported; how long their steps take is what it is under that load. On a GPU
+all processes are under one MPS daemon, so that they compute at the same time; `--set` takes the job's shares out, and
+gives each run its part of the memory (docs/gpu.md has a command).
 
 Reported of each side and task: held-out success at the end (`evaluation`), the mean reward of all steps and of the last
 tenth, each as the mean over seeds with its standard error; ages; tokens clipped. With `--read` the runs of `--out` are
@@ -54,8 +54,8 @@ class Learnt:
 
     held_out: dict[str, float]
     """By task: sampled success of the last evaluation."""
-    rewards: dict[str, list[float]]
-    """By task: of every step that had it."""
+    rewards: dict[str, list[tuple[float, float]]]
+    """By task, of every step: the mean reward of those that were scored in it, and how many these were."""
     age_steps: float
     clipped: float
     """Share of the tokens."""
@@ -182,11 +182,12 @@ def learnt(folder: Path) -> Learnt:
         if isinstance(event, schema.Eval) and event.play == "sampled" and event.reward is not None:
             held_out[event.task] = event.reward
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards: dict[str, list[float]] = {}
+    rewards: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        for key, value in row.items():
+        for key in row:
             if key.endswith("/reward/mean"):
-                rewards.setdefault(key.removesuffix("/reward/mean"), []).append(value)
+                task = key.removesuffix("/reward/mean")
+                rewards.setdefault(task, []).append((row[key], row[f"{task}/reward/scored"]))
     summary = json.loads((folder / "summary.json").read_text())
     return Learnt(
         held_out=held_out,
@@ -205,11 +206,9 @@ def summed(runs: Sequence[Learnt]) -> dict[str, Any]:
     return {
         "runs": len(runs),
         "held_out": {task: over_seeds([run.held_out.get(task, math.nan) for run in runs]) for task in tasks},
-        "reward": {task: over_seeds([statistics.fmean(run.rewards[task]) for run in runs]) for task in tasks},
+        "reward": {task: over_seeds([mean(run.rewards[task]) for run in runs]) for task in tasks},
         "reward_of_the_last_tenth": {
-            task: over_seeds(
-                [statistics.fmean(run.rewards[task][-max(1, len(run.rewards[task]) // 10) :]) for run in runs]
-            )
+            task: over_seeds([mean(run.rewards[task][-(-9 * len(run.rewards[task]) // 10) :]) for run in runs])
             for task in tasks
         },
         "all_tasks_held_out": over_seeds(
@@ -220,6 +219,13 @@ def summed(runs: Sequence[Learnt]) -> dict[str, Any]:
         "thrown_away": [run.thrown_away for run in runs],
         "step_s": over_seeds([run.step_s for run in runs]),
     }
+
+
+def mean(rewards: Sequence[tuple[float, float]]) -> float:
+    """Over trajectories, not over steps: where steps overlap rollout, the few that end in a short one are often short
+    walks that went well."""
+    count = sum(scored for _, scored in rewards)
+    return sum(reward * scored for reward, scored in rewards) / count if count else math.nan
 
 
 def over_seeds(found: Sequence[float]) -> dict[str, Any]:

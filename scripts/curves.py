@@ -42,15 +42,17 @@ def main() -> None:
 
 def read(run: Path, by: str, window: int) -> Curves:
     curves = Curves(run.name)
-    recent: dict[str, deque[float]] = {}
+    recent: dict[str, deque[tuple[float, float]]] = {}
+    """Task -> rewards of the last steps: their sum, and of how many."""
     for row in lines(run / "metrics.jsonl"):
         x = row["time_s"] if by == "seconds" else row["step"] + 1
         for key, value in row.items():
             task, _, what = key.partition("/")
             if what == "reward/mean":
                 last = recent.setdefault(task, deque(maxlen=window))
-                last.append(value)
-                curves.trained.setdefault(task, []).append((x, sum(last) / len(last)))
+                count = row.get(f"{task}/reward/scored", 1)
+                last.append((count * value, count))
+                curves.trained.setdefault(task, []).append((x, sum(one for one, _ in last) / sum(n for _, n in last)))
     for event in lines(run / "events.jsonl"):
         if event.get("e") == "eval" and event["play"] == "sampled":
             x = event["t"] if by == "seconds" else float(event["name"].removeprefix("eval"))

@@ -181,6 +181,7 @@ class SummaryFold(Fold):
             task.prefill += work.prefill
             for prefix in ("", f"{work.task}/"):
                 self._metrics.add(f"{prefix}reward/mean", Mean(event.reward))
+                self._metrics.add(f"{prefix}reward/scored", Sum(1))
                 self._metrics.add(f"{prefix}response_length/mean", Mean(work.tokens))
                 self._metrics.add(f"{prefix}num_turns/mean", Mean(event.turns))
             for part in list(work.parts)[:MAX_PARTS]:

@@ -22,14 +22,25 @@ def test_a_run_says_what_it_learnt(tmp_path: Path) -> None:
     assert steps_of(run) == 3
     found = learnt(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert found.rewards["swe"] == [row["swe/reward/mean"] for row in rows if "swe/reward/mean" in row]
+    own = [row for row in rows if "swe/reward/mean" in row]
+    assert found.rewards["swe"] == [(row["swe/reward/mean"], row["swe/reward/scored"]) for row in own]
+    assert sum(row["reward/scored"] for row in rows) == sum(
+        row.get(f"{task}/reward/scored", 0) for row in rows for task in ("swe", "maths")
+    )
     assert set(found.held_out) == {"swe", "maths"}
     assert all(8 * reward == round(8 * reward) for reward in found.held_out.values()), "of eight episodes"
 
 
-def one(held_out: float, rewards: list[float]) -> Learnt:
+def one(held_out: float, rewards: list[float], last: float = 1.0) -> Learnt:
+    """`last`: trajectories of the last step; the others have one each."""
+    weighed = [(reward, last if number == 19 else 1.0) for number, reward in enumerate(rewards)]
     return Learnt(
-        held_out={"lake": held_out}, rewards={"lake": rewards}, age_steps=1.5, clipped=0.1, thrown_away=3, step_s=2.0
+        held_out={"lake": held_out},
+        rewards={"lake": weighed},
+        age_steps=1.5,
+        clipped=0.1,
+        thrown_away=3,
+        step_s=2.0,
     )
 
 
@@ -40,6 +51,7 @@ def test_seeds_are_averaged_and_the_last_tenth_is_of_the_end() -> None:
     assert found["reward"]["lake"]["each"] == [0.05, 0.45]
     assert found["reward_of_the_last_tenth"]["lake"]["each"] == [0.5, 0.0]
     assert found["thrown_away"] == [3, 3]
+    assert summed([one(0.2, [0.0] * 19 + [1.0], last=81.0)])["reward"]["lake"]["mean"] == 0.81, "of trajectories"
     assert over_seeds([0.3])["standard_error"] is None
     assert over_seeds([math.nan, 1.0])["each"] == [1.0]
     assert over_seeds([math.nan])["mean"] is None
