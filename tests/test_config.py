@@ -66,18 +66,6 @@ WRONG_VALUES: list[tuple[str, list[str], str, str]] = [
         "cluster.coordinators:",
         "remove it, or cluster.address",
     ),
-    (
-        "coordinators and a share of a GPU",
-        [*SHARDS, "pools.0.engines.device=cuda:0", "pools.0.engines.share=0.5"],
-        "pools.0.engines.share:",
-        "remove it, or cluster.coordinators",
-    ),
-    (
-        "coordinators and the trainer's share of a GPU",
-        [*SHARDS, "train.device=cuda:0", "train.share=0.5"],
-        "train.share:",
-        "remove it, or cluster.coordinators",
-    ),
     ("unknown key", ["rolout={}"], "rolout:", "did you mean 'rollout'?"),
     ("unknown nested key", ["rollout.stalenes=2"], "rollout.stalenes:", "did you mean 'staleness'?"),
     ("unknown key in a list", ["tasks.0.group_sze=3"], "tasks.0.group_sze:", "did you mean 'group_size'?"),
@@ -419,6 +407,12 @@ def test_overrides_replace_items_make_sections_and_read_yaml(tmp_path: Path) -> 
     assert job.train.lr == 1e-6
     assert job.checkpoint.every == 3
     assert job.sim.tasks["maths"].turns.mean == 12
+
+
+def test_a_word_that_yaml_takes_for_a_truth_value_is_the_word(tmp_path: Path) -> None:
+    job = load(tmp_path, "train.compile=off", "track.wandb=off", "weights={type: tcp, delta: off}")
+    assert (job.train.compile, job.track.wandb, job.weights.delta) == ("off", "off", "off")
+    assert load(tmp_path, "train.compile=on", "train.device=cuda:0").train.compile == "on"
 
 
 def test_the_last_override_wins(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_prefill_pool_that_does_not_fit_is_refused(prefill: Any, message: str)
 
 
 def test_no_task_can_be_declared_to_a_pool_that_only_prefills() -> None:
-    with pytest.raises(JobError, match=r"tasks.0.affinity: 'prefill' is not known; one of auto, decode"):
+    with pytest.raises(JobError, match=r"tasks.0.affinity: 'prefill' is not known; one of auto, any, decode"):
         job(tasks=[{"name": "game", "group_size": 2, "affinity": "prefill"}, {"name": "maths", "group_size": 2}])
 
 
