@@ -353,14 +353,7 @@ class PagedBackend:
             flat[0, places] = np.concatenate([[_input(seq) for seq in seqs[:singles]], *chunks])
             flat[1, places] = np.repeat(lanes, takes)
             flat[2, places] = np.repeat(starts, takes) + offsets
-        chunked = (each[singles:].tolist() for each in (firsts, takes, starts, lanes))
-        pieces = [
-            (first + begin, min(CHUNK_ROWS, take - begin), start + begin, lane)
-            for first, take, start, lane in zip(*chunked, strict=True)
-            for begin in range(0, take, CHUNK_ROWS)
-        ]
-        # Those with the longest context first: the device is then never left with one of them at the end.
-        pieces.sort(key=lambda piece: -piece[2])
+        pieces = _pieces(*(each[singles:].tolist() for each in (firsts, takes, starts, lanes)))
         blocks = np.zeros((len(pieces) if shape is None else shape.blocks, 4), dtype=np.int32)
         if pieces:
             blocks[: len(pieces)] = pieces
@@ -499,6 +492,18 @@ def _nothing(ended: _Mark) -> tuple[list[int], list[float]]:
 def _ordered(running: Row[Sequence]) -> list[Sequence]:
     """Those that take part: single tokens first, then chunks; of both, those that sample first."""
     return sorted((seq for seq in running if seq.take), key=lambda seq: (seq.take > 1, seq.take < seq.pending))
+
+
+def _pieces(firsts: Row[int], takes: Row[int], starts: Row[int], lanes: Row[int]) -> list[tuple[int, int, int, int]]:
+    """What one program of the attention kernel works on, for all chunks: first flat token, tokens, position, lane."""
+    pieces = [
+        (first + begin, min(CHUNK_ROWS, take - begin), start + begin, lane)
+        for first, take, start, lane in zip(firsts, takes, starts, lanes, strict=True)
+        for begin in range(0, take, CHUNK_ROWS)
+    ]
+    # Those with the longest context first: the device is then never left with one of them at the end.
+    pieces.sort(key=lambda piece: -piece[2])
+    return pieces
 
 
 def _is_truncated(seq: Sequence) -> bool:
