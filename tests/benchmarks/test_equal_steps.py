@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.equal_steps import Learnt, is_finished, learnt, over_seeds, steps_of, summed
 from rollart.config.load import load_job
+from rollart.events import schema
+from rollart.events.log import read_events
 from rollart.launch.simulation import simulate
 
 JOB = Path(__file__).resolve().parents[2] / "jobs" / "rollart.yaml"
@@ -24,9 +26,13 @@ def test_a_run_says_what_it_learnt(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     own = [row for row in rows if "swe/reward/mean" in row]
     assert found.rewards["swe"] == [(row["swe/reward/mean"], row["swe/reward/scored"]) for row in own]
-    assert sum(row["reward/scored"] for row in rows) == sum(
-        row.get(f"{task}/reward/scored", 0) for row in rows for task in ("swe", "maths")
-    )
+    events = list(read_events(run / "events.jsonl"))
+    last_s = max(event.t for event in events if isinstance(event, schema.StepEnd))
+    begun = {event.id for event in events if isinstance(event, schema.Start) and not event.eval}
+    scored = [
+        event.id for event in events if isinstance(event, schema.End) and event.reward is not None and event.t <= last_s
+    ]
+    assert sum(row["reward/scored"] for row in rows) == len(begun.intersection(scored))
     assert set(found.held_out) == {"swe", "maths"}
     assert all(8 * reward == round(8 * reward) for reward in found.held_out.values()), "of eight episodes"
 

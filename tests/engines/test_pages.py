@@ -283,6 +283,38 @@ def test_a_shape_has_room_for_every_step_it_is_chosen_for_and_is_captured() -> N
     assert chosen > 500
 
 
+def test_one_long_prompt_and_many_short_ones_are_more_pieces_than_prompts() -> None:
+    shape = shapes(max_batch=96).of(singles=0, longest=1, chunks=96, chunk_tokens=95 * 2 + 3900)
+    assert shape is not None
+    assert shape.blocks >= 95 + -(-3900 // 128)
+
+
+def test_a_step_with_prompts_has_no_shape_where_tokens_are_drawn_by_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These rows are drawn once more from the step's logits, which graphs of steps with prompts do not keep."""
+    computed: list[int] = []
+
+    def looked_at(model: PreTrainedModel, positions: int) -> Any:
+        plainly: Any = paged_forward(model, positions)
+
+        def forward(tokens_T: torch.Tensor, where: Where, layers: Any) -> torch.Tensor:
+            computed.append(len(tokens_T))
+            hidden_TH: torch.Tensor = plainly(tokens_T, where, layers)
+            return hidden_TH
+
+        forward.weights = plainly.weights  # type: ignore[attr-defined]
+        return forward
+
+    monkeypatch.setattr("rollart.engines.embedded.paged.runner.paged_forward", looked_at)
+    for sampling in ({"top_p": 0.9}, {"top_k": 3}, {}):
+        engine = make_engine(plain_model("qwen3"), paged=True)
+        computed.clear()
+        engine.add(
+            request(random_tokens(np.random.default_rng(3), 20), "s/0", max_tokens=4, temperature=1.0, **sampling)
+        )
+        drain(engine)
+        assert (computed[0] == 20) == bool(sampling)
+
+
 def test_a_step_that_keeps_the_device_busy_has_no_shape() -> None:
     def largest(weights: int) -> int:
         return max(tokens for tokens in range(1, 5000) if chunk(weights, tokens) is not None)

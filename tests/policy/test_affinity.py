@@ -166,6 +166,8 @@ def test_affinity_any_fills_all_engines_alike_whatever_suits_the_task() -> None:
     assert living == {"compute": 4, "bandwidth": 8}
     living["compute"] = 0
     assert [one.place("game", living)[0] for _ in range(3)] == ["compute"] * 3, "whoever is done gets the next"
+    behind = {"compute": 0, "bandwidth": 3}  # not so far that it would be passed over in any case
+    assert [one.place("game", behind)[0] for _ in range(4)] == ["compute"] * 4
     feed(one, 40, PREFILL_HEAVY, DECODE_HEAVY)
     assert one.plan["game"] == {"compute": 2 / 6, "bandwidth": 4 / 6}
     one.engines({"compute": 0, "bandwidth": 4})
