@@ -88,6 +88,7 @@ def test_frozen_lake_by_hand() -> None:
     assert [observation.reward for observation in seen] == [0.0] * 7 + [1.0, 0.0]
     fell = walk("down", "right")
     assert (fell[-1].done, fell[-1].reward) == (True, 0.0)
+    assert walk("down", "right", "left")[-1].done, "there is no way out of a hole"
     bored = walk(*["up"] * frozen_lake.MAX_MOVES)
     assert [observation.truncated for observation in bored[-2:]] == [False, True]
 
