@@ -149,7 +149,9 @@ def test_enums_come_back_as_themselves(value: enum.Enum) -> None:
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
-DTYPES = st.sampled_from(["<i4", "<i8", "<f4", "<f8", "|b1", "|u1", "<u2", "<f2"])
+DTYPES = st.sampled_from(
+    ["|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", ">i4", ">u2", ">f4"]
+)
 ARRAYS = st.builds(
     lambda dtype, shape: np.arange(int(np.prod(shape))).astype(dtype).reshape(shape),
     DTYPES,

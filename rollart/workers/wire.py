@@ -11,10 +11,11 @@ values in order; `SCHEMA` changes when a record's fields do.
 
 import dataclasses
 import enum
-import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -31,11 +32,18 @@ MAX_PARTS = 100_000
 """Lists and maps of one message of who is not trusted, and values of one of them."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__, list: list}
 """How a value of a subclass, such as an enum of user code, becomes a plain one."""
-_DTYPE = re.compile(r"[<>|][biuf][1248]")
+_DTYPES: dict[str, "np.dtype[Any]"] = {
+    dtype.str: dtype
+    for kind in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+    for dtype in (np.dtype(f"<{kind}"), np.dtype(f">{kind}"))
+}
 """Booleans, integers and floats: what our arrays hold, and nothing that numpy would have to interpret."""
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 RECORDS: dict[str, Callable[..., Any]] = {}
 FIELDS: dict[Any, tuple[str, ...]] = {}
+_VALUES: dict[Any, Callable[[Any], Iterable[Any]]] = {}
+"""All fields of a record, in order: of several, with one call of C."""
 ENUMS: dict[str, type[enum.Enum]] = {
     name: kind for name, kind in vars(types).items() if isinstance(kind, type) and issubclass(kind, enum.Enum)
 }
@@ -49,11 +57,16 @@ def _fields(kind: Any) -> tuple[str, ...]:
     return found
 
 
+def _each(fields: tuple[str, ...], value: Any) -> list[Any]:
+    return [getattr(value, name) for name in fields]
+
+
 def allow(*kinds: Callable[..., Any]) -> None:
     """Let these structs, dataclasses or named tuples cross."""
     for kind in kinds:
         RECORDS[kind.__name__] = kind
-        FIELDS[kind] = _fields(kind)
+        FIELDS[kind] = fields = _fields(kind)
+        _VALUES[kind] = attrgetter(*fields) if len(fields) > 1 else partial(_each, fields)
 
 
 allow(
@@ -121,14 +134,14 @@ def _unpacked(body: bytes | memoryview, as_map: Any, as_list: Any, longest: int)
 
 def _encode(value: Any) -> Any:
     kind = type(value)
-    fields = FIELDS.get(kind)
-    if fields is not None:
-        return {_RECORD: [kind.__name__, *[getattr(value, name) for name in fields]]}
+    values = _VALUES.get(kind)
+    if values is not None:
+        return {_RECORD: [kind.__name__, *values(value)]}
     if isinstance(value, tuple):
         return {_TUPLE: list(value)}
     if kind is np.ndarray:
-        dtype = value.dtype.str
-        if not _DTYPE.fullmatch(dtype):
+        dtype = _DTYPE_NAMES.get(value.dtype)
+        if dtype is None:
             raise TypeError(f"an array of {value.dtype} may not cross between processes")
         return {_ARRAY: [dtype, list(value.shape), value.tobytes()]}
     if ENUMS.get(kind.__name__) is kind:
@@ -159,14 +172,15 @@ def _decode(found: dict[Any, Any]) -> Any:
         record = RECORDS[content[0]] if content else None
         if record is None or len(content) - 1 != len(FIELDS[record]):
             raise ValueError("a record of other fields")
+        if hasattr(record, "_fields"):  # a named tuple takes them as they are
+            return record(*content[1:])
         return record(**dict(zip(FIELDS[record], content[1:], strict=True)))
     if kind == _TUPLE:
         return tuple(content)
     if kind == _ARRAY:
-        dtype, shape, raw = content
-        if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
-            raise ValueError(f"an array of {dtype!r}")
-        return np.frombuffer(raw, dtype=dtype).reshape(shape)
+        name, shape, raw = content
+        flat = np.frombuffer(raw, _DTYPES[name])
+        return flat if shape == [len(flat)] else flat.reshape(shape)
     if kind == _ENUM:
         name, value = content
         return ENUMS[name](value)
