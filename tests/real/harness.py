@@ -23,6 +23,7 @@ import yaml
 from rollart.events import schema
 from rollart.events.log import read_events
 from rollart.events.schema import Event
+from rollart.store.host import LINGER_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = str(Path(__file__).with_name("slow_tasks.py"))
@@ -154,7 +155,8 @@ class Run:
         return summary
 
     def nobody_is_left(self) -> None:
-        deadline_s = time.monotonic() + 20
+        """A store's process on a host that was not told of the end, as its source was gone, stays for LINGER_S."""
+        deadline_s = time.monotonic() + LINGER_S + 10
         while self.members():
             assert time.monotonic() < deadline_s, f"still there: {self.members()}"
             time.sleep(0.02)
