@@ -133,27 +133,32 @@ def play(options: argparse.Namespace, sides: Sequence[Side], runs: dict[tuple[st
             mps = Mps(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             stack.callback(mps.close)
             environment |= mps.variables
-        while waiting or playing:
-            while waiting and len(playing) < options.at_once:
-                key = waiting.pop(0)
-                playing[key] = (
-                    begin(options.job, [*overrides[key[0]], f"seed={key[1]}"], runs[key], environment),
-                    time.monotonic(),
-                )
-                tell(f"{key[0]}, seed {key[1]}: begun")
-            time.sleep(POLL_S)
-            for key, (process, since_s) in list(playing.items()):
-                if process.poll() is None and time.monotonic() - since_s > options.seconds:
-                    process.terminate()
-                    process.wait()
-                if process.poll() is not None:
-                    del playing[key]
-                    took_s = time.monotonic() - since_s
-                    tell(f"{runs[key].name}: ended with {process.returncode} after {took_s:.0f} s: {runs[key]}.log")
-            if time.monotonic() - told_s > TELL_EVERY_S:
-                told_s = time.monotonic()
-                steps = {f"{name}-{seed}": steps_of(runs[name, seed]) for name, seed in playing}
-                tell(f"{told_s - began_s:.0f} s: steps {steps}")
+        try:
+            while waiting or playing:
+                while waiting and len(playing) < options.at_once:
+                    key = waiting.pop(0)
+                    playing[key] = (
+                        begin(options.job, [*overrides[key[0]], f"seed={key[1]}"], runs[key], environment),
+                        time.monotonic(),
+                    )
+                    tell(f"{key[0]}, seed {key[1]}: begun")
+                time.sleep(POLL_S)
+                for key, (process, since_s) in list(playing.items()):
+                    if process.poll() is None and time.monotonic() - since_s > options.seconds:
+                        process.terminate()
+                        process.wait()
+                    if process.poll() is not None:
+                        del playing[key]
+                        took_s = time.monotonic() - since_s
+                        tell(f"{runs[key].name}: ended with {process.returncode} after {took_s:.0f} s: {runs[key]}.log")
+                if time.monotonic() - told_s > TELL_EVERY_S:
+                    told_s = time.monotonic()
+                    steps = {f"{name}-{seed}": steps_of(runs[name, seed]) for name, seed in playing}
+                    tell(f"{told_s - began_s:.0f} s: steps {steps}")
+        finally:  # nobody goes on by itself where this process is interrupted
+            for process, _ in playing.values():
+                process.terminate()
+                process.wait()
 
 
 def begin(job: Path, overrides: Sequence[str], folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]":

@@ -40,6 +40,7 @@ RING = 3
 WORDS_PER_ROW, WORDS_PER_TOKEN, WORDS_PER_BLOCK = 5, 3, 4
 """A row that samples: seed (2), temperature, lane, place among the tokens. A token: itself, lane, position."""
 PARTS = 10
+"""Arrays that the device is told a step with: each is filled up to ALIGNED_WORDS."""
 ALIGNED_WORDS = 4
 """What a kernel is given begins at a multiple of 16 bytes: Triton compiles it anew for a pointer that does not."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
