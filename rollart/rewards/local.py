@@ -63,7 +63,10 @@ class LocalRewards:
         if domain not in self._functions:
             raise RewardError(f"no reward function is known for the domain {domain}", retryable=False)
         name = self._functions[domain]
-        request = episode.to_json()
+        try:
+            request = episode.to_json()
+        except TypeError as error:
+            raise RewardError(f"{name}: the episode cannot be sent: {error}", retryable=False) from error
         try:
             process = await self.pool.acquire()
         except ClusterError as error:

@@ -34,6 +34,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Any, Literal, Self
 
 import msgspec
@@ -193,7 +194,8 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
     def to_json(self) -> JsonObject:
-        found: JsonObject = msgspec.to_builtins(self, enc_hook=_plain)
+        # Bytes and dates stay what they are: as text they would be other values, and nobody would know.
+        found: JsonObject = msgspec.to_builtins(self, enc_hook=_plain, builtin_types=(bytes, bytearray, datetime, date))
         return found
 
     @classmethod
@@ -265,7 +267,9 @@ def _plain(value: Any) -> Any:
     """Numpy's and torch's scalars, which user code likes to put in a payload. Raises TypeError for anything else."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is no JSON value")
+    raise TypeError(
+        f"a {type(value).__name__} is no JSON value; keep numbers, texts, lists and dicts in a task's payload"
+    )
 
 
 def _short(value: object) -> str:

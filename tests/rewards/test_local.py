@@ -2,7 +2,10 @@
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +45,19 @@ class TestLocalRewards(RewardFunctionContract):
                 with pytest.raises(RewardError, match="elsewhere") as raised:
                     await backend.score(trajectory("sum", domain="elsewhere"))
                 assert not raised.value.retryable
+
+        run(work)
+
+    @pytest.mark.parametrize("odd", [object(), date(2026, 1, 1)])
+    def test_a_payload_that_cannot_be_sent_ends_its_own_call(self, tmp_path: Path, odd: object) -> None:
+        async def work() -> None:
+            backend = LocalRewards(RewardSettings(workers=1), {DOMAIN: FUNCTION}, decode, tmp_path)
+            async with closing(backend):
+                usual = trajectory("sum")
+                payload: Any = {**usual.task.payload, "odd": odd}
+                with pytest.raises(RewardError):
+                    await backend.score(replace(usual, task=replace(usual.task, payload=payload)))
+                assert (await backend.score(usual)).value == 0.75, "its worker serves the next"
 
         run(work)
 
